@@ -1,0 +1,120 @@
+"""What is decided: stages on devices (Allocation), when operations run (Pattern), and both with reasons (Plan).
+
+Constructing these checks nothing, so that a bad plan can be shown and explained; ``validate`` judges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .problem import Chain, Platform, Policy
+
+OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``layers[start:stop]`` on ``devices`` (its replicas); microbatch m runs on ``devices[m % len(devices)]``.
+
+    ``checkpoint`` lists the half-open layer ranges that are recomputed in the backward; the other layers are stored.
+    """
+
+    start: int
+    stop: int
+    devices: tuple[int, ...]
+    checkpoint: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices that run the stage, each on every ``replicas``-th microbatch."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Stages in chain order, and the period that the partitioner hoped for (None when it makes no claim)."""
+
+    stages: tuple[Stage, ...]
+    claimed_period_ns: int | None = None
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether no device appears in two stages and devices follow the platform's order."""
+        order = [d for stage in self.stages for d in stage.devices]
+        return order == sorted(set(order))
+
+    @property
+    def data_parallel(self) -> bool:
+        """Whether the whole chain is one replicated stage."""
+        return len(self.stages) == 1 and self.stages[0].replicas > 1
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOp:
+    """One operation on microbatch 0: of a SEND, ``stage`` is the sender; ``start_ns`` is absolute."""
+
+    kind: OpKind
+    stage: int
+    start_ns: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A periodic schedule: microbatch m runs every operation at its start + m * period (ALGORITHMS section 2).
+
+    Index shift and offset are derived: ``start_ns // period_ns`` and ``start_ns % period_ns``.
+    """
+
+    period_ns: int
+    operations: tuple[TimedOp, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``."""
+
+    allocation: Literal["contiguous", "one-special", "any"]
+    replicas: bool
+    checkpointing: str
+    period_ns: int
+
+
+ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How microbatches run: the pattern without end, or ``microbatches`` per mini-batch in a drained schedule."""
+
+    kind: ScheduleKind = "pattern"
+    microbatches: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a plan comes from. ``seconds`` is the only field of a plan that differs between equal runs."""
+
+    algorithm: str
+    options: dict[str, Any] = field(default_factory=dict)
+    claimed_period_ns: int | None = None
+    solver: str | None = None
+    solver_status: str | None = None
+    version: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The one thing that is written: what was given, what was decided, how good it is, and where it is from."""
+
+    chain: Chain
+    platform: Platform
+    policy: Policy
+    allocation: Allocation
+    pattern: Pattern | None
+    lower_bounds: tuple[Bound, ...]
+    provenance: Provenance
+    schedule: Schedule = Schedule()

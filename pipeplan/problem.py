@@ -1,0 +1,308 @@
+"""What is given: a profiled network (Chain), the machine (Platform), how weights are kept (Policy), what is allowed.
+
+Times are integer nanoseconds per microbatch, sizes integer bytes, layer ranges half-open and zero-based.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .groups import ceil_div
+
+Ints = npt.NDArray[np.int64]
+IntLike = Any  # int in, int out; int64 array in, int64 array out
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's measured costs for one microbatch.
+
+    ``output_bytes`` is the size of the one tensor that it produces; ``saved_bytes`` is what its forward keeps for its
+    backward, None for "its input" (MadPipe section 3). ``backward_weight_ns`` is the part of ``backward_ns`` that
+    computes weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for
+    ``weight_bytes / 4``.
+    """
+
+    name: str
+    forward_ns: int
+    backward_ns: int
+    weight_bytes: int
+    output_bytes: int
+    saved_bytes: int | None = None
+    backward_weight_ns: int | None = None
+    optimizer_ns: int = 0
+    parameters: int | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of scalar parameters."""
+        return self.weight_bytes // 4 if self.parameters is None else self.parameters
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A network as layers in topological order, with every cut allowed; the profile that all planning starts from.
+
+    ``edges`` makes it a DAG: pairs ``(i, j)``, i < j, mean that layer j reads the output of layer i; without edges each
+    layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
+    layers that share parameters. The other fields say where the numbers come from.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    input_bytes: int
+    edges: tuple[tuple[int, int], ...] | None = None
+    tied: tuple[tuple[int, int], ...] = ()
+    microbatch: int = 1
+    dtype: str = "float32"
+    device: str = ""
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Readers of each tensor in order: entry 0 for the network's input, entry i + 1 for the output of layer i."""
+        count = len(self.layers)
+        if self.edges is None:
+            return tuple((i,) if i < count else () for i in range(count + 1))
+        readers: list[set[int]] = [set() for _ in range(count + 1)]
+        for source, target in self.edges:
+            readers[source + 1].add(target)
+        readers[0] = set(range(count)) - set().union(*readers[1:])
+        return tuple(tuple(sorted(r)) for r in readers)
+
+    @cached_property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """Sizes of the tensors of :attr:`readers`."""
+        return (self.input_bytes, *(layer.output_bytes for layer in self.layers))
+
+    @cached_property
+    def cut_bytes(self) -> tuple[int, ...]:
+        """Bytes that cross the cut before layer i, for i = 0..L: each distinct tensor made before and read after it.
+
+        A skip connection is relayed stage by stage, so it counts in every cut that it crosses (ALGORITHMS section 1).
+        Entry 0 is the network's input; entry L is 0.
+        """
+        change = [0] * (len(self.layers) + 1)
+        for tensor, (size, readers) in enumerate(zip(self.tensor_bytes, self.readers, strict=True)):
+            if readers:
+                change[tensor] += size
+                change[readers[-1] + 1] -= size
+        return tuple(int(x) for x in np.cumsum(np.array(change, dtype=np.int64)))
+
+    @cached_property
+    def _own_saved(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Per layer the bytes it saves by itself, and (first reader, second reader, size) for tensors saved twice."""
+        saved = [layer.saved_bytes or 0 for layer in self.layers]
+        shared: list[tuple[int, int, int]] = []
+        for size, readers in zip(self.tensor_bytes, self.readers, strict=True):
+            keepers = [i for i in readers if self.layers[i].saved_bytes is None]
+            for i in keepers:
+                saved[i] += size
+            shared += [(i, j, size) for i, j in pairwise(keepers) if size]
+        return saved, shared
+
+    @cached_property
+    def layer_saved(self) -> Ints:
+        """Bytes that each layer alone keeps for its backward, shape (L,)."""
+        return np.array(self._own_saved[0], dtype=np.int64)
+
+    @cached_property
+    def _saved_twice(self) -> Ints | None:
+        """Table ``[start, stop]`` of bytes counted twice when ``layers[start:stop]`` is one stage; None if all zero."""
+        shared = self._own_saved[1]
+        if not shared:
+            return None
+        count = len(self.layers)
+        table = np.zeros((count + 1, count + 1), dtype=np.int64)
+        for i, j, size in shared:
+            table[i, j + 1] += size  # both readers inside: start <= i and stop >= j + 1
+        table = np.cumsum(table, axis=1)
+        return np.cumsum(table[::-1], axis=0)[::-1].copy()
+
+    def saved_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes that ``layers[start:stop]`` as one stage keep per microbatch, each distinct tensor once."""
+        total = self.sums.saved[stop] - self.sums.saved[start]
+        if self._saved_twice is not None:
+            total = total - self._saved_twice[start, stop]
+        return int(total) if np.ndim(total) == 0 else total
+
+    @cached_property
+    def _entering(self) -> Ints | None:
+        """Table ``[start, stop]`` of distinct bytes read in ``layers[start:stop]`` from before it; None for a chain."""
+        if self.edges is None:
+            return None
+        count = len(self.layers)
+        table = np.zeros((count + 1, count + 1), dtype=np.int64)
+        for tensor, (size, readers) in enumerate(zip(self.tensor_bytes, self.readers, strict=True)):
+            previous = tensor - 1  # its producer, then each earlier reader: the first reader inside pays
+            for reader in readers:
+                table[previous + 1 : reader + 1, reader + 1] += size
+                previous = reader
+        return np.cumsum(table, axis=1)
+
+    def entering_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes of the distinct tensors that ``layers[start:stop]`` read from before ``start``.
+
+        What a recomputed segment keeps. In a DAG it is less than the cut by the tensors that only pass through.
+        """
+        if self._entering is not None:
+            total = self._entering[start, stop]
+        else:
+            total = np.asarray(self.cut_bytes, dtype=np.int64)[start]
+        return int(total) if np.ndim(total) == 0 else total
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Prefix sums over the layers."""
+        return Sums.of(self)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``."""
+
+    forward_ns: Ints
+    backward_ns: Ints
+    optimizer_ns: Ints
+    weight_bytes: Ints
+    parameters: Ints
+    saved: Ints
+
+    @staticmethod
+    def of(chain: Chain) -> Sums:
+        """Return the prefix sums of ``chain``."""
+
+        def prefix(values: Sequence[int] | Ints) -> Ints:
+            return np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64))]).astype(np.int64)
+
+        layers = chain.layers
+        return Sums(
+            forward_ns=prefix([x.forward_ns for x in layers]),
+            backward_ns=prefix([x.backward_ns for x in layers]),
+            optimizer_ns=prefix([x.optimizer_ns for x in layers]),
+            weight_bytes=prefix([x.weight_bytes for x in layers]),
+            parameters=prefix([x.parameter_count for x in layers]),
+            saved=prefix(chain.layer_saved),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator: usable memory in bytes, and speed relative to the device that the profile was measured on."""
+
+    memory_bytes: int
+    speed: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level)."""
+
+    count: int
+    bandwidth: int  # bytes per second and direction
+    latency_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1)."""
+
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+    full_duplex: bool = False
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @staticmethod
+    def flat(count: int, memory_bytes: int, bandwidth: int = 12 * 10**9, latency_ns: int = 0) -> Platform:
+        """Return ``count`` equal devices on one level; the default 12 GB/s is PCIe 3 x16 (MadPipe section 5.1)."""
+        return Platform((Device(memory_bytes),) * count, (Level(count, bandwidth, latency_ns),))
+
+    @cached_property
+    def unit_sizes(self) -> tuple[int, ...]:
+        """Devices in one unit of each level: the running product of the levels' counts."""
+        sizes, size = [], 1
+        for level in self.levels:
+            size *= level.count
+            sizes.append(size)
+        return tuple(sizes)
+
+    def level_of(self, devices: Sequence[int]) -> int:
+        """Return the index of the lowest level whose one unit holds all of ``devices``."""
+        first, last = min(devices), max(devices)
+        return next(k for k, size in enumerate(self.unit_sizes) if first // size == last // size)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, int], ...]:
+        """Bandwidth (bytes/s) and latency (ns) of a transfer that spans levels 0..k: its slowest level decides."""
+        return tuple(
+            (min(x.bandwidth for x in self.levels[: k + 1]), max(x.latency_ns for x in self.levels[: k + 1]))
+            for k in range(len(self.levels))
+        )
+
+    def transfer_ns(self, size: int, level: int) -> int:
+        """Time to move ``size`` bytes one way over a path that spans ``level``; 0 for no bytes."""
+        bandwidth, latency = self.paths[level]
+        return latency + ceil_div(size * 10**9, bandwidth) if size else 0
+
+    def slowest(self, devices: Sequence[int]) -> Device:
+        """Return the least memory and the least speed among ``devices``: what a replicated stage gets."""
+        return Device(min(self.devices[d].memory_bytes for d in devices), min(self.devices[d].speed for d in devices))
+
+
+Weights = Literal["flush", "2bw", "stash", "latest"]
+Optimizer = Literal["sgd", "momentum", "adam"]
+Precision = Literal["fp32", "mixed"]
+Checkpointing = Literal["none", "stages", "segments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How weights, gradients and optimizer state are kept, and how often they are updated (ALGORITHMS section 3).
+
+    ``accumulate`` is the number of microbatches per update. None means: not decided yet; the planner decides it
+    (2bw: as many as are in flight), and costs are taken at one update per microbatch until then.
+    ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
+    """
+
+    weights: Weights = "2bw"
+    accumulate: int | None = None
+    optimizer: Optimizer = "sgd"
+    precision: Precision = "fp32"
+    offload: bool = False
+    vertical_sync: bool = False
+    bucket_parameters: int = 16 * 10**6
+
+    def update_interval(self, replicas: int = 1) -> int:
+        """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
+        return max(replicas, self.accumulate or 1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An instance: the chain, the platform, the policy, and what a plan may use.
+
+    ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
+    """
+
+    chain: Chain
+    platform: Platform
+    policy: Policy = Policy()
+    replicas: bool = True
+    checkpointing: Checkpointing = "stages"
+
+    def with_policy(self, policy: Policy) -> Problem:
+        """Return the same instance under another policy."""
+        return replace(self, policy=policy)

@@ -1,0 +1,1 @@
+"""Schedulers: when each operation of a stage graph runs."""

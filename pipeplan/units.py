@@ -1,0 +1,80 @@
+"""Quantities as people write them (``16GB``, ``10Gbps``, ``3.2ms``) to exact integers and back.
+
+Sizes are bytes, bandwidths bytes per second, times nanoseconds. ``GB`` is 1e9 and ``GiB`` is 2**30, as on every
+data sheet. A bare number is refused because nobody can tell what it counts; only ``0`` needs no unit.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from .errors import BadInput
+
+_PREFIX = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+SIZES = {f"{prefix}B": factor for prefix, factor in (_PREFIX | _BINARY).items()}
+BANDWIDTHS = {f"{size}/s": Fraction(factor) for size, factor in SIZES.items()} | {
+    f"{prefix}bps": Fraction(factor, 8) for prefix, factor in _PREFIX.items()
+}
+TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+
+_QUANTITY = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?|\.[0-9]+)\s*(?P<unit>[A-Za-z/]*)\s*")
+LARGEST = 10**18  # above it, sums of int64 would overflow; an exabyte and thirty years are enough
+
+
+def parse_bytes(text: str, place: str = "size") -> int:
+    """Return the bytes that ``text`` such as ``16GB`` or ``1.5GiB`` names; BadInput names ``place``."""
+    return _parse(text, SIZES, place, "16GB or 16GiB")
+
+
+def parse_bandwidth(text: str, place: str = "bandwidth") -> int:
+    """Return the bytes per second that ``text`` such as ``12GB/s`` or ``10Gbps`` (bits) names."""
+    value = _parse(text, BANDWIDTHS, place, "12GB/s or 10Gbps")
+    if value == 0:
+        raise BadInput(f"{place}: {text!r} must be positive")
+    return value
+
+
+def parse_time(text: str, place: str = "time") -> int:
+    """Return the nanoseconds that ``text`` such as ``3.2ms`` or ``5us`` names, rounded half to even."""
+    return _parse(text, TIMES, place, "3.2ms or 5us")
+
+
+def ms_to_ns(milliseconds: str | float | Fraction) -> int:
+    """Return nanoseconds for a decimal count of milliseconds, rounded half to even (exactly, from its decimal text)."""
+    exact = milliseconds if isinstance(milliseconds, Fraction) else Fraction(str(milliseconds))
+    return round(exact * 10**6)
+
+
+def format_bytes(count: int) -> str:
+    """Return bytes in GB (1e9) with two decimals, or in MB below a tenth of a GB."""
+    return f"{count / 1e9:.2f} GB" if abs(count) >= 10**8 else f"{count / 1e6:.2f} MB"
+
+
+def format_bandwidth(bytes_per_second: int) -> str:
+    """Return a bandwidth in GB/s (1e9 bytes per second)."""
+    return f"{bytes_per_second / 1e9:g} GB/s"
+
+
+def format_ns(nanoseconds: int | float) -> str:
+    """Return a duration in ms with three decimals."""
+    return f"{nanoseconds / 1e6:.3f} ms"
+
+
+def _parse(text: str, units: dict[str, int] | dict[str, Fraction], place: str, example: str) -> int:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise BadInput(f"{place}: {text!r} is not a non-negative number with a unit, such as {example}")
+    number, unit = Fraction(match["number"]), match["unit"]
+    if not unit and number == 0:
+        return 0
+    if not unit:
+        raise BadInput(f"{place}: {text!r} has no unit; write {example}")
+    factor = units.get(unit)
+    if factor is None:
+        raise BadInput(f"{place}: {unit!r} in {text!r} is not a known unit; write {example}")
+    value = round(number * factor)
+    if value > LARGEST:
+        raise BadInput(f"{place}: {text!r} is too large (at most {LARGEST:.0e} in base units)")
+    return value

@@ -1,0 +1,1 @@
+"""Example models and data that run anywhere."""
