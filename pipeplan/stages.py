@@ -1,0 +1,309 @@
+"""StageGraph, the narrow waist: an allocation as operations with durations on resources, and what it holds in memory.
+
+Partitioners speak layers; schedulers, bounds, validator, simulator and runtime read only this. The path of one
+microbatch is stated here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from . import costs
+from .groups import ceil_div
+from .plan import OpKind, Pattern, Stage, TimedOp
+from .problem import Chain, Platform, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage costs on each of its replicas; times in ns per microbatch, sizes in bytes.
+
+    ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
+    without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    weight_bytes: int
+    parameters: int
+    kept_bytes: int
+    peak_bytes: int
+    buffer_bytes: int
+    sync_period_ns: int
+    update_interval: int
+    resource: int
+
+    @property
+    def total_ns(self) -> int:
+        """Forward plus backward."""
+        return self.forward_ns + self.backward_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation on the path of a microbatch: ``stage`` of a SEND is the sender; ``resource`` indexes resources."""
+
+    kind: OpKind
+    stage: int
+    duration_ns: int
+    resource: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """What one operation occupies at a time: the devices of a group (each sees every ``replicas``-th microbatch), or a
+    link between two groups, which every microbatch uses (``replicas`` 1 and no ``memory_bytes``)."""
+
+    name: str
+    devices: tuple[int, ...]
+    replicas: int
+    memory_bytes: int | None = None
+
+    @property
+    def is_link(self) -> bool:
+        """Whether this is a link."""
+        return self.memory_bytes is None
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages, their resources, and the path ``F_0, SEND_F_0, F_1, ..., B_1, SEND_B_1, B_0`` of one microbatch.
+
+    A transfer stands between neighbours on different devices when its cut has bytes. Resources: the device groups in
+    order of first use, then the links (one per unordered pair of groups; per direction when full duplex).
+    """
+
+    stages: tuple[StageCost, ...]
+    operations: tuple[Operation, ...]
+    resources: tuple[Resource, ...]
+    policy: Policy
+    devices: int
+
+    @cached_property
+    def position(self) -> dict[tuple[OpKind, int], int]:
+        """Index on the path of each (kind, stage)."""
+        return {(op.kind, op.stage): i for i, op in enumerate(self.operations)}
+
+    @cached_property
+    def on_resource(self) -> tuple[tuple[int, ...], ...]:
+        """Path indices of the operations of each resource."""
+        lists: list[list[int]] = [[] for _ in self.resources]
+        for i, op in enumerate(self.operations):
+            lists[op.resource].append(i)
+        return tuple(tuple(x) for x in lists)
+
+    def stages_on(self, resource: int) -> list[int]:
+        """Return the stages of a device group, in chain order."""
+        return [s for s, stage in enumerate(self.stages) if stage.resource == resource]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every stage has its devices for itself."""
+        return len({stage.resource for stage in self.stages}) == len(self.stages)
+
+    @cached_property
+    def period_floor_ns(self) -> int:
+        """Least period that loads and synchronisation allow: the most of load / replicas and sync periods."""
+        floor = max(stage.sync_period_ns for stage in self.stages)
+        for resource, indices in zip(self.resources, self.on_resource, strict=True):
+            load = sum(self.operations[i].duration_ns for i in indices)
+            floor = max(floor, ceil_div(load, resource.replicas))
+        return floor
+
+    @cached_property
+    def path_ns(self) -> int:
+        """Time of one microbatch alone."""
+        return sum(op.duration_ns for op in self.operations)
+
+
+def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> StageGraph:
+    """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups."""
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
+    parts = [
+        _stage_cost(chain, platform, policy, stage, groups.index(stage.devices), receives, sends)
+        for stage, receives, sends in zip(stages, [False, *transfers], [*transfers, False], strict=True)
+    ]
+    resources = [_group(platform, devices) for devices in groups]
+    links: dict[tuple[int, int], int] = {}
+
+    def link(source: int, target: int) -> int:
+        key = (source, target) if platform.full_duplex else (min(source, target), max(source, target))
+        if key not in links:
+            links[key] = len(resources)
+            resources.append(_link(platform, groups[key[0]], groups[key[1]]))
+        return links[key]
+
+    forward: list[Operation] = []
+    backward: list[Operation] = []
+    for s, (stage, part) in enumerate(zip(stages, parts, strict=True)):
+        forward.append(Operation("F", s, part.forward_ns, part.resource))
+        backward.append(Operation("B", s, part.backward_ns, part.resource))
+        if s < len(transfers) and transfers[s]:
+            here, there = part.resource, parts[s + 1].resource
+            level = platform.level_of(stage.devices + stages[s + 1].devices)
+            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], level)
+            forward.append(Operation("SEND_F", s, duration, link(here, there)))
+            backward.append(Operation("SEND_B", s + 1, duration, link(there, here)))
+    return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform))
+
+
+def _stage_cost(
+    chain: Chain, platform: Platform, policy: Policy, stage: Stage, resource: int, receives: bool, sends: bool
+) -> StageCost:
+    start, stop, r = stage.start, stage.stop, stage.replicas
+    kept, peak, recompute = costs.activations(chain, start, stop, stage.checkpoint)
+    speed = platform.slowest(stage.devices).speed
+    weight_bytes = int(chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start])
+    parameters = int(chain.sums.parameters[stop] - chain.sums.parameters[start])
+    bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
+    gradient = costs.gradient_bytes(policy, weight_bytes, parameters)
+    return StageCost(
+        forward_ns=costs.forward_ns(chain, start, stop, speed),
+        backward_ns=costs.backward_ns(chain, policy, start, stop, recompute, r, speed),
+        weight_bytes=weight_bytes,
+        parameters=parameters,
+        kept_bytes=kept,
+        peak_bytes=peak,
+        buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
+        sync_period_ns=costs.sync_period_ns(policy, gradient, r, bandwidth),
+        update_interval=policy.update_interval(r),
+        resource=resource,
+    )
+
+
+def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
+    memory = platform.slowest(devices).memory_bytes
+    return Resource(f"{'device' if len(devices) == 1 else 'devices'} {_ranges(devices)}", devices, len(devices), memory)
+
+
+def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
+    arrow = " -> " if platform.full_duplex else " - "
+    return Resource(f"link {_ranges(one)}{arrow}{_ranges(other)}", one + other, 1)
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    return ",".join(str(d) for d in devices)
+
+
+# --- in flight and memory -------------------------------------------------------------------------------------------
+
+
+def starts_of(pattern: Pattern) -> list[int]:
+    """Return the absolute starts of a pattern's operations in path order."""
+    return [op.start_ns for op in pattern.operations]
+
+
+def make_pattern(graph: StageGraph, starts: Sequence[int], period: int) -> Pattern:
+    """Return the pattern of ``graph`` with ``starts`` (ns, in path order)."""
+    return Pattern(
+        period,
+        tuple(
+            TimedOp(op.kind, op.stage, start, op.duration_ns)
+            for op, start in zip(graph.operations, starts, strict=True)
+        ),
+    )
+
+
+def in_flight(graph: StageGraph, starts: Sequence[int], period: int, stage: int, at: int) -> int:
+    """Return how many microbatches of ``stage`` one replica holds at the absolute time ``at`` of the steady state.
+
+    Held from the start of F to the end of B; at equal instants releases come before acquisitions.
+    """
+    step = graph.resources[graph.stages[stage].resource].replicas * period
+    begin = starts[graph.position["F", stage]]
+    last = graph.position["B", stage]
+    end = starts[last] + graph.operations[last].duration_ns
+    return (at - begin) // step - (at - end) // step
+
+
+def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int:
+    """Return d: the most microbatches in flight at any stage over all its replicas; 2bw must accumulate as many."""
+    return max(
+        ceil_div(
+            starts[graph.position["B", s]] + stage.backward_ns - starts[graph.position["F", s]],
+            period,
+        )
+        for s, stage in enumerate(graph.stages)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Memory of one device in the steady state, in bytes; ``in_flight`` has one count for each stage on it."""
+
+    memory_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    in_flight: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Weights, activations at the worst instant, and buffers."""
+        return self.weights_bytes + self.activation_bytes + self.buffer_bytes
+
+
+def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource: int) -> DeviceUse:
+    """Return the memory of each device of a group under the pattern (ALGORITHMS section 3).
+
+    Peaks occur at forward starts, and at backward starts of stages that recompute.
+    """
+    stages = graph.stages_on(resource)
+    weights = buffers = 0
+    counts = []
+    for s in stages:
+        stage = graph.stages[s]
+        count = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
+        counts.append(count)
+        weights += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, count)
+        buffers += stage.buffer_bytes
+    instants = [starts[graph.position["F", s]] for s in stages]
+    instants += [
+        starts[graph.position["B", s]] for s in stages if graph.stages[s].peak_bytes > graph.stages[s].kept_bytes
+    ]
+    step = graph.resources[resource].replicas * period
+    activation = 0
+    for at in instants:
+        held = 0
+        for s in stages:
+            stage = graph.stages[s]
+            held += in_flight(graph, starts, period, s, at) * stage.kept_bytes
+            if (at - starts[graph.position["B", s]]) % step < max(1, stage.backward_ns):
+                held += stage.peak_bytes - stage.kept_bytes
+        activation = max(activation, held)
+    memory = graph.resources[resource].memory_bytes
+    assert memory is not None, "links hold nothing"
+    return DeviceUse(memory, weights, activation, buffers, tuple(counts))
+
+
+def memory_fits(graph: StageGraph, starts: Sequence[int], period: int) -> bool:
+    """Whether every device group stays within its memory."""
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            use = resource_use(graph, starts, period, index)
+            if use.peak_bytes > use.memory_bytes:
+                return False
+    return True
+
+
+def device_uses(graph: StageGraph, starts: Sequence[int], period: int, platform: Platform) -> list[DeviceUse]:
+    """Return the memory of every device of the platform; unused devices hold nothing."""
+    uses = [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            use = resource_use(graph, starts, period, index)
+            for d in resource.devices:
+                uses[d] = DeviceUse(
+                    platform.devices[d].memory_bytes,
+                    use.weights_bytes,
+                    use.activation_bytes,
+                    use.buffer_bytes,
+                    use.in_flight,
+                )
+    return uses
