@@ -1,1 +1,42 @@
-"""Example models and data that run anywhere."""
+"""Example models and their data, written for this project, that run anywhere torch does.
+
+This file needs no torch: ``MODELS`` lists what there is, :func:`load` imports one. A loaded
+:class:`~pipeplan.zoo.model.Model` follows the model contract (``model(batch) -> (layers, example_input, loss)``), and
+``model.data(batch)`` gives the ``data(index, seed) -> (input, target)`` that fits it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadInput
+
+if TYPE_CHECKING:
+    from .model import Model
+
+MODELS = {
+    "gpt-tiny": "pipeplan.zoo.gpt:tiny",
+    "gpt2-small": "pipeplan.zoo.gpt:gpt2_small",
+    "gpt2-medium": "pipeplan.zoo.gpt:gpt2_medium",
+    "gpt2-large": "pipeplan.zoo.gpt:gpt2_large",
+    "gpt2-xl": "pipeplan.zoo.gpt:gpt2_xl",
+    "myelin-12b": "pipeplan.zoo.gpt:myelin_12b",
+    "myelin-24b": "pipeplan.zoo.gpt:myelin_24b",
+    "myelin-50b": "pipeplan.zoo.gpt:myelin_50b",
+    "myelin-100b": "pipeplan.zoo.gpt:myelin_100b",
+    "small-cnn": "pipeplan.zoo.cnn:small",
+}
+
+
+def load(text: str) -> Model[Any]:
+    """Return the model that ``text`` names, with options after commas: ``gpt-tiny`` or ``gpt-tiny,blocks=8,tied=true``.
+
+    Options are the fields of the model's configuration. BadInput names the models or the options that exist.
+    """
+    name, *options = text.split(",")
+    if name not in MODELS:
+        raise BadInput(f"no model is named {name!r}; the zoo has {', '.join(MODELS)}")
+    module, attribute = MODELS[name].split(":")
+    model: Model[Any] = getattr(import_module(module), attribute)
+    return model.with_text(options)

@@ -1,0 +1,135 @@
+"""GPT-2 style decoders: embedding, blocks, final norm and head, each one layer of the chain.
+
+Source of the architecture: Radford et al., Language Models are Unsupervised Multitask Learners (2019). Sizes of the
+large ones: Myelin, Table I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import BadInput
+from .data import CHARACTERS, text
+from .model import Data, Factory, Loss, Model, chain, token_loss
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT: ``sequence`` is the length trained on, ``positions`` (0: ``sequence``) the longest possible.
+
+    ``tied`` shares the token embedding with the head, as published; plans with several weight versions cannot cut
+    between tied layers. ``dropout`` is off by default: its masks depend on how a run is split.
+    """
+
+    blocks: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    positions: int = 0
+    tied: bool = True
+    dropout: float = 0.0
+
+
+class Embedding(nn.Module):
+    """Token numbers (batch, sequence) to the sum of token and position vectors (batch, sequence, hidden)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.hidden)
+        self.positions = nn.Embedding(config.positions or config.sequence, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed ``tokens``."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        out: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm causal self-attention and a GELU feed-forward part four times as wide, each with a residual sum."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.hidden % config.heads:
+            raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.hidden)
+        self.attention = nn.Linear(config.hidden, 3 * config.hidden)
+        self.project = nn.Linear(config.hidden, config.hidden)
+        self.norm2 = nn.LayerNorm(config.hidden)
+        self.widen = nn.Linear(config.hidden, 4 * config.hidden)
+        self.narrow = nn.Linear(4 * config.hidden, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        residual_std = 0.02 / (2 * config.blocks) ** 0.5
+        for linear in (self.attention, self.project, self.widen, self.narrow):
+            into_residual = linear in (self.project, self.narrow)
+            nn.init.normal_(linear.weight, std=residual_std if into_residual else 0.02)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (batch, sequence, hidden) after the block."""
+        batch, sequence, hidden = x.shape
+        heads = self.attention(self.norm1(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind()
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.project(attended.transpose(1, 2).reshape(batch, sequence, hidden)))
+        out: Tensor = x + self.dropout(self.narrow(functional.gelu(self.widen(self.norm2(x)), approximate="tanh")))
+        return out
+
+
+def head(hidden: int, vocabulary: int) -> nn.Linear:
+    """Return the layer from hidden states to logits."""
+    linear = nn.Linear(hidden, vocabulary, bias=False)
+    nn.init.normal_(linear.weight, std=0.02)
+    return linear
+
+
+def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
+    """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
+
+    def factories() -> Iterator[tuple[str, Factory]]:
+        yield "embedding", lambda: Embedding(config)
+        for index in range(config.blocks):
+            yield f"block{index}", lambda: Block(config)
+        yield "norm", lambda: nn.LayerNorm(config.hidden)
+        yield "head", lambda: head(config.hidden, config.vocabulary)
+
+    layers = chain(factories(), seed)
+    if config.tied:
+        layers.head.weight = layers.embedding.tokens.weight  # type: ignore[union-attr]
+    return layers, token_loss
+
+
+def batches(config: GPTConfig, batch: int) -> Data:
+    """Return the language reference by characters."""
+    if config.vocabulary < CHARACTERS:
+        raise BadInput(f"vocabulary: {config.vocabulary} is less than the text's {CHARACTERS} characters")
+    return text(batch, config.sequence)
+
+
+def _published(blocks: int, hidden: int, heads: int) -> Model[GPTConfig]:
+    return Model(GPTConfig(blocks, hidden, heads, vocabulary=50257, sequence=1024, positions=1024), network, batches)
+
+
+def _myelin(blocks: int, hidden: int, heads: int) -> Model[GPTConfig]:
+    return Model(GPTConfig(blocks, hidden, heads, vocabulary=51200, sequence=512, positions=512), network, batches)
+
+
+tiny = Model(GPTConfig(4, 64, 4, vocabulary=CHARACTERS, sequence=64, tied=False), network, batches)
+gpt2_small = _published(12, 768, 12)
+gpt2_medium = _published(24, 1024, 16)
+gpt2_large = _published(36, 1280, 20)
+gpt2_xl = _published(48, 1600, 25)
+myelin_12b = _myelin(48, 4512, 24)
+myelin_24b = _myelin(48, 6336, 36)
+myelin_50b = _myelin(96, 6528, 48)
+myelin_100b = _myelin(96, 9360, 60)
