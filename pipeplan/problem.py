@@ -113,6 +113,14 @@ class Chain:
         return saved, shared
 
     @cached_property
+    def first_saved(self) -> tuple[int, ...]:
+        """Bytes that each layer is the first to save, so that every distinct tensor counts once."""
+        saved, shared = list(self._own_saved[0]), self._own_saved[1]
+        for _, second, size in shared:
+            saved[second] -= size
+        return tuple(saved)
+
+    @cached_property
     def layer_saved(self) -> Ints:
         """Bytes that each layer alone keeps for its backward, shape (L,)."""
         return np.array(self._own_saved[0], dtype=np.int64)

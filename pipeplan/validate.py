@@ -1,0 +1,234 @@
+"""The one judge of plans: every broken rule as a sentence that names the operation, the resource and the numbers.
+
+It rebuilds everything from the chain, the platform and the starts, trusts no reported figure, needs no tolerance (all
+times are integers), and imports no scheduler. Rules: ALGORITHMS section 2.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from . import costs
+from .errors import InvalidPlan
+from .plan import Pattern, Plan, TimedOp
+from .problem import Chain, Platform
+from .stages import Operation, StageGraph, most_in_flight, resource_use, stage_graph, starts_of
+from .units import format_bytes
+
+
+def check(plan: Plan) -> None:
+    """Raise InvalidPlan with every violation of ``plan``, or return."""
+    found = violations(plan)
+    if found:
+        raise InvalidPlan(found)
+
+
+def violations(plan: Plan) -> list[str]:
+    """Return one sentence for each rule that ``plan`` breaks; an empty list means that it is valid.
+
+    Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
+    """
+    found = structure_violations(plan)
+    if found:
+        return found
+    graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+    if plan.pattern is None:
+        return ["the plan has no pattern: nothing says when its operations run"]
+    found = operation_violations(graph, plan.pattern)
+    if found:
+        return found
+    return [*pattern_violations(graph, plan.pattern), *bound_violations(plan)]
+
+
+def structure_violations(plan: Plan) -> list[str]:
+    """Return what is wrong with the stages themselves: cover, devices, segments, empty stages, tied layers."""
+    chain, platform, stages = plan.chain, plan.platform, plan.allocation.stages
+    if not stages:
+        return ["the plan has no stages"]
+    found = []
+    position = 0
+    for s, stage in enumerate(stages):
+        if stage.start != position:
+            found.append(f"stage {s} starts at layer {stage.start}; the layers before it end at {position}")
+        if not stage.start < stage.stop <= len(chain):
+            found.append(
+                f"stage {s} is layers [{stage.start}, {stage.stop}) of {len(chain)}: empty or outside the chain"
+            )
+            return found
+        position = stage.stop
+        found += _device_violations(s, stage.devices, platform)
+        found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
+        total = costs.forward_ns(chain, stage.start, stage.stop) + costs.backward_ns(
+            chain, plan.policy, stage.start, stage.stop
+        )
+        if total == 0:
+            found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
+    if position != len(chain):
+        found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    for i, one in enumerate(groups):
+        for other in groups[i + 1 :]:
+            if set(one) & set(other):
+                found.append(
+                    f"device groups {list(one)} and {list(other)} overlap; stages that share a device share all of them"
+                )
+    return found + _tied_violations(chain, plan)
+
+
+def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> list[str]:
+    if not devices:
+        return [f"stage {s} has no device"]
+    found = [
+        f"stage {s} uses device {d}; the platform has devices 0 to {len(platform) - 1}"
+        for d in devices
+        if not 0 <= d < len(platform)
+    ]
+    if len(set(devices)) != len(devices):
+        found.append(f"stage {s} lists a device twice: {list(devices)}")
+    return found
+
+
+def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[int, int], ...]) -> list[str]:
+    found = []
+    position = start
+    for first, last in checkpoint:
+        if not (position <= first < last <= stop):
+            found.append(
+                f"stage {s} recomputes layers [{first}, {last}), "
+                f"which is empty, out of order or outside its layers [{start}, {stop})"
+            )
+        position = max(position, last)
+    return found
+
+
+def _tied_violations(chain: Chain, plan: Plan) -> list[str]:
+    if plan.policy.weights == "flush":
+        return []
+    found = []
+    for one, other in chain.tied:
+        holders = [
+            next((s for s, stage in enumerate(plan.allocation.stages) if stage.start <= layer < stage.stop), None)
+            for layer in (one, other)
+        ]
+        if holders[0] != holders[1]:
+            found.append(
+                f"layers {one} ({chain.layers[one].name}) and {other} ({chain.layers[other].name}) share weights but "
+                f"are in stages {holders[0]} and {holders[1]}; only --weights flush can keep them equal"
+            )
+    return found
+
+
+def operation_violations(graph: StageGraph, pattern: Pattern) -> list[str]:
+    """Return where the pattern's operations are not those of the stages: kind, stage, order, duration, period."""
+    found = []
+    if pattern.period_ns < 1:
+        found.append(f"the period is {pattern.period_ns} ns; it must be at least 1")
+    if len(pattern.operations) != len(graph.operations):
+        found.append(f"the pattern has {len(pattern.operations)} operations; the stages need {len(graph.operations)}")
+        return found
+    for i, (have, need) in enumerate(zip(pattern.operations, graph.operations, strict=True)):
+        if (have.kind, have.stage) != (need.kind, need.stage):
+            found.append(f"operation {i} is {label(have)}; the path has {label(need)} there")
+        elif have.duration_ns != need.duration_ns:
+            found.append(f"{label(have)} lasts {have.duration_ns} ns; its layers take {need.duration_ns} ns")
+        elif have.start_ns < 0:
+            found.append(f"{label(have)} starts at {have.start_ns} ns, before time 0")
+    return found
+
+
+def pattern_violations(graph: StageGraph, pattern: Pattern) -> list[str]:
+    """Return every breach of the rules of a valid pattern: path, exclusivity, memory, updates, synchronisation."""
+    return [
+        *_path(graph, pattern),
+        *_exclusivity(graph, pattern),
+        *_memory(graph, pattern),
+        *_updates(graph, pattern),
+        *_synchronisation(graph, pattern),
+    ]
+
+
+def _path(graph: StageGraph, pattern: Pattern) -> list[str]:
+    return [
+        f"{label(late)} starts at {late.start_ns} ns, before {label(early)} ends "
+        f"at {early.start_ns + early.duration_ns} ns"
+        for early, late in pairwise(pattern.operations)
+        if late.start_ns < early.start_ns + early.duration_ns
+    ]
+
+
+def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
+    """Operations of one resource never overlap: sorted by offset in its period, each ends before the next starts."""
+    found = []
+    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
+        period = resource.replicas * pattern.period_ns
+        load = sum(pattern.operations[i].duration_ns for i in indices)
+        if load > period:
+            found.append(f"{resource.name} is busy {load} ns in each of its periods of {period} ns")
+            continue
+        ops = sorted((pattern.operations[i] for i in indices), key=lambda op: (op.start_ns % period, op.duration_ns))
+        for one, other in pairwise([*ops, ops[0]]):
+            gap = (other.start_ns - one.start_ns) % period
+            if len(ops) > 1 and gap < one.duration_ns and (gap or other.duration_ns):
+                found.append(
+                    f"{label(one)} (offset {one.start_ns % period} ns, {one.duration_ns} ns long) overlaps "
+                    f"{label(other)} (offset {other.start_ns % period} ns) on {resource.name}, "
+                    f"whose period is {period} ns"
+                )
+    return found
+
+
+def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
+    found = []
+    for index, resource in enumerate(graph.resources):
+        if resource.is_link:
+            continue
+        use = resource_use(graph, starts_of(pattern), pattern.period_ns, index)
+        if use.peak_bytes > use.memory_bytes:
+            held = ", ".join(
+                f"stage {s} with {n} in flight" for s, n in zip(graph.stages_on(index), use.in_flight, strict=True)
+            )
+            found.append(
+                f"{resource.name} needs {format_bytes(use.peak_bytes)} ({use.peak_bytes} bytes: weights "
+                f"{format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)}, buffers "
+                f"{format_bytes(use.buffer_bytes)}; {held}) but has {format_bytes(use.memory_bytes)} "
+                f"({use.memory_bytes} bytes)"
+            )
+    return found
+
+
+def _updates(graph: StageGraph, pattern: Pattern) -> list[str]:
+    policy = graph.policy
+    if policy.weights != "2bw":
+        return []
+    needed = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    if policy.accumulate is not None and policy.accumulate >= needed:
+        return []
+    return [
+        f"2bw accumulates {policy.accumulate} microbatches per update, but {needed} are in flight at one stage; with "
+        f"fewer than {needed} a third weight version would be needed"
+    ]
+
+
+def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
+    return [
+        f"stage {s} on {graph.resources[stage.resource].name} needs {stage.sync_period_ns} ns of gradient all-reduce "
+        f"per microbatch, more than the period of {pattern.period_ns} ns"
+        for s, stage in enumerate(graph.stages)
+        if stage.sync_period_ns > pattern.period_ns
+    ]
+
+
+def bound_violations(plan: Plan) -> list[str]:
+    """Return each lower bound above the plan's own period: then the bound or its class is wrong."""
+    assert plan.pattern is not None
+    return [
+        f"the lower bound {bound.period_ns} ns for class {bound.allocation} is above the period "
+        f"{plan.pattern.period_ns} ns"
+        for bound in plan.lower_bounds
+        if bound.period_ns > plan.pattern.period_ns
+    ]
+
+
+def label(op: Operation | TimedOp) -> str:
+    """Return how sentences name an operation: ``F of stage 2``."""
+    return f"{op.kind} of stage {op.stage}"
