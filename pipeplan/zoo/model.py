@@ -42,8 +42,8 @@ class Model(Generic[Config]):
         ``with torch.device("meta"):`` nothing takes memory.
         """
         model = self.with_options(**options)
-        layers, loss = model.network(model.config, seed)
         example_input, _ = model.data(batch)(0, seed)
+        layers, loss = model.network(model.config, seed)
         return layers, example_input, loss
 
     def data(self, batch: int, **options: Any) -> Data:
