@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .problem import Chain, Platform, Policy
+from .problem import Chain, Checkpointing, Platform, Policy
 
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
@@ -45,6 +45,12 @@ class Allocation:
         return order == sorted(set(order))
 
     @property
+    def one_special(self) -> bool:
+        """Whether at most one device group holds several stages (MadPipe section 4.2)."""
+        groups = [stage.devices for stage in self.stages]
+        return sum(groups.count(group) > 1 for group in set(groups)) <= 1
+
+    @property
     def data_parallel(self) -> bool:
         """Whether the whole chain is one replicated stage."""
         return len(self.stages) == 1 and self.stages[0].replicas > 1
@@ -77,7 +83,7 @@ class Bound:
 
     allocation: Literal["contiguous", "one-special", "any"]
     replicas: bool
-    checkpointing: str
+    checkpointing: Checkpointing
     period_ns: int
 
 

@@ -78,3 +78,23 @@ def _parse(text: str, units: dict[str, int] | dict[str, Fraction], place: str, e
     if value > LARGEST:
         raise BadInput(f"{place}: {text!r} is too large (at most {LARGEST:.0e} in base units)")
     return value
+
+
+def exact_bytes(count: int) -> str:
+    """Return bytes in the largest decimal or binary unit that divides them, so that parsing gives them back."""
+    return f"{count // SIZES[unit]}{unit}" if (unit := _largest(SIZES, count)) else f"{count}B"
+
+
+def exact_bandwidth(bytes_per_second: int) -> str:
+    """Return a bandwidth in bytes per second so that parsing gives it back."""
+    return f"{exact_bytes(bytes_per_second)}/s"
+
+
+def exact_time(nanoseconds: int) -> str:
+    """Return a time in the largest unit that divides it, so that parsing gives it back."""
+    return f"{nanoseconds // TIMES[unit]}{unit}" if (unit := _largest(TIMES, nanoseconds)) else f"{nanoseconds}ns"
+
+
+def _largest(units: dict[str, int], value: int) -> str | None:
+    fitting = [unit for unit, factor in units.items() if value and value % factor == 0]
+    return max(fitting, key=lambda unit: units[unit], default=None)

@@ -219,14 +219,24 @@ def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
 
 
 def bound_violations(plan: Plan) -> list[str]:
-    """Return each lower bound above the plan's own period: then the bound or its class is wrong."""
+    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period."""
     assert plan.pattern is not None
-    return [
-        f"the lower bound {bound.period_ns} ns for class {bound.allocation} is above the period "
-        f"{plan.pattern.period_ns} ns"
-        for bound in plan.lower_bounds
-        if bound.period_ns > plan.pattern.period_ns
-    ]
+    allocation, period = plan.allocation, plan.pattern.period_ns
+    replicated = any(stage.replicas > 1 for stage in allocation.stages)
+    recomputing = any(stage.checkpoint for stage in allocation.stages)
+    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    found = []
+    for bound in plan.lower_bounds:
+        name = f"the lower bound {bound.period_ns} ns for class {bound.allocation}"
+        if bound.period_ns > period and plan.schedule.kind == "pattern":
+            found.append(f"{name} is above the period {period} ns")
+        if not inside[bound.allocation]:
+            found.append(f"{name} does not hold for this plan: its stages are not in that class")
+        if replicated and not bound.replicas:
+            found.append(f"{name} is for plans without replicas; this one has some")
+        if recomputing and bound.checkpointing == "none":
+            found.append(f"{name} is for plans without checkpointing; this one recomputes layers")
+    return found
 
 
 def label(op: Operation | TimedOp) -> str:

@@ -1,1 +1,46 @@
-"""Partitioners: each file holds one algorithm that cuts a chain into stages on devices."""
+"""Partitioners: each file holds one algorithm that cuts a chain into stages on devices.
+
+All have one signature, ``(problem, **options) -> iterator of allocations, best first``, and are interchangeable; this
+registry is what the command line offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..plan import Allocation
+from .balance import balance
+from .contiguous import contiguous
+from .data_parallel import data_parallel
+from .pipedream import pipedream
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A registered partitioner: ``optimal`` says whether its first allocation is the best contiguous one; ``options``
+    names the keyword arguments that it takes."""
+
+    partition: Callable[..., Iterator[Allocation]]
+    summary: str
+    source: str
+    optimal: bool = False
+    options: tuple[str, ...] = ()
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "contiguous": Algorithm(
+        contiguous,
+        "exact best contiguous stages under memory, with replicas, checkpointing, levels, unequal devices",
+        "MadPipe section 4.1, extended to replicas and checkpointing",
+        optimal=True,
+    ),
+    "pipedream": Algorithm(
+        pipedream,
+        "hierarchical dynamic program with replicated stages, blind to memory in flight",
+        "PipeDream section 3.1",
+        options=("straight", "mode"),
+    ),
+    "balance": Algorithm(balance, "equal compute per device, one stage each", "baseline (block partition)"),
+    "data-parallel": Algorithm(data_parallel, "the whole model on every device", "baseline"),
+}
