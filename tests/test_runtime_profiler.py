@@ -51,11 +51,11 @@ MODELS = [("gpt-tiny", 4), ("gpt-tiny,tied=true", 2), ("small-cnn", 8), ("lstm",
 
 def whole_saved_bytes(layers, x, target, loss):
     """What one plain forward of the whole model saves, parameters and buffers aside."""
-    permanent = {t.untyped_storage().data_ptr() for t in [*layers.parameters(), *layers.buffers()]}
+    permanent = {t.untyped_storage()._cdata for t in [*layers.parameters(), *layers.buffers()]}
     storages = {}
 
     def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -71,6 +71,23 @@ def test_saved_bytes_sum_to_the_whole_model(name, batch):
     assert len(counted) == len(layers) + 1
     assert sum(counted) == pytest.approx(whole_saved_bytes(layers, x.clone(), target.clone(), loss), rel=0.05)
     assert all(size >= 0 for size in counted)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_saved_bytes_of_every_zoo_model_sum_to_the_whole(name):
+    with torch.device("meta"):  # shapes alone decide, and nothing takes memory or time
+        layers, x, loss = zoo.load(name)(2)
+        _, target = zoo.load(name).data(2)(0, 0)
+        assert sum(saved_bytes(layers, x, loss, target)) == whole_saved_bytes(layers, x, target, loss)
+
+
+def test_saved_bytes_of_resnet50_are_those_measured_in_a_real_run():
+    with torch.device("meta"):
+        model = zoo.load("resnet50,image=1000")
+        layers, x, loss = model(8)
+        counted = saved_bytes(layers, x, loss, model.data(8)(0, 0)[1])
+    assert sum(counted) // 2**20 == 13_128
+    assert counted[0] > 3 * x.nbytes
 
 
 def test_boundary_tensors_count_once_and_for_their_reader():

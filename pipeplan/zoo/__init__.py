@@ -25,7 +25,18 @@ MODELS = {
     "myelin-24b": "pipeplan.zoo.gpt:myelin_24b",
     "myelin-50b": "pipeplan.zoo.gpt:myelin_50b",
     "myelin-100b": "pipeplan.zoo.gpt:myelin_100b",
+    "llama-tiny": "pipeplan.zoo.llama:tiny",
+    "llama-7b": "pipeplan.zoo.llama:llama_7b",
+    "llama3-8b": "pipeplan.zoo.llama:llama3_8b",
     "small-cnn": "pipeplan.zoo.cnn:small",
+    "vgg16": "pipeplan.zoo.vgg:vgg16",
+    "resnet50": "pipeplan.zoo.resnet:resnet50",
+    "resnet101": "pipeplan.zoo.resnet:resnet101",
+    "densenet121": "pipeplan.zoo.densenet:densenet121",
+    "inception-v3": "pipeplan.zoo.inception:inception_v3",
+    "inception-v3-auxiliary": "pipeplan.zoo.inception:inception_v3_auxiliary",
+    "awd-lm": "pipeplan.zoo.lstm:awd_lm",
+    "gnmt": "pipeplan.zoo.lstm:gnmt",
 }
 
 

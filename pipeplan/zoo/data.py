@@ -26,6 +26,14 @@ def text(batch: int, sequence: int) -> Data:
     return partial(_windows, batch, sequence)
 
 
+def upper_case(batch: int, sequence: int) -> Data:
+    """Return data of ``batch`` translations: ``sequence`` characters and the same in upper case, one late, to continue.
+
+    The input holds both, (batch, 2 * sequence); the target is the upper case, (batch, sequence).
+    """
+    return partial(_translations, batch, sequence, text(batch, sequence))
+
+
 def pictures(batch: int, size: int, classes: int, channels: int = 3) -> Data:
     """Return data of ``batch`` pictures (channels, size, size): the pattern of a random class under as much noise."""
     return partial(_pictures, batch, size, classes, channels)
@@ -38,6 +46,15 @@ def _windows(batch: int, sequence: int, index: int, seed: int) -> tuple[Tensor, 
         starts = torch.randint(len(characters) - sequence, (batch, 1), generator=generator)
         window = characters[starts + torch.arange(sequence + 1)]
     return _placed(window[:, :-1]), _placed(window[:, 1:])
+
+
+def _translations(batch: int, sequence: int, windows: Data, index: int, seed: int) -> tuple[Tensor, Tensor]:
+    with torch.device("cpu"):
+        source, _ = windows(index, seed)
+        lower = (source >= ord("a")) & (source <= ord("z"))
+        target = torch.where(lower, source - (ord("a") - ord("A")), source)
+        begun = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), target[:, : sequence - 1]), dim=1)
+    return _placed(torch.cat((source, begun), dim=1)), _placed(target)
 
 
 def _pictures(batch: int, size: int, classes: int, channels: int, index: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -97,11 +98,11 @@ def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
 
     def factories() -> Iterator[tuple[str, Factory]]:
-        yield "embedding", lambda: Embedding(config)
+        yield "embedding", partial(Embedding, config)
         for index in range(config.blocks):
-            yield f"block{index}", lambda: Block(config)
-        yield "norm", lambda: nn.LayerNorm(config.hidden)
-        yield "head", lambda: head(config.hidden, config.vocabulary)
+            yield f"block{index}", partial(Block, config)
+        yield "norm", partial(nn.LayerNorm, config.hidden)
+        yield "head", partial(head, config.hidden, config.vocabulary)
 
     layers = chain(factories(), seed)
     if config.tied:
