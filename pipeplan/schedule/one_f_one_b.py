@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..groups import extend
 from ..plan import Pattern
 from ..stages import StageGraph, make_pattern, memory_fits, most_in_flight
-from .search import smallest_period
+from ..search import smallest
 
 
 def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
@@ -50,5 +50,5 @@ def best_one_f_one_b_star(graph: StageGraph) -> Pattern | None:
     """
     low = graph.period_floor_ns
     high = max(low, graph.path_ns)
-    found = smallest_period(lambda period: one_f_one_b_star(graph, period), low, high)
+    found = smallest(lambda period: one_f_one_b_star(graph, period), low, high)
     return None if found is None else found[1]

@@ -1,4 +1,4 @@
-"""The one search over periods: the smallest integer period at which a monotone test succeeds."""
+"""The one search over integers: the smallest period (or memory, or number of GPUs) at which a monotone test succeeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-def smallest_period(attempt: Callable[[int], Found | None], low: int, high: int) -> tuple[int, Found] | None:
-    """Return the least period in [low, high] at which ``attempt`` returns something, with what it returned.
+def smallest(attempt: Callable[[int], Found | None], low: int, high: int) -> tuple[int, Found] | None:
+    """Return the least integer in [low, high] at which ``attempt`` returns something, with what it returned.
 
-    ``attempt`` must be monotone: once it succeeds, it succeeds at every larger period. None when it fails at ``high``.
+    ``attempt`` must be monotone: once it succeeds, it succeeds at every larger value. None when it fails at ``high``.
     """
     found = attempt(high) if low <= high else None
     if found is None:

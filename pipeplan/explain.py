@@ -1,0 +1,152 @@
+"""Why no plan exists, and the least change that would give one: memory, GPUs, checkpointing, another weights policy.
+
+Every answer is computed with the exact contiguous planner at a period so long that one microbatch runs at a time, where
+memory alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .partition.contiguous import feasible
+from .plan import Allocation
+from .problem import Device, Level, Platform, Problem, Weights
+from .search import smallest
+from .stages import resource_use, stage_graph
+from .units import format_bytes
+
+MOST_GPUS = 1024
+
+
+def why_infeasible(problem: Problem, rejected: Sequence[Allocation] = ()) -> str:
+    """Return one sentence: what binds, then what would help, each with numbers.
+
+    ``rejected`` are allocations that a partitioner proposed and no period made fit.
+    """
+    remedies = _remedies(problem)
+    advice = (
+        f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
+    )
+    return f"no plan fits: {_binding(problem, rejected)}{advice}"
+
+
+def possible(problem: Problem) -> Allocation | None:
+    """Return a contiguous allocation that fits the memory at some period, or None when none does."""
+    return feasible(problem, longest_period_ns(problem))
+
+
+def longest_period_ns(problem: Problem) -> int:
+    """Return a period at which one microbatch at a time, recomputed and moved over every cut, surely fits."""
+    platform, sums = problem.platform, problem.chain.sums
+    slowest = min(device.speed for device in platform.devices)
+    work = 2 * int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + len(platform) * int(sums.optimizer_ns[-1])
+    level = len(platform.levels) - 1
+    moves = sum(2 * platform.transfer_ns(size, level) for size in problem.chain.cut_bytes)
+    bandwidth, _ = platform.paths[level]
+    sync = 2 * int(sums.weight_bytes[-1]) * 10**9 // bandwidth
+    return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
+
+
+def _binding(problem: Problem, rejected: Sequence[Allocation]) -> str:
+    """Name the stage that is over its memory with one microbatch in flight."""
+    if rejected:
+        return f"the algorithm's split does not fit at any period: {_worst(problem, rejected[0])}"
+    least = least_memory(problem)
+    if least is not None:
+        allocation = possible(_with_memory(problem, least))
+        assert allocation is not None
+        return _worst(problem, allocation)
+    if problem.chain.tied and problem.policy.weights != "flush":
+        return f"tied layers must stay in one stage under --weights {problem.policy.weights}"
+    return "no split is possible"
+
+
+def _worst(problem: Problem, allocation: Allocation) -> str:
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+    period = max(graph.path_ns, graph.period_floor_ns)
+    starts, time = [], 0
+    for op in graph.operations:
+        starts.append(time)
+        time += op.duration_ns
+    uses = [
+        resource_use(graph, starts, period, r) for r, resource in enumerate(graph.resources) if not resource.is_link
+    ]
+    index, use = max(enumerate(uses), key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
+    stage = allocation.stages[graph.stages_on(index)[0]]
+    names = [layer.name for layer in problem.chain.layers[stage.start : stage.stop]]
+    layers = (
+        f"layer {stage.start} ({names[0]})"
+        if len(names) == 1
+        else (f"layers {stage.start} to {stage.stop - 1} ({names[0]} to {names[-1]})")
+    )
+    return (
+        f"even with one microbatch in flight, {layers} on {graph.resources[index].name} need "
+        f"{format_bytes(use.peak_bytes)} (weights {format_bytes(use.weights_bytes)}, activations "
+        f"{format_bytes(use.activation_bytes)}, buffers {format_bytes(use.buffer_bytes)}), "
+        f"the device has {format_bytes(use.memory_bytes)}"
+    )
+
+
+def _remedies(problem: Problem) -> list[str]:
+    found = []
+    least = least_memory(problem)
+    if least is not None:
+        found.append(f"from {format_bytes(_round_up(least))} per GPU")
+    gpus = fewest_gpus(problem)
+    if gpus is not None:
+        found.append(f"with {gpus} GPUs")
+    if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
+        found.append("with checkpointing")
+    lighter: tuple[Weights, ...] = ("latest", "flush")
+    for weights in lighter:
+        policy = replace(problem.policy, weights=weights)
+        if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:
+            found.append(f"with --weights {weights}")
+    if problem.policy.optimizer != "sgd" and not problem.policy.offload and _fits(problem, offload=True):
+        found.append("with --offload")
+    return found
+
+
+def _fits(problem: Problem, *, offload: bool) -> bool:
+    return possible(problem.with_policy(replace(problem.policy, offload=offload))) is not None
+
+
+def least_memory(problem: Problem) -> int | None:
+    """Return the least memory (bytes, the same on every device) with which a contiguous plan exists, or None."""
+    sums = problem.chain.sums
+    enough = 64 * (int(sums.weight_bytes[-1]) + int(sums.parameters[-1]) + int(sums.saved[-1]) + 1)
+    enough += 4 * max(problem.chain.cut_bytes)
+    found = smallest(lambda memory: possible(_with_memory(problem, memory)), 1, enough)
+    return None if found is None else found[0]
+
+
+def fewest_gpus(problem: Problem) -> int | None:
+    """Return the fewest equal devices (same memory, top-level network extended) with which a plan exists, or None."""
+    first = problem.platform.devices[0]
+    if any(device != first for device in problem.platform.devices):
+        return None
+    top = problem.platform.paths[-1]
+
+    def attempt(count: int) -> Allocation | None:
+        platform = Platform((first,) * count, (Level(count, *top),), problem.platform.full_duplex)
+        return possible(replace(problem, platform=platform))
+
+    found = smallest(attempt, len(problem.platform) + 1, min(MOST_GPUS, max(len(problem.chain), 1)))
+    return None if found is None else found[0]
+
+
+def _with_memory(problem: Problem, memory: int) -> Problem:
+    platform = problem.platform
+    devices = tuple(Device(memory, device.speed) for device in platform.devices)
+    return replace(problem, platform=replace(platform, devices=devices))
+
+
+def _round_up(count: int) -> int:
+    """Round up to the two decimals of a GB that are printed, so that the printed figure suffices."""
+    unit = 10**7 if count >= 10**8 else 10**4
+    return -(-count // unit) * unit
+
+
+def _either(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])}, or {options[-1]}"
