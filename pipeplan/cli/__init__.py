@@ -1,6 +1,82 @@
-"""The command line: one thin command each."""
+"""The command line: one thin command each, imported only when it is used, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from .. import __version__
+from ..errors import InvalidPlan, PipeplanError
+
+# name -> (module, one line for --help); each module has the click command as ``command``
+COMMANDS = {
+    "plan": ("plan", "Split a profiled network over GPUs and prove the split good."),
+    "check": ("check", "Judge a plan: every rule, every reported figure."),
+    "show": ("show", "Draw one period of a plan as a Gantt chart."),
+    "simulate": ("simulate", "Run a plan in simulation: fill, steady state, drain, memory."),
+    "run": ("run", "Train a model from a plan on torch processes."),
+    "profile": ("profile", "Measure a torch model layer by layer."),
+    "algorithms": ("algorithms", "List the partitioning algorithms."),
+    "schema": ("schema", "Print the JSON Schema of a file."),
+}
+INTERRUPTED = 130
 
 
-def main() -> None:
-    """Run the ``pipeplan`` command."""
-    raise SystemExit(2)
+class LazyGroup(click.Group):
+    """A group whose commands are imported on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the work, not of the alphabet."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command, or None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f".{COMMANDS[cmd_name][0]}", __name__).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pipeplan")
+def group() -> None:
+    """Split a neural network over GPUs for pipeline-parallel training, prove the plan good, simulate it, run it.
+
+    Exit codes: 0 good; 1 invalid, infeasible, or a failed run; 2 usage or unreadable input; 130 interrupted.
+    """
+
+
+def main() -> NoReturn:
+    """Run the ``pipeplan`` command; the one place where errors become exit codes."""
+    try:
+        code = group.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except InvalidPlan as error:
+        for sentence in error.violations:
+            click.echo(f"error: {sentence}", err=True)
+        code = error.exit_code
+    except PipeplanError as error:
+        click.echo(f"error: {error}", err=True)
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has gone; a second failure at exit would print a traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,31 @@
+"""``pipeplan check``: judge a plan."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..errors import InvalidPlan
+from .options import JSON, PLAN
+
+
+@click.command()
+@PLAN
+@JSON
+def command(plan: str, as_json: bool) -> None:
+    """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
+
+    \b
+    Example: pipeplan check plan.json
+    """
+    from ..files import read_plan
+    from ..report.tables import headline
+
+    loaded, found = read_plan(plan)
+    if as_json:
+        click.echo(json.dumps({"valid": not found, "violations": found}, indent=1))
+        raise click.exceptions.Exit(1 if found else 0)
+    if found:
+        raise InvalidPlan([f"{plan}: {sentence}" for sentence in found])
+    click.echo(f"valid: {headline(loaded)}")

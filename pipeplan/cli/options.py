@@ -1,0 +1,122 @@
+"""Options that several commands share: where the profile and the platform come from, and what a plan may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..problem import Chain, Platform, Policy, Problem
+from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+DEFAULT_BANDWIDTH = "12GB/s"
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
+PLAN = click.argument("plan", metavar="PLAN")
+
+
+def problem_options(command: Command) -> Command:
+    """Add the options that describe a planning problem."""
+    for option in reversed(
+        [
+            click.argument("profile", metavar="PROFILE"),
+            click.option("--gpus", type=click.IntRange(1, 2**20), help="Number of equal GPUs."),
+            click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
+            click.option(
+                "--bandwidth",
+                metavar="RATE",
+                help=f"Between any two GPUs, per direction, such as 12GB/s or 10Gbps.  [default: {DEFAULT_BANDWIDTH}]",
+            ),
+            click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
+            click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
+            click.option(
+                "--granularity",
+                type=click.Choice(["node", "articulation"]),
+                default="node",
+                show_default=True,
+                help="Of a DAG: cut after any node, or only where one tensor is live.",
+            ),
+            click.option(
+                "--weights",
+                type=click.Choice(["2bw", "stash", "flush", "latest"]),
+                default="2bw",
+                show_default=True,
+                help="How weight versions are kept.",
+            ),
+            click.option(
+                "--accumulate",
+                type=click.IntRange(1),
+                help="Microbatches per update.  [default: 2bw as many as are in flight; flush 4 per GPU; else 1]",
+            ),
+            click.option(
+                "--optimizer",
+                type=click.Choice(["sgd", "momentum", "adam"]),
+                default="sgd",
+                show_default=True,
+                help="Its state takes 0, 1 or 2 times the fp32 weights.",
+            ),
+            click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="fp32", show_default=True),
+            click.option("--offload", is_flag=True, help="Keep optimizer state in host memory."),
+            click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
+            click.option("--no-checkpointing", is_flag=True, help="Never recompute activations."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def read_problem(
+    profile: str,
+    gpus: int | None,
+    mem: str | None,
+    bandwidth: str | None,
+    latency: str | None,
+    platform: str | None,
+    granularity: str,
+    weights: str,
+    accumulate: int | None,
+    optimizer: str,
+    precision: str,
+    offload: bool,
+    no_replicas: bool,
+    no_checkpointing: bool,
+) -> tuple[Problem, list[str]]:
+    """Return the problem that the shared options describe, and the assumptions made where nothing was said."""
+    from ..files import read_profile
+
+    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
+    chain = _merged(read_profile(profile), granularity)
+    policy = Policy(weights, accumulate, optimizer, precision, offload)  # type: ignore[arg-type]  # click checked them
+    if chain.microbatch == 1 and not profile.endswith(".json"):
+        assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
+    return Problem(chain, where, policy, not no_replicas, "none" if no_checkpointing else "stages"), assumptions
+
+
+def _platform(
+    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None
+) -> tuple[Platform, list[str]]:
+    from ..files import read_platform
+
+    if file is not None:
+        given = [
+            name
+            for name, value in {"--gpus": gpus, "--mem": mem, "--bandwidth": bandwidth, "--latency": latency}.items()
+            if value is not None
+        ]
+        if given:
+            raise click.UsageError(f"--platform already says what {', '.join(given)} would")
+        return read_platform(file), []
+    if gpus is None or mem is None:
+        raise click.UsageError("say the platform: --gpus and --mem, or --platform FILE")
+    memory = parse_bytes(mem, "--mem")
+    rate = parse_bandwidth(bandwidth or DEFAULT_BANDWIDTH, "--bandwidth")
+    assumptions = [] if bandwidth else [f"bandwidth {format_bandwidth(rate)} between any two GPUs (PCIe 3 x16)"]
+    return Platform.flat(gpus, memory, rate, parse_time(latency or "0", "--latency")), assumptions
+
+
+def _merged(chain: Chain, granularity: str) -> Chain:
+    from ..profiles import merge_articulation
+
+    return merge_articulation(chain) if granularity == "articulation" else chain

@@ -1,0 +1,20 @@
+"""``pipeplan schema``: the JSON Schema of a file."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command()
+@click.argument("name", type=click.Choice(["profile", "platform", "plan"]))
+def command(name: str) -> None:
+    """Print the JSON Schema of a profile, a platform or a plan.
+
+    \b
+    Example: pipeplan schema profile
+    """
+    from ..schemas import schema
+
+    click.echo(json.dumps(schema(name), indent=1))

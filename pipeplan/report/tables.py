@@ -1,0 +1,200 @@
+"""Tables that people read: a plan with the proof of its quality, one period, a simulated run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ..evaluate import Evaluation, evaluate, gap
+from ..plan import Bound, Plan, Stage
+from ..units import format_bandwidth, format_bytes, format_ns
+from .gantt import draw, pattern_window, timeline_rows
+from .simulation import Simulation
+
+PIPED_WIDTH = 120  # columns when the output is not a terminal
+
+
+def console(width: int | None = None) -> Console:
+    """Return the console for results: standard output, as wide as the terminal or 120 columns in a pipe."""
+    made = Console(width=width, highlight=False, soft_wrap=False)
+    if width is None and not made.is_terminal and made.width == 80:
+        made.width = PIPED_WIDTH
+    return made
+
+
+def headline(plan: Plan) -> str:
+    """Return a plan in one line: period, throughput, bound, gap."""
+    result = evaluate(plan)
+    bounds = "; ".join(
+        f"lower bound {format_ns(b.period_ns)} (class {bound_class(b)}), gap {gap(result.period_ns, b):.2%}"
+        for b in plan.lower_bounds
+    )
+    return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}; {bounds}"
+
+
+def bound_class(bound: Bound) -> str:
+    """Return the class of plans that a bound holds for, in words."""
+    extras = ["replicas"] if bound.replicas else []
+    extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
+    return bound.allocation + (f" with {' and '.join(extras)}" if extras else "")
+
+
+def throughput(plan: Plan, result: Evaluation) -> str:
+    """Return microbatches and samples per second."""
+    rate = 1e9 / result.period_ns
+    text = f"{rate:.2f} microbatches/s"
+    return text if plan.chain.microbatch == 1 else f"{text} = {rate * plan.chain.microbatch:.1f} samples/s"
+
+
+def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = None) -> None:
+    """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage."""
+    out = console(width)
+    result = evaluate(plan)
+    chain, platform = plan.chain, plan.platform
+    memories = sorted({device.memory_bytes for device in platform.devices})
+    memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
+    network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
+    alone = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    out.print(
+        f"[bold]{chain.name}[/bold]: {len(chain)} layers, {format_ns(alone)} forward and backward, "
+        f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights"
+    )
+    out.print(f"on {len(platform)} GPUs of {memory}, joined {network}")
+    for assumption in assumptions:
+        out.print(f"assumed: {assumption}")
+    out.print()
+    speedup = alone / result.period_ns
+    out.print(
+        f"period      [bold]{format_ns(result.period_ns)}[/bold] per microbatch, {throughput(plan, result)}, "
+        f"{speedup:.2f} times one GPU"
+    )
+    if result.makespan_ns is not None:
+        out.print(f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}")
+    for bound in plan.lower_bounds:
+        distance = gap(result.period_ns, bound)
+        verdict = "optimal" if bound.period_ns == result.period_ns else f"gap {distance:.2%}"
+        out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
+    claimed = plan.provenance.claimed_period_ns
+    if claimed is not None and claimed != result.period_ns:
+        out.print(f"claimed     {format_ns(claimed)} by {plan.provenance.algorithm} itself, before scheduling")
+    out.print(
+        f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"
+    )
+    if plan.allocation.data_parallel:
+        out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
+    out.print()
+    out.print(_stage_table(plan, result))
+
+
+def _state(plan: Plan) -> str:
+    policy = plan.policy
+    return f"{policy.optimizer} in {policy.precision}" + (", state on the host" if policy.offload else "")
+
+
+def _stage_table(plan: Plan, result: Evaluation) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "layers", "GPUs"):
+        table.add_column(name, overflow="fold")
+    for name in ("forward", "backward", "recompute", "in flight", "weights", "activations", "buffers", "peak / memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for s, stage in enumerate(plan.allocation.stages):
+        cost = result.graph.stages[s]
+        use = result.devices[stage.devices[0]]
+        on_device = result.graph.stages_on(cost.resource)
+        first = on_device[0] == s
+        table.add_row(
+            str(s),
+            _layers(plan, stage),
+            _gpus(stage),
+            format_ns(cost.forward_ns),
+            format_ns(cost.backward_ns),
+            _recomputed(stage),
+            str(use.in_flight[on_device.index(s)]),
+            format_bytes(use.weights_bytes) if first else "",
+            format_bytes(use.activation_bytes) if first else "",
+            format_bytes(use.buffer_bytes) if first else "",
+            f"{use.peak_bytes / 1e9:.2f} / {format_bytes(use.memory_bytes)}" if first else f"with stage {on_device[0]}",
+        )
+    return table
+
+
+def _layers(plan: Plan, stage: Stage) -> str:
+    names = plan.chain.layers
+    first, last = names[stage.start].name, names[stage.stop - 1].name
+    what = _short(first) if stage.stop - stage.start == 1 else f"{_short(first)}..{_short(last)}"
+    return f"{stage.start}-{stage.stop - 1} {what}"
+
+
+def _short(name: str) -> str:
+    name = name.split("..")[0].split("(")[0]
+    return name if len(name) <= 14 else name[:13] + "…"
+
+
+def _gpus(stage: Stage) -> str:
+    devices = list(stage.devices)
+    if len(devices) > 2 and devices == list(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    return ",".join(map(str, devices))
+
+
+def _recomputed(stage: Stage) -> str:
+    count = sum(stop - start for start, stop in stage.checkpoint)
+    if not count:
+        return "-"
+    return "all" if count == stage.stop - stage.start else f"{count} of {stage.stop - stage.start}"
+
+
+LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+
+
+def print_pattern(plan: Plan, width: int | None = None) -> None:
+    """Print one steady period of a plan as a Gantt chart with its legend."""
+    out = console(width)
+    rows, start, end = pattern_window(plan)
+    assert plan.pattern is not None
+    periods = (end - start) // plan.pattern.period_ns
+    out.print(headline(plan))
+    out.print(
+        f"{'one period' if periods == 1 else f'{periods} periods'} of {format_ns(plan.pattern.period_ns)}; {LEGEND}"
+        f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
+    )
+    for line in draw(rows, start, end, out.width):
+        out.print(line, no_wrap=True, crop=True)
+
+
+def print_simulation(simulation: Simulation, width: int | None = None) -> None:
+    """Print a simulated run: Gantt, makespan, the period reached beside the plan's, and one row per GPU."""
+    out = console(width)
+    plan, timeline = simulation.plan, simulation.timeline
+    figures = simulation.figures()
+    out.print(f"{figures['microbatches']} microbatches; {LEGEND}")
+    for line in draw(timeline_rows(timeline), 0, timeline.makespan_ns, out.width):
+        out.print(line, no_wrap=True, crop=True)
+    out.print()
+    assert plan.pattern is not None
+    out.print(
+        f"makespan {format_ns(simulation.makespan_ns)} "
+        f"(fill {format_ns(timeline.fill_ns)}; {format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch)"
+    )
+    reached = figures["period_ns"]
+    if reached is None:
+        out.print("period   too few microbatches for a steady state")
+    else:
+        out.print(f"period   {format_ns(reached)} reached in the middle, {format_ns(plan.pattern.period_ns)} planned")
+    out.print()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("GPU", "busy", "bubble", "in flight", "peak", "predicted peak", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in figures["devices"]:
+        table.add_row(
+            str(row["device"]),
+            f"{row['busy_ns'] / max(1, timeline.makespan_ns):.1%}",
+            f"{row['bubble']:.1%}",
+            ",".join(str(n) for _, n in sorted(row["in_flight"].items())),
+            format_bytes(row["peak_bytes"]),
+            format_bytes(row["predicted_peak_bytes"]),
+            format_bytes(row["memory_bytes"]),
+        )
+    out.print(table)
