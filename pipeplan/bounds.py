@@ -5,9 +5,11 @@ Bounds of narrower classes come from exact algorithms (``contiguous`` is its own
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from math import ceil
 
 from . import costs
@@ -53,22 +55,28 @@ def memory_bound(problem: Problem) -> int:
     class"). A plan is one stage on r devices, whose weights are held and synchronised r times, or it has a cut, whose
     buffers stand on both its ends; the bound is the least over these cases. Weak where peaks exceed averages.
     """
-    cases = _cases(problem)
-    menus = _menus(problem)
     fastest = max(device.speed for device in problem.platform.devices)
-    held = sum(item.size * item.lifetime_ns for item in menus[0])
-    high = 2 * ceil(work_ns(problem) / min(device.speed for device in problem.platform.devices)) + 1
-    best = None
-    for case in cases:
+    slowest = min(device.speed for device in problem.platform.devices)
+    work = work_ns(problem)
+    low = load_bound(problem)
+    menus = _menus(problem)
+    held = menus[0].held / fastest
+    periods = []
+    for case in _cases(problem):
         if case.room_bytes <= 0 and held:
             continue
-        bound = case.floor_ns
+        bound = max(low, case.floor_ns)
         for menu in menus:
-            top = max(high, case.floor_ns, ceil(Fraction(held, max(1, case.room_bytes)) / fastest))
-            found = smallest(lambda t, case=case, menu=menu: _enough(problem, case, menu, t) or None, bound, top)  # type: ignore[misc]
-            bound = top if found is None else found[0]
-        best = bound if best is None else min(best, bound)
-    return best or 0
+
+            def enough(period: int, menu: _Menu = menu, case: _Case = case) -> bool | None:
+                idle = period * case.speed - work
+                return (idle >= 0 and (menu.held - menu.saving(idle)) / fastest <= period * case.room_bytes) or None
+
+            high = max(bound, ceil(work / slowest), ceil(held / max(1, case.room_bytes)))
+            found = smallest(enough, bound, high)
+            bound = high if found is None else found[0]
+        periods.append(bound)
+    return min(periods, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +88,31 @@ class _Case:
     floor_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Bytes held for ``lifetime_ns``, or for ``backward_ns`` when ``recompute_ns`` of work is spent; None: never."""
+class _Menu:
+    """What may be dropped, the best ratio of saving to price first, with running totals for quick look-ups.
 
-    size: int
-    lifetime_ns: int
-    backward_ns: int
-    recompute_ns: int | None
+    Items are (bytes, lifetime, time held when recomputed, price of recomputing or None for never), times in ns;
+    ``held`` sums bytes times lifetime.
+    """
+
+    def __init__(self, items: Sequence[tuple[int, int, int, int | None]]) -> None:
+        self.held = sum(size * lifetime for size, lifetime, _, _ in items)
+        offers = [
+            (size * (lifetime - rest), price)
+            for size, lifetime, rest, price in items
+            if size and lifetime > rest and price is not None
+        ]
+        offers.sort(key=lambda offer: Fraction(offer[0], offer[1]) if offer[1] else Fraction(2**100), reverse=True)
+        self._savings = [0, *accumulate(saving for saving, _ in offers)]
+        self._prices = [0, *accumulate(price for _, price in offers)]
+
+    def saving(self, idle: Fraction) -> Fraction:
+        """Return the most bytes times ns that recomputation within ``idle`` ns takes off ``held``."""
+        whole = bisect_right(self._prices, idle) - 1
+        if whole + 1 == len(self._prices):
+            return Fraction(self._savings[-1])
+        share = (idle - self._prices[whole]) / (self._prices[whole + 1] - self._prices[whole])
+        return self._savings[whole] + share * (self._savings[whole + 1] - self._savings[whole])
 
 
 def _cases(problem: Problem) -> list[_Case]:
@@ -112,55 +137,26 @@ def _cases(problem: Problem) -> list[_Case]:
     return cases
 
 
-def _menus(problem: Problem) -> list[list[_Item]]:
-    """Return what may be dropped and at what price; each list gives a valid bound.
+def _menus(problem: Problem) -> list[_Menu]:
+    """Return what may be dropped and at what price; each menu gives a valid bound.
 
     In a chain whose layers save their inputs, dropping the input of layer i also needs the forward of layer i - 1, and
-    the network's own input is never dropped; that is the second list.
+    the network's own input is never dropped; that is the second menu.
     """
     chain = problem.chain
     total = chain.sums.forward_ns + chain.sums.backward_ns
-    free = problem.checkpointing != "none"
-    layers = list(enumerate(chain.layers))
-    lifetimes = [int(total[-1] - total[i]) for i, _ in layers]
-    menus = [
-        [
-            _Item(chain.first_saved[i], lifetimes[i], layer.backward_ns, layer.forward_ns if free else None)
-            for i, layer in layers
-        ]
-    ]
-    if free and chain.edges is None and all(layer.saved_bytes is None for layer in chain.layers):
-        menus.append(
+    forwards = [layer.forward_ns for layer in chain.layers]
+    prices: list[list[int | None]] = [[None] * len(chain)]
+    if problem.checkpointing != "none":
+        prices = [[*forwards]]
+        if chain.edges is None and all(layer.saved_bytes is None for layer in chain.layers):
+            prices.append([None, *forwards[:-1]])
+    return [
+        _Menu(
             [
-                _Item(
-                    chain.first_saved[i],
-                    lifetimes[i],
-                    layer.backward_ns,
-                    chain.layers[i - 1].forward_ns if i else None,
-                )
-                for i, layer in layers
+                (size, int(total[-1] - total[i]), layer.backward_ns, price)
+                for i, (size, layer, price) in enumerate(zip(chain.first_saved, chain.layers, row, strict=True))
             ]
         )
-    return [[item for item in menu if item.size] for menu in menus]
-
-
-def _enough(problem: Problem, case: _Case, menu: Sequence[_Item], period: int) -> bool:
-    """Whether at ``period`` dropping the best items within the idle time brings the average under the room."""
-    idle = period * case.speed - work_ns(problem)
-    if idle < 0:
-        return False
-    fastest = max(device.speed for device in problem.platform.devices)
-    excess = Fraction(sum(item.size * item.lifetime_ns for item in menu)) / fastest - period * case.room_bytes
-    savings = [
-        (Fraction(item.size * (item.lifetime_ns - item.backward_ns)) / fastest, item.recompute_ns)
-        for item in menu
-        if item.recompute_ns is not None
+        for row in prices
     ]
-    savings.sort(key=lambda pair: pair[0] / pair[1] if pair[1] else Fraction(2**62), reverse=True)
-    for saving, price in savings:
-        if excess <= 0:
-            break
-        share = min(Fraction(1), idle / price) if price else Fraction(1)
-        excess -= share * saving
-        idle -= share * (price or 0)
-    return excess <= 0

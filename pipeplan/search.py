@@ -1,4 +1,4 @@
-"""The one search over integers: the smallest period (or memory, or number of GPUs) at which a monotone test succeeds."""
+"""The one search over integers: the least period (or memory, or number of GPUs) at which a monotone test succeeds."""
 
 from __future__ import annotations
 

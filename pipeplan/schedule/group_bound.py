@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import costs
 from ..groups import ceil_div, extend
 from ..stages import StageGraph
-from .search import smallest_period
+from ..search import smallest
 
 
 def group_counts(graph: StageGraph, period: int) -> tuple[list[int], int]:
@@ -38,7 +38,7 @@ def group_bound(graph: StageGraph) -> int | None:
     exact about feasibility for all: when the counts are all 1, one microbatch at a time is a valid pattern.
     """
     low = graph.period_floor_ns
-    found = smallest_period(lambda period: _counts_fit(graph, period) or None, low, max(low, graph.path_ns))
+    found = smallest(lambda period: _counts_fit(graph, period) or None, low, max(low, graph.path_ns))
     return None if found is None else found[0]
 
 
