@@ -24,11 +24,16 @@ def why_infeasible(problem: Problem, rejected: Sequence[Allocation] = ()) -> str
 
     ``rejected`` are allocations that a partitioner proposed and no period made fit.
     """
+    if rejected and possible(problem) is not None:
+        return (
+            f"no period makes the algorithm's split fit: {_worst(problem, rejected[0])}; "
+            f"--algorithm contiguous finds a plan that fits"
+        )
     remedies = _remedies(problem)
     advice = (
         f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
     )
-    return f"no plan fits: {_binding(problem, rejected)}{advice}"
+    return f"no plan fits: {_binding(problem)}{advice}"
 
 
 def possible(problem: Problem) -> Allocation | None:
@@ -48,10 +53,8 @@ def longest_period_ns(problem: Problem) -> int:
     return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
 
 
-def _binding(problem: Problem, rejected: Sequence[Allocation]) -> str:
-    """Name the stage that is over its memory with one microbatch in flight."""
-    if rejected:
-        return f"the algorithm's split does not fit at any period: {_worst(problem, rejected[0])}"
+def _binding(problem: Problem) -> str:
+    """Name the stage that is over its memory with one microbatch in flight, in the split that needs least."""
     least = least_memory(problem)
     if least is not None:
         allocation = possible(_with_memory(problem, least))

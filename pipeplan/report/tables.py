@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..evaluate import Evaluation, evaluate, gap
@@ -58,7 +59,7 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
     network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
     alone = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
     out.print(
-        f"[bold]{chain.name}[/bold]: {len(chain)} layers, {format_ns(alone)} forward and backward, "
+        f"[bold]{escape(chain.name)}[/bold]: {len(chain)} layers, {format_ns(alone)} forward and backward, "
         f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights"
     )
     out.print(f"on {len(platform)} GPUs of {memory}, joined {network}")
@@ -85,7 +86,7 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
     out.print()
-    out.print(_stage_table(plan, result))
+    out.print(_stage_table(plan, result, out.width))
 
 
 def _state(plan: Plan) -> str:
@@ -93,29 +94,36 @@ def _state(plan: Plan) -> str:
     return f"{policy.optimizer} in {policy.precision}" + (", state on the host" if policy.offload else "")
 
 
-def _stage_table(plan: Plan, result: Evaluation) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+NARROW = 110  # columns below which the table leaves out what the peak is made of
+
+
+def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
+    parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", caption="times in ms, memory in GB", caption_style="dim"
+    )
+    table.caption_justify = "left"
     for name in ("stage", "layers", "GPUs"):
-        table.add_column(name, overflow="fold")
-    for name in ("forward", "backward", "recompute", "in flight", "weights", "activations", "buffers", "peak / memory"):
+        table.add_column(name, no_wrap=True, vertical="bottom")
+    for name in ("forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of"):
         table.add_column(name, justify="right", no_wrap=True)
     for s, stage in enumerate(plan.allocation.stages):
         cost = result.graph.stages[s]
         use = result.devices[stage.devices[0]]
         on_device = result.graph.stages_on(cost.resource)
-        first = on_device[0] == s
+        sizes = [use.weights_bytes, use.activation_bytes, use.buffer_bytes] if parts else []
+        memory = [f"{size / 1e9:.2f}" for size in (*sizes, use.peak_bytes, use.memory_bytes)]
+        if on_device[0] != s:  # the device's figures stand at its first stage
+            memory = [""] * len(parts) + ["see", str(on_device[0])]
         table.add_row(
             str(s),
-            _layers(plan, stage),
+            escape(_layers(plan, stage)),
             _gpus(stage),
-            format_ns(cost.forward_ns),
-            format_ns(cost.backward_ns),
+            f"{cost.forward_ns / 1e6:.2f}",
+            f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),
             str(use.in_flight[on_device.index(s)]),
-            format_bytes(use.weights_bytes) if first else "",
-            format_bytes(use.activation_bytes) if first else "",
-            format_bytes(use.buffer_bytes) if first else "",
-            f"{use.peak_bytes / 1e9:.2f} / {format_bytes(use.memory_bytes)}" if first else f"with stage {on_device[0]}",
+            *memory,
         )
     return table
 
@@ -129,7 +137,7 @@ def _layers(plan: Plan, stage: Stage) -> str:
 
 def _short(name: str) -> str:
     name = name.split("..")[0].split("(")[0]
-    return name if len(name) <= 14 else name[:13] + "…"
+    return name if len(name) <= 10 else name[:9] + "…"
 
 
 def _gpus(stage: Stage) -> str:
@@ -176,7 +184,8 @@ def print_simulation(simulation: Simulation, width: int | None = None) -> None:
     assert plan.pattern is not None
     out.print(
         f"makespan {format_ns(simulation.makespan_ns)} "
-        f"(fill {format_ns(timeline.fill_ns)}; {format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch)"
+        f"(fill {format_ns(timeline.fill_ns)}; "
+        f"{format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch)"
     )
     reached = figures["period_ns"]
     if reached is None:
