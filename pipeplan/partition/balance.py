@@ -1,0 +1,83 @@
+"""The baseline of block partition: one stage per device, with compute as equal as cuts allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import costs
+from ..plan import Allocation, Stage
+from ..problem import Problem
+
+Times = npt.NDArray[np.float64]
+
+
+def balance(problem: Problem) -> Iterator[Allocation]:
+    """Yield the allocation whose longest stage is shortest: nothing recomputed, then, where allowed, every stage.
+
+    Optimal for compute alone among one-device stages in platform order that use every device (as many as there are
+    layers, if those are fewer), at each device's speed. Among the optimal ones it has the least sum of squared stage
+    times. Transfers and memory are not looked at; the claimed period is the longest stage. O(P L^2), vectorised.
+    Source: the block partition problem (torchgpipe's ``balance``), solved by dynamic programming.
+    """
+    yield _balanced(problem, recompute=False)
+    if problem.checkpointing != "none":
+        yield _balanced(problem, recompute=True)
+
+
+def _balanced(problem: Problem, recompute: bool) -> Allocation:
+    chain, platform, policy = problem.chain, problem.platform, problem.policy
+    count = len(chain)
+
+    def work(device: int, stop: int) -> npt.NDArray[np.int64]:
+        """Time of ``layers[start:stop]`` on ``device`` for start = 0..stop."""
+        start, speed = np.arange(stop + 1), platform.devices[device].speed
+        again = chain.sums.forward_ns[stop] - chain.sums.forward_ns[start] if recompute else 0
+        forward = costs.forward_ns(chain, start, stop, speed)
+        total: npt.NDArray[np.int64] = forward + costs.backward_ns(chain, policy, start, stop, again, 1, speed)
+        return total
+
+    longest, _ = _best_cuts(count, len(platform), lambda d, stop: work(d, stop).astype(np.float64), np.maximum)
+
+    def squared(device: int, stop: int) -> Times:
+        times = work(device, stop).astype(np.float64)
+        return np.where(times <= longest, times**2, np.inf)
+
+    _, cuts = _best_cuts(count, len(platform), squared, np.add)
+    stages = tuple(Stage(start, stop, (device,), ((start, stop),) if recompute else ()) for device, start, stop in cuts)
+    return Allocation(stages, int(longest))
+
+
+def _best_cuts(
+    count: int,
+    devices: int,
+    cost: Callable[[int, int], Times],
+    combine: Callable[[Times, Times], Times],
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """Return the least combined cost of (device, start, stop) ranges in order, and those ranges.
+
+    ``cost(device, stop)`` has one entry for each start in 0..stop. With fewer layers than devices every range is one
+    layer, and the devices that serve best are used.
+    """
+    spare = count < devices
+    best = np.full((devices + 1, count + 1), np.inf)
+    best[0, 0] = 0
+    chosen = np.zeros((devices + 1, count + 1), dtype=np.int64)
+    for d in range(devices):
+        for stop in range(count + 1):
+            through = combine(best[d, : stop + 1], cost(d, stop))
+            through[stop] = best[d, stop] if spare else np.inf  # an empty range leaves the device unused
+            if spare:
+                through[: max(stop - 1, 0)] = np.inf
+            chosen[d + 1, stop] = np.argmin(through)
+            best[d + 1, stop] = through[chosen[d + 1, stop]]
+    ranges: list[tuple[int, int, int]] = []
+    stop = count
+    for d in range(devices - 1, -1, -1):
+        start = int(chosen[d + 1, stop])
+        if start < stop:
+            ranges.append((d, start, stop))
+        stop = start
+    return float(best[devices, count]), ranges[::-1]
