@@ -57,6 +57,7 @@ def profile_model(
     steps: int = 10,
     warmup: int = 3,
     optimizer: MakeOptimizer = standing_still,
+    split_backward: bool = False,
     device: str = "cpu",
     threads: int = 1,
 ) -> Chain:
@@ -78,6 +79,7 @@ def profile_model(
         steps=steps,
         warmup=warmup,
         optimizer=optimizer,
+        split_backward=split_backward,
         device=device,
         threads=threads,
     )
@@ -138,6 +140,7 @@ def profile_layers(
     steps: int = 10,
     warmup: int = 3,
     optimizer: MakeOptimizer = standing_still,
+    split_backward: bool = False,
     device: str = "cpu",
     threads: int = 1,
 ) -> list[LayerMeasurement]:
@@ -147,6 +150,9 @@ def profile_layers(
     detached output of the one before; backward layer by layer from the loss; then one optimizer step per layer.
     Gradients are fresh in every step. ``optimizer`` makes the optimizer of a layer from its parameters; the default is
     plain SGD, at rate 0 so that the weights stay; batch norm statistics do move.
+
+    With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
+    alone, and the difference is the ``backward_weight_ns`` of a layer.
 
     Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
     are counted in a pass of their own (:func:`saved_bytes`). Weight bytes and ``parameters`` count all parameters of a
@@ -164,28 +170,43 @@ def profile_layers(
     with _steady(threads):
         target = _made_up_target(named, first, loss) if target is None else target.to(device)
         saved = saved_bytes(named, first, loss, target)
-        trained = [[p for p in module.parameters() if p.requires_grad] for _, module in named]
-        optimizers = [optimizer(parameters) if parameters else None for parameters in trained]
-        clock = _Clock(torch.device(device))
-        runs = [_step(named, optimizers, first, loss, target, clock) for _ in range(warmup + steps)][warmup:]
-    measurements = []
-    for index, (name, module) in enumerate([*named, (LOSS_NAME, nn.Identity())]):
-        forward, backward, update = (
-            [times[index] for times in kind] for kind in zip(*(r.times for r in runs), strict=True)
-        )
-        parameters = list(module.parameters())
-        layer = Layer(
-            name=name,
-            forward_ns=_median(forward),
-            backward_ns=_median(backward),
-            weight_bytes=sum(p.nbytes for p in parameters),
-            output_bytes=runs[0].output_bytes[index],
-            saved_bytes=saved[index],
-            optimizer_ns=_median(update),
-            parameters=sum(p.numel() for p in parameters),
-        )
-        measurements.append(LayerMeasurement(layer, _spread(forward), _spread(backward), _spread(update)))
-    return measurements
+        optimizers = [optimizer(parameters) if (parameters := _trained(module)) else None for _, module in named]
+        step = partial(_step, named, optimizers, first, loss, target, _Clock(torch.device(device)))
+        runs, inputs_only = [], []
+        for _ in range(warmup + steps):
+            runs.append(step())
+            if split_backward:
+                inputs_only.append(step(inputs_only=True))
+    runs, inputs_only = runs[warmup:], inputs_only[warmup:]
+    return [
+        _measurement(index, name, module, runs, inputs_only, saved[index])
+        for index, (name, module) in enumerate([*named, (LOSS_NAME, nn.Identity())])
+    ]
+
+
+def _measurement(
+    index: int, name: str, module: nn.Module, runs: list[_Run], inputs_only: list[_Run], saved: int
+) -> LayerMeasurement:
+    forward = [run.forward_ns[index] for run in runs]
+    backward = [run.backward_ns[index] for run in runs]
+    update = [run.optimizer_ns[index] for run in runs]
+    backward_weight_ns = None
+    if inputs_only:
+        rest = _median([run.backward_ns[index] for run in inputs_only]) if _trained(module) else _median(backward)
+        backward_weight_ns = max(_median(backward) - rest, 0)
+    parameters = list(module.parameters())
+    layer = Layer(
+        name=name,
+        forward_ns=_median(forward),
+        backward_ns=_median(backward),
+        weight_bytes=sum(p.nbytes for p in parameters),
+        output_bytes=runs[0].output_bytes[index],
+        saved_bytes=saved,
+        backward_weight_ns=backward_weight_ns,
+        optimizer_ns=_median(update),
+        parameters=sum(p.numel() for p in parameters),
+    )
+    return LayerMeasurement(layer, _spread(forward), _spread(backward), _spread(update))
 
 
 def saved_bytes(layers: Any, example_input: Tensor, loss: Loss, target: Tensor) -> list[int]:
@@ -259,9 +280,11 @@ def device_name(device: str, threads: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One step: times in ns per layer (forward, backward, optimizer), and the sizes of the outputs."""
+    """One step: times and output sizes per layer."""
 
-    times: tuple[list[int], list[int], list[int]]
+    forward_ns: list[int]
+    backward_ns: list[int]
+    optimizer_ns: list[int]
     output_bytes: list[int]
 
 
@@ -272,6 +295,7 @@ def _step(
     loss: Loss,
     target: Tensor,
     clock: _Clock,
+    inputs_only: bool = False,
 ) -> _Run:
     count = len(named) + 1
     inputs, outputs = [example_input], []
@@ -290,23 +314,27 @@ def _step(
     gradient = None
     for index in reversed(range(count)):
         x, out = inputs.pop(), outputs.pop()
-        if not out.requires_grad:
-            break  # no parameters from here to the input
+        if not out.requires_grad or (inputs_only and not x.requires_grad):
+            break  # nothing left to compute from here to the input
         start = clock.mark()
-        torch.autograd.backward(out, gradient)
+        torch.autograd.backward(out, gradient, inputs=[x] if inputs_only else None)
         backward[index] = (start, clock.mark())
         gradient = x.grad
         if x.requires_grad and gradient is None:
             name = named[index][0] if index < len(named) else LOSS_NAME
             raise BadInput(f"layers[{index}] ({name}): no gradient comes back to its input")
     for index, optimizer in enumerate(optimizers):
-        if optimizer is not None:
+        if optimizer is not None and not inputs_only:
             start = clock.mark()
             optimizer.step()
             update[index] = (start, clock.mark())
     clock.settle()
-    forward_ns, backward_ns, update_ns = ([clock.between(*m) for m in marks] for marks in (forward, backward, update))
-    return _Run((forward_ns, backward_ns, update_ns), sizes)
+    forward_ns, backward_ns, update_ns = ([clock.between(*pair) for pair in x] for x in (forward, backward, update))
+    return _Run(forward_ns, backward_ns, update_ns, sizes)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _forward(index: int, name: str, module: nn.Module, x: Tensor) -> Tensor:
