@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -19,10 +21,9 @@ PIPED_WIDTH = 120  # columns when the output is not a terminal
 
 def console(width: int | None = None) -> Console:
     """Return the console for results: standard output, as wide as the terminal or 120 columns in a pipe."""
-    made = Console(width=width, highlight=False, soft_wrap=False)
-    if width is None and not made.is_terminal and made.width == 80:
-        made.width = PIPED_WIDTH
-    return made
+    if width is None and not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        width = PIPED_WIDTH
+    return Console(width=width, highlight=False)
 
 
 def headline(plan: Plan) -> str:
@@ -104,7 +105,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     )
     table.caption_justify = "left"
     for name in ("stage", "layers", "GPUs"):
-        table.add_column(name, no_wrap=True, vertical="bottom")
+        table.add_column(name, no_wrap=True)
     for name in ("forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of"):
         table.add_column(name, justify="right", no_wrap=True)
     for s, stage in enumerate(plan.allocation.stages):
@@ -112,12 +113,12 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
         use = result.devices[stage.devices[0]]
         on_device = result.graph.stages_on(cost.resource)
         sizes = [use.weights_bytes, use.activation_bytes, use.buffer_bytes] if parts else []
-        memory = [f"{size / 1e9:.2f}" for size in (*sizes, use.peak_bytes, use.memory_bytes)]
+        memory = [f"{count / size:.2f}" for count in (*sizes, use.peak_bytes, use.memory_bytes)]
         if on_device[0] != s:  # the device's figures stand at its first stage
             memory = [""] * len(parts) + ["see", str(on_device[0])]
         table.add_row(
             str(s),
-            escape(_layers(plan, stage)),
+            escape(_layers(plan, stage)) if parts else f"{stage.start}-{stage.stop - 1}",
             _gpus(stage),
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
