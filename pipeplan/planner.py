@@ -13,7 +13,7 @@ from . import __version__
 from .bounds import any_bound
 from .errors import Infeasible
 from .evaluate import flush_makespan_ns
-from .explain import why_infeasible
+from .explain import longest_period_ns, why_infeasible
 from .partition import ALGORITHMS, Algorithm
 from .partition.contiguous import feasible
 from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule
@@ -91,12 +91,20 @@ def _plan_flush(
         for allocation in entry.partition(problem, **options):
             yield allocation
             if entry.optimal and allocation.claimed_period_ns is not None:
-                for step in range(1, 9):
-                    slower = feasible(problem, allocation.claimed_period_ns * (8 + step) // 8)
+                for period in _longer(allocation.claimed_period_ns, longest_period_ns(problem)):
+                    slower = feasible(problem, period)
                     if slower is not None:
                         yield replace(slower, claimed_period_ns=allocation.claimed_period_ns)
 
     return problem, _best(problem, replace(entry, partition=partition), options, _drained)
+
+
+def _longer(period: int, longest: int) -> Iterator[int]:
+    """Yield periods above ``period`` in steps of a quarter octave, the last at least ``longest``."""
+    step = 0
+    while period * 2 ** (step / 4) < longest:
+        step += 1
+        yield int(period * 2 ** (step / 4)) + 1
 
 
 def _best(

@@ -100,10 +100,9 @@ NARROW = 110  # columns below which the table leaves out what the peak is made o
 
 def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", caption="times in ms, memory in GB", caption_style="dim"
-    )
-    table.caption_justify = "left"
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if parts else 1, 0, 0), header_style="bold")
+    unit, size = ("GB", 10**9) if max(use.peak_bytes for use in result.devices) >= 10**9 else ("MB", 10**6)
+    table.caption, table.caption_style, table.caption_justify = f"times in ms, memory in {unit}", "dim", "left"
     for name in ("stage", "layers", "GPUs"):
         table.add_column(name, no_wrap=True)
     for name in ("forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of"):

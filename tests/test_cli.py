@@ -1,0 +1,278 @@
+"""The commands: what they print, their exit codes, and one sentence for every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+from pipeplan.cli import COMMANDS
+
+LAYERS: list[dict[str, Any]] = [
+    {"name": f"l{i}", "forward_ns": 1000000, "backward_ns": 2000000, "weight_bytes": 10**6, "output_bytes": 10**6}
+    for i in range(8)
+]
+PROFILE: dict[str, Any] = {
+    "format": "pipeplan-profile/1",
+    "name": "even",
+    "microbatch": 4,
+    "dtype": "float32",
+    "device": "made up",
+    "source": "a test",
+    "input_bytes": 10**6,
+    "layers": LAYERS,
+}
+SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    return str(path)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, profile: str, pipeplan: Command) -> str:
+    path = str(tmp_path / "plan.json")
+    code, _, err = pipeplan("plan", profile, *SMALL, "--no-replicas", "-o", path)
+    assert (code, err) == (0, "")
+    return path
+
+
+def test_plan_prints_period_throughput_bounds_gap_and_stages(profile: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "1GB", "--no-replicas")
+    assert (code, err) == (0, "")
+    assert "assumed: bandwidth 12 GB/s" in out
+    assert "period      12.000 ms per microbatch, 83.33 microbatches/s = 333.3 samples/s, 2.00 times one GPU" in out
+    assert "bound       12.000 ms for class contiguous with checkpointing of stages: optimal" in out
+    assert "bound       12.000 ms for class any with checkpointing of stages: optimal" in out
+    assert "2bw, one update every 3 microbatches" in out
+    assert "0-3 l0..l3" in out
+
+
+def test_plan_json_equals_the_written_file_but_for_seconds(profile: str, tmp_path: Path, pipeplan: Command) -> None:
+    target = tmp_path / "plan.json"
+    code, out, _ = pipeplan("plan", profile, *SMALL, "--json", "-o", str(target))
+    assert code == 0
+    assert json.loads(out) == json.loads(target.read_text())
+    code, piped, _ = pipeplan("plan", "-", *SMALL, "-o", "-", stdin=json.dumps(PROFILE))
+    assert code == 0
+    again, first = json.loads(piped), json.loads(out)
+    assert again["provenance"].pop("seconds") >= 0
+    first["provenance"].pop("seconds")
+    assert again == first
+
+
+def test_check_show_and_simulate_read_a_plan(plan: str, pipeplan: Command) -> None:
+    code, out, _ = pipeplan("check", plan)
+    assert code == 0
+    assert out.startswith("valid: period 12.000 ms")
+    assert json.loads(pipeplan("check", plan, "--json")[1]) == {"valid": True, "violations": []}
+
+    code, out, _ = pipeplan("show", plan, "--width", "80")
+    assert code == 0
+    assert [line[:5] for line in out.splitlines()[-3:]] == ["GPU 0", "GPU 1", "link "]
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert len(json.loads(pipeplan("show", plan, "--json")[1])["rows"]) == 3
+
+    code, out, _ = pipeplan("simulate", plan, "--microbatches", "40")
+    assert code == 0
+    assert "period   12.000 ms reached in the middle, 12.000 ms planned" in out
+    figures = json.loads(pipeplan("simulate", plan, "--microbatches", "40", "--json")[1])
+    assert figures["microbatches"] == 40
+    assert figures["period_ns"] == figures["pattern_period_ns"] == 12 * 10**6
+    for row in figures["devices"]:
+        assert row["peak_bytes"] == row["predicted_peak_bytes"] <= row["memory_bytes"]
+    code, out, _ = pipeplan("simulate", plan, "--microbatches", "3", "--text")
+    assert out.splitlines()[1] == "device 1: 1F0 1B0 1F1 1B1 1F2 1B2"
+
+
+def test_a_drained_plan_simulates_its_mini_batch(profile: str, tmp_path: Path, pipeplan: Command) -> None:
+    target = str(tmp_path / "plan.json")
+    flush = ["--weights", "flush", "--accumulate", "6", "--no-replicas"]
+    code, out, _ = pipeplan("plan", profile, *SMALL, *flush, "-o", target)
+    assert code == 0
+    assert "mini-batch  6 microbatches, drained, in" in out
+    code, out, _ = pipeplan("check", target)
+    assert code == 0
+    assert json.loads(pipeplan("simulate", target, "--json")[1])["microbatches"] == 6
+
+
+def test_algorithms_and_schema(pipeplan: Command) -> None:
+    assert "contiguous" in pipeplan("algorithms")[1]
+    assert {row["name"] for row in json.loads(pipeplan("algorithms", "--json")[1])} >= {"contiguous", "pipedream"}
+    for name in ("profile", "platform", "plan"):
+        assert "$defs" in json.loads(pipeplan("schema", name)[1])
+
+
+def with_layer(**changes: Any) -> dict[str, Any]:
+    return {**PROFILE, "layers": [*LAYERS[:3], {**LAYERS[3], **changes}]}
+
+
+BAD_PROFILES = {
+    "empty file": ("", "is empty"),
+    "broken JSON": ('{"format": "pipeplan-profile/1", ', "truncated"),
+    "NaN": (json.dumps(with_layer(forward_ns=float("nan"))), "malformed"),
+    "negative time": (json.dumps(with_layer(forward_ns=-2)), "$.layers[3].forward_ns: -2 is negative"),
+    "text for a number": (json.dumps(with_layer(forward_ns="2ms")), "$.layers[3].forward_ns"),
+    "a fraction of a ns": (json.dumps(with_layer(backward_ns=1.5)), "$.layers[3].backward_ns"),
+    "unknown key": (json.dumps(with_layer(colour="red")), "unknown field `colour` - at `$.layers[3]`"),
+    "missing key": (json.dumps({k: v for k, v in PROFILE.items() if k != "input_bytes"}), "`input_bytes`"),
+    "no layers": (json.dumps({**PROFILE, "layers": []}), "no layers"),
+    "wrong format": (json.dumps({**PROFILE, "format": "pipeplan-profile/9"}), "$.format"),
+    "an edge backwards": (json.dumps({**PROFILE, "edges": [[2, 1]]}), "edges[0]: [2, 1]"),
+    "an edge to nowhere": (json.dumps({**PROFILE, "edges": [[2, 99]]}), "there are 8"),
+    "no time at all": (
+        json.dumps({**PROFILE, "layers": [{**layer, "forward_ns": 0, "backward_ns": 0} for layer in LAYERS]}),
+        "nothing to plan",
+    ),
+    "a graph with a broken line": ("node1 -- Conv -- forward_compute_time=x\n", "line 1"),
+    "a list": ("[1, 2]", "expected `object`, got `array`"),
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), BAD_PROFILES.values(), ids=BAD_PROFILES)
+def test_bad_profiles_end_in_one_sentence_and_exit_2(
+    text: str, sentence: str, tmp_path: Path, pipeplan: Command
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    code, out, err = pipeplan("plan", str(path), *SMALL)
+    assert code == 2
+    assert out == ""
+    assert sentence.lower() in err.lower()
+    assert "bad.json" in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+BAD_OPTIONS = {
+    "no platform": ([], "--gpus and --mem, or --platform"),
+    "no memory": (["--gpus", "2"], "--gpus and --mem"),
+    "no GPUs": (["--gpus", "0", "--mem", "1GB"], "0 is not in the range"),
+    "memory without unit": (["--gpus", "2", "--mem", "16"], "'16' has no unit; write 16GB or 16GiB"),
+    "memory in seconds": (["--gpus", "2", "--mem", "16s"], "'s' in '16s' is not a known unit"),
+    "negative memory": (["--gpus", "2", "--mem", "-1GB"], "-1GB"),
+    "NaN memory": (["--gpus", "2", "--mem", "nanGB"], "nanGB"),
+    "no bandwidth": ([*SMALL, "--bandwidth", "0GB/s"], "must be positive"),
+    "bandwidth in bytes": ([*SMALL, "--bandwidth", "12GB"], "write 12GB/s or 10Gbps"),
+    "latency without unit": ([*SMALL, "--latency", "5"], "'5' has no unit"),
+    "unknown algorithm": ([*SMALL, "--algorithm", "magic"], "'magic' is not one of"),
+    "an option of another algorithm": ([*SMALL, "--straight"], "--straight is not an option of --algorithm"),
+    "no such profile": ([*SMALL, "--platform", "x.json"], "--platform already says"),
+}
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_options_exit_2(options: list[str], sentence: str, profile: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan("plan", profile, *options)
+    assert code == 2
+    assert out == ""
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+PLATFORM: dict[str, Any] = {"memory": "1GB", "levels": [{"count": 2, "bandwidth": "12GB/s"}]}
+BAD_PLATFORMS = {
+    "no levels": ({**PLATFORM, "levels": []}, "$.levels"),
+    "a bare number": ({**PLATFORM, "memory": 16}, "$.memory"),
+    "no unit": ({**PLATFORM, "memory": "16"}, "$.memory: '16' has no unit"),
+    "bandwidth of 0": ({**PLATFORM, "levels": [{"count": 2, "bandwidth": "0GB/s"}]}, "$.levels[0].bandwidth"),
+    "no devices": ({**PLATFORM, "levels": [{"count": 0, "bandwidth": "1GB/s"}]}, "$.levels[0].count: 0"),
+    "no memory": ({"levels": PLATFORM["levels"]}, "device 0 has no memory"),
+    "too few devices": ({**PLATFORM, "devices": [{}]}, "lists 1 devices"),
+    "speed 0": ({**PLATFORM, "devices": [{"speed": 0}, {}]}, "$.devices[0].speed: 0"),
+    "unknown key": ({**PLATFORM, "colour": "red"}, "unknown field `colour`"),
+}
+
+
+@pytest.mark.parametrize(("form", "sentence"), BAD_PLATFORMS.values(), ids=BAD_PLATFORMS)
+def test_bad_platforms_exit_2(
+    form: dict[str, Any], sentence: str, profile: str, tmp_path: Path, pipeplan: Command
+) -> None:
+    path = tmp_path / "platform.json"
+    path.write_text(json.dumps(form))
+    code, _, err = pipeplan("plan", profile, "--platform", str(path))
+    assert code == 2
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_too_little_memory_exits_1_with_advice(profile: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "3MB")
+    assert (code, out) == (1, "")
+    assert "no plan fits" in err
+    assert "per GPU" in err
+    assert err.count("\n") == 1
+
+
+def edited(plan: str, edit: Any) -> None:
+    form = json.loads(Path(plan).read_text())
+    edit(form)
+    Path(plan).write_text(json.dumps(form))
+
+
+def test_a_plan_edited_by_hand_is_refused_with_the_field(plan: str, pipeplan: Command) -> None:
+    def smaller_peak(form: dict[str, Any]) -> None:
+        form["devices"][0]["peak_bytes"] -= 1
+
+    edited(plan, smaller_peak)
+    for command in ("check", "show", "simulate"):
+        code, out, err = pipeplan(command, plan)
+        assert (code, out) == (1, "")
+        assert "devices[0].peak_bytes is" in err
+    code, out, _ = pipeplan("check", plan, "--json")
+    assert code == 1
+    assert json.loads(out)["valid"] is False
+
+
+def test_every_command_has_help_with_an_example(pipeplan: Command) -> None:
+    for name in COMMANDS:
+        code, out, _ = pipeplan(name, "--help")
+        assert code == 0
+        assert f"pipeplan {name}" in out
+
+
+def test_a_closed_pipe_prints_no_traceback(profile: str) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m pipeplan plan {profile} --gpus 2 --mem 1GB --json | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_exits_130_without_a_traceback(profile: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "never.json"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from pipeplan.cli import main; print('up', flush=True); main()",
+            "plan",
+            str(fifo),
+            *SMALL,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    writer = os.open(fifo, os.O_WRONLY)  # returns once the command has opened the pipe and waits for the profile
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    os.close(writer)
+    assert process.returncode == 130
+    assert "Traceback" not in err
