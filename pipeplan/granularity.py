@@ -89,14 +89,11 @@ def _mergeable(chain: Chain, start: int, stop: int) -> bool:
         return True
     outside = []
     for tensor, (size, readers) in enumerate(zip(chain.tensor_bytes, chain.readers, strict=True)):
-        if not size:
-            continue
         later = [r for r in readers if r >= stop]
         if start <= tensor - 1 < stop and later:
             outside.append(later)
         keepers = [i for i in readers if chain.layers[i].saved_bytes is None]
-        inside = sum(start <= i < stop for i in keepers)
-        if 0 < inside < len(keepers):
+        if size and 0 < sum(start <= i < stop for i in keepers) < len(keepers):
             return False
     reads_input = chain.input_bytes and any(start <= r < stop for r in chain.readers[0])
     if reads_input and any(i < start <= j < stop for i, j in chain.edges):

@@ -163,7 +163,7 @@ def _parse_graph(text: str, place: str) -> tuple[dict[str, _Node], nx.DiGraph]:
 
 
 def _layer(match: re.Match[str], here: str) -> Layer:
-    kind = match["description"].split("(")[0].strip() or "layer"
+    kind = re.split(r"[\s(]", match["description"].strip(), maxsplit=1)[0] or "layer"
     return Layer(
         name=f"{kind}-{_number(match['id'])}",
         forward_ns=ms_to_ns(_value(match, "forward_compute_time", here)),

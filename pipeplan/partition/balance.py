@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -31,18 +33,21 @@ def _balanced(problem: Problem, recompute: bool) -> Allocation:
     chain, platform, policy = problem.chain, problem.platform, problem.policy
     count = len(chain)
 
-    def work(device: int, stop: int) -> npt.NDArray[np.int64]:
-        """Time of ``layers[start:stop]`` on ``device`` for start = 0..stop."""
-        start, speed = np.arange(stop + 1), platform.devices[device].speed
+    @cache
+    def work_at(speed: Fraction, stop: int) -> Times:
+        start = np.arange(stop + 1)
         again = chain.sums.forward_ns[stop] - chain.sums.forward_ns[start] if recompute else 0
         forward = costs.forward_ns(chain, start, stop, speed)
-        total: npt.NDArray[np.int64] = forward + costs.backward_ns(chain, policy, start, stop, again, 1, speed)
-        return total
+        total = forward + costs.backward_ns(chain, policy, start, stop, again, 1, speed)
+        return np.asarray(total, dtype=np.float64)  # exact up to 2**53 ns
 
-    longest, _ = _best_cuts(count, len(platform), lambda d, stop: work(d, stop).astype(np.float64), np.maximum)
+    def work(device: int, stop: int) -> Times:
+        return work_at(platform.devices[device].speed, stop)
+
+    longest, _ = _best_cuts(count, len(platform), work, np.maximum)
 
     def squared(device: int, stop: int) -> Times:
-        times = work(device, stop).astype(np.float64)
+        times = work(device, stop)
         return np.where(times <= longest, times**2, np.inf)
 
     _, cuts = _best_cuts(count, len(platform), squared, np.add)

@@ -43,12 +43,13 @@ def pipedream(
     if mode == "released":
         yield from pipedream_released(problem, straight)
         return
-    best = [_flat(problem, straight)]
+    solutions = [_flat(problem, straight)]
     if len(problem.platform.levels) > 1:
-        best = sorted([*best, _strict(problem, straight)], key=lambda solution: solution[0])
-    for n, (period, stages) in enumerate(best):
-        if n == 0 or stages != best[0][1]:
-            yield on_consecutive_devices(stages, period)
+        strict = _strict(problem, straight)
+        if strict[1] != solutions[0][1]:  # the same stages: the flat period is what they cost
+            solutions.append(strict)
+    for period, stages in sorted(solutions, key=lambda solution: solution[0]):
+        yield on_consecutive_devices(stages, period)
 
 
 # --- flat: the smallest period that a decision accepts ----------------------------------------------------------------
