@@ -19,7 +19,9 @@ BANDWIDTHS = {f"{size}/s": Fraction(factor) for size, factor in SIZES.items()} |
 }
 TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
-_QUANTITY = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?|\.[0-9]+)\s*(?P<unit>[A-Za-z/]*)\s*")
+_QUANTITY = re.compile(
+    r"\s*(?P<number>(?:[0-9]{1,60}(?:\.[0-9]{0,60})?|\.[0-9]{1,60})(?:[eE][+-]?[0-9]{1,3})?)\s*(?P<unit>[A-Za-z/]*)\s*"
+)
 LARGEST = 10**18  # above it, sums of int64 would overflow; an exabyte and thirty years are enough
 
 
@@ -64,6 +66,7 @@ def format_ns(nanoseconds: int | float) -> str:
 
 def _parse(text: str, units: dict[str, int] | dict[str, Fraction], place: str, example: str) -> int:
     match = _QUANTITY.fullmatch(text)
+    text = text if len(text) <= 80 else f"{text[:77]}..."
     if match is None:
         raise BadInput(f"{place}: {text!r} is not a non-negative number with a unit, such as {example}")
     number, unit = Fraction(match["number"]), match["unit"]
