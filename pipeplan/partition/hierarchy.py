@@ -18,6 +18,7 @@ from ..plan import Allocation, Stage
 Table = npt.NDArray[Any]  # periods: int64 ns, or float64 in the released optimizer's arithmetic
 Rows = Callable[[int], Table]
 UNREACHABLE = 2**62
+BLOCK = 128  # starts at a time: keeps the working set in cache and skips most cuts that lie before them
 
 
 class Cut(NamedTuple):
@@ -94,12 +95,15 @@ def solve_level(
         best = np.full((units, width), unreachable, dtype=dtype)
         best[:most_replicas] = first(stop)[:most_replicas, :width]
         entered, cuts = later(stop), before(stop)
-        earlier = table[:, cuts, :width]
-        for q in range(1, min(units - 1, most_replicas) + 1 if earlier.size else 1):
-            last = entered[q - 1, cuts, None]
-            for m in range(q + 1, units + 1):
-                through = np.maximum(earlier[m - q], last).min(axis=0)
-                np.minimum(best[m - 1], through, out=best[m - 1])
+        earlier, position = table[:, cuts, :width], np.arange(stop)[cuts]
+        for left in range(0, width, BLOCK):
+            block = slice(left, min(left + BLOCK, width))
+            beyond = int(np.searchsorted(position, left, side="right"))  # the first cut after a start of the block
+            for q in range(1, min(units - 1, most_replicas) + 1 if beyond < len(position) else 1):
+                last = entered[q - 1, cuts, None][beyond:]
+                for m in range(q + 1, units + 1):
+                    through = np.maximum(earlier[m - q, beyond:, block], last).min(axis=0)
+                    np.minimum(best[m - 1, block], through, out=best[m - 1, block])
         if fewer_units:
             np.minimum.accumulate(best, axis=0, out=best)
         table[1:, stop, :width] = best
