@@ -1,0 +1,287 @@
+"""Truths about schedules that share no code with the package: enumeration, event sweeps, emulation, an interpreter.
+
+They read the package's data classes and nothing that computes; what they return is compared with what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import ceil, lcm
+from typing import Any
+
+import numpy as np
+
+
+def all_patterns(graph: Any, period: int) -> np.ndarray:
+    """Return the starts of every pattern that respects path and exclusivity, shape (patterns, operations).
+
+    Each gap on the path takes every value below the least common period of the resources; a longer gap, shortened by
+    that, leaves all offsets alone and holds less. So nothing better exists outside this list.
+    """
+    operations = graph.operations
+    duration = [op.duration_ns for op in operations]
+    step = [graph.resources[op.resource].replicas * period for op in operations]
+    if any(d > s for d, s in zip(duration, step, strict=True)):
+        return np.zeros((0, len(operations)), dtype=np.int64)
+    gaps = np.arange(lcm(*step))
+    starts = np.zeros((1, 1), dtype=np.int64)
+    for v in range(1, len(operations)):
+        tried = starts[:, -1:] + duration[v - 1] + gaps
+        grown = np.hstack([np.repeat(starts, len(gaps), axis=0), tried.reshape(-1, 1)])
+        keep = np.ones(len(grown), dtype=bool)
+        for u in range(v):
+            if operations[u].resource == operations[v].resource:
+                between = (grown[:, v] - grown[:, u]) % step[v]
+                keep &= (between >= duration[u]) & (between <= step[v] - duration[v])
+        starts = grown[keep]
+    return starts
+
+
+def held_counts(graph: Any, starts: np.ndarray, period: int) -> np.ndarray:
+    """Return the most microbatches that one replica of each stage holds, shape (patterns, stages)."""
+    columns = []
+    for s, stage in enumerate(graph.stages):
+        begin, end = lifetime(graph, starts, s)
+        columns.append(-((begin - end) // (graph.resources[stage.resource].replicas * period)))
+    return np.stack(columns, axis=1)
+
+
+def lifetime(graph: Any, starts: np.ndarray, stage: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return when microbatch 0 enters and leaves ``stage``, one entry per pattern."""
+    kinds = [(op.kind, op.stage) for op in graph.operations]
+    forward, backward = kinds.index(("F", stage)), kinds.index(("B", stage))
+    return starts[:, forward], starts[:, backward] + graph.operations[backward].duration_ns
+
+
+def weights_table(policy: Any, weight_bytes: int, parameters: int, in_flight: int) -> int:
+    """Return the bytes of weights, gradient and state: the table of the model, written out."""
+    kept = {"flush": 1, "2bw": 2, "stash": in_flight, "latest": in_flight if policy.vertical_sync else 1}
+    versions = kept[policy.weights]
+    if policy.precision == "mixed":
+        per_parameter = {"sgd": 8, "momentum": 12, "adam": 16}[policy.optimizer]
+        state = per_parameter * (min(parameters, policy.bucket_parameters) if policy.offload else parameters)
+        return versions * 2 * parameters + 2 * parameters + state
+    copies = {"sgd": 0, "momentum": 1, "adam": 2}[policy.optimizer]
+    state = copies * (4 * min(parameters, policy.bucket_parameters) if policy.offload else weight_bytes)
+    return versions * weight_bytes + weight_bytes + state
+
+
+def sustainable(graph: Any, period: int, synced: Sequence[Fraction]) -> bool:
+    """Whether every all-reduce keeps up: ``synced`` has each stage's load in ns per microbatch."""
+    return all(load <= period for load in synced)
+
+
+def smallest_period_by_force(graph: Any, synced: Sequence[Fraction], longest: int) -> int | None:
+    """Return the least period up to ``longest`` at which any pattern at all fits memory, updates and synchronisation.
+
+    For stages that share no device.
+    """
+    for period in range(1, longest + 1):
+        if not sustainable(graph, period, synced):
+            continue
+        starts = all_patterns(graph, period)
+        if not len(starts):
+            continue
+        counts = held_counts(graph, starts, period)
+        fits = np.ones(len(starts), dtype=bool)
+        for s, stage in enumerate(graph.stages):
+            room = graph.resources[stage.resource].memory_bytes
+            needs = {
+                int(g): weights_table(graph.policy, stage.weight_bytes, stage.parameters, int(g))
+                + (int(g) - 1) * stage.kept_bytes
+                + stage.peak_bytes
+                + stage.buffer_bytes
+                for g in np.unique(counts[:, s])
+            }
+            fits &= np.array([needs[int(g)] <= room for g in counts[:, s]])
+            if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
+                begin, end = lifetime(graph, starts, s)
+                fits &= -((begin - end) // period) <= graph.policy.accumulate
+        if fits.any():
+            return period
+    return None
+
+
+# --- the unrolled sweep ----------------------------------------------------------------------------------------------
+
+
+def unrolled(graph: Any, starts: Sequence[int], period: int) -> Iterator[tuple[tuple[int, int], int, int, Any, int]]:
+    """Yield ((resource, replica), begin, end, operation, microbatch) around one common period of the steady state."""
+    window = lcm(*(resource.replicas for resource in graph.resources))
+    reach = max(starts) // period + max(op.duration_ns for op in graph.operations) // period + 2
+    for m in range(-reach * 2, window + 1):
+        for op, start in zip(graph.operations, starts, strict=True):
+            begin = start + m * period
+            yield (op.resource, m % graph.resources[op.resource].replicas), begin, begin + op.duration_ns, op, m
+
+
+def overlaps(graph: Any, starts: Sequence[int], period: int) -> set[int]:
+    """Return the resources on which two operations ever run at once, by looking at every instant's occupant."""
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for lane, begin, end, _, _ in unrolled(graph, starts, period):
+        lanes.setdefault(lane, []).append((begin, end))
+    found = set()
+    for (resource, _), spans in lanes.items():
+        spans.sort()
+        busy_until = spans[0][1]
+        for begin, end in spans[1:]:
+            if begin < busy_until:
+                found.add(resource)
+            busy_until = max(busy_until, end)
+    return found
+
+
+def peak_activations(graph: Any, starts: Sequence[int], period: int) -> dict[int, int]:
+    """Return the most activation bytes of each device group: +kept at F, +transient in B, all gone at B's end."""
+    events: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    first = _windows(graph, period)
+    for lane, begin, end, op, _ in unrolled(graph, starts, period):
+        stage = graph.stages[op.stage]
+        changes = events.setdefault(lane, [])
+        if op.kind == "F":
+            changes.append((begin, stage.kept_bytes))
+        elif op.kind == "B":
+            transient = stage.peak_bytes - stage.kept_bytes
+            changes += [(begin, transient), (end, -transient - stage.kept_bytes)]
+    peaks: dict[int, int] = {}
+    for lane, changes in events.items():
+        if graph.resources[lane[0]].memory_bytes is None:
+            continue
+        held = peak = 0
+        for time, change in sorted(changes):
+            held += change
+            if 0 <= time < first[lane]:
+                peak = max(peak, held)
+        peaks[lane[0]] = max(peaks.get(lane[0], 0), peak)
+    return peaks
+
+
+def _windows(graph: Any, period: int) -> dict[tuple[int, int], int]:
+    return {
+        (index, replica): resource.replicas * period
+        for index, resource in enumerate(graph.resources)
+        for replica in range(resource.replicas)
+    }
+
+
+# --- activations, step by step ---------------------------------------------------------------------------------------
+
+
+def emulated_activations(
+    chain: Any, start: int, stop: int, checkpoint: Sequence[tuple[int, int]], *, shared: bool
+) -> tuple[int, int]:
+    """Return (kept after the forward, peak) of one microbatch, walking layer by layer forward and then backward.
+
+    Stored runs and recomputed segments each hold named tensors; a layer with explicit saved bytes holds a tensor of its
+    own that stands for all it reads. ``shared`` counts a tensor held by several parts once, as an allocator would.
+    """
+    sizes: dict[Any, int] = {}
+
+    def reads(layer: int) -> set[Any]:
+        return {t for t, readers in enumerate(chain.readers) if layer in readers}
+
+    def saves(layer: int) -> set[Any]:
+        explicit = chain.layers[layer].saved_bytes
+        if explicit is None:
+            return reads(layer)
+        sizes[f"saved by {layer}"] = explicit
+        return {f"saved by {layer}"}
+
+    sizes |= dict(enumerate(chain.tensor_bytes))
+
+    def size(parts: Sequence[set[Any]]) -> int:
+        if shared:
+            return sum(sizes[t] for t in set().union(*parts))
+        return sum(sizes[t] for part in parts for t in part)
+
+    parts: list[tuple[list[int], bool]] = []
+    recomputed = {layer: k for k, (first, last) in enumerate(checkpoint) for layer in range(first, last)}
+    previous: Any = "nothing"
+    for layer in range(start, stop):
+        key = recomputed.get(layer)
+        if not parts or key != previous:
+            parts.append(([], key is not None))
+        parts[-1][0].append(layer)
+        previous = key
+    held: list[set[Any]] = []
+    peak = 0
+    for layers, again in parts:  # forward
+        held.append(set())
+        for layer in layers:
+            held[-1] |= {t for t in reads(layer) if t <= layers[0]} if again else saves(layer)
+            peak = max(peak, size(held))
+    kept = size(held)
+    for layers, again in reversed(parts):  # backward
+        if again:
+            inputs, made = held[-1], set()
+            for layer in layers:
+                made |= saves(layer)
+                below = size(held[:-1])
+                alone = max(sum(sizes[t] for t in inputs), sum(sizes[t] for t in made))
+                peak = max(peak, size([*held[:-1], made]) if shared and inputs <= made else below + alone)
+            held[-1] = made
+        else:
+            peak = max(peak, size(held))
+        held.pop()
+    return kept, peak
+
+
+# --- rendezvous ------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(ranks: dict[int, list[Any]]) -> tuple[int, str | None]:
+    """Run each rank's list with blocking exchanges: a send returns when its receive runs, and the other way round.
+
+    Returns (operations done, None) when all lists end, or (operations done, what is stuck).
+    """
+    at = dict.fromkeys(ranks, 0)
+    done = 0
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in ranks.items():
+            while at[rank] < len(ops) and ops[at[rank]].peer is None:
+                at[rank] += 1
+                done += 1
+                moved = True
+            if at[rank] == len(ops):
+                continue
+            op = ops[at[rank]]
+            peer = ranks[op.peer]
+            if at[op.peer] < len(peer) and _match(op, rank, peer[at[op.peer]], op.peer):
+                at[rank] += 1
+                at[op.peer] += 1
+                done += 2
+                moved = True
+    stuck = [f"{rank}: {ops[at[rank]]}" for rank, ops in ranks.items() if at[rank] < len(ops)]
+    return done, "; ".join(stuck) or None
+
+
+def _match(one: Any, rank: int, other: Any, peer: int) -> bool:
+    if other.peer != rank or one.peer != peer or one.microbatch != other.microbatch:
+        return False
+    if one.kind.startswith("RECV"):
+        one, other = other, one
+    step = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}.get(one.kind)
+    return step is not None and other.kind == step[0] and other.stage == one.stage + step[1]
+
+
+def least_starts(steps: dict[Any, list[tuple[Any, int]]]) -> dict[Any, int]:
+    """Return the least start of each step, given its predecessors as (step, delay): by sweeping until nothing moves."""
+    starts = dict.fromkeys(steps, 0)
+    for _ in range(len(steps) + 1):
+        moved = False
+        for step, before in steps.items():
+            earliest = max((starts[other] + delay for other, delay in before), default=0)
+            if earliest > starts[step]:
+                starts[step] = earliest
+                moved = True
+        if not moved:
+            return starts
+    raise AssertionError("the steps wait for each other in a circle")
+
+
+def ratio(numerator: int, denominator: int) -> int:
+    """Return the quotient rounded up, by fractions."""
+    return ceil(Fraction(numerator, denominator))

@@ -1,0 +1,144 @@
+"""Random valid plans of many kinds, and random patterns good and bad, for the tests that judge every part by another.
+
+``random_plan`` knows no scheduler: it places operations one after the other wherever their resource is free.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from cases import random_chain, random_platform
+
+from pipeplan.bounds import any_bound
+from pipeplan.plan import Allocation, Pattern, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Chain, Device, Platform, Policy, Problem
+from pipeplan.stages import StageGraph, device_uses, make_pattern, most_in_flight, stage_graph, starts_of
+
+WEIGHTS = ("2bw", "stash", "latest", "flush")
+
+
+def random_checkpoint(rng: random.Random, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Return random recomputed segments of ``layers[start:stop]``: often none, sometimes all of it."""
+    if rng.random() < 0.4:
+        return ()
+    if rng.random() < 0.3:
+        return ((start, stop),)
+    edges = sorted(rng.sample(range(start, stop + 1), min(stop + 1 - start, rng.choice((2, 2, 4)))))
+    return tuple(zip(edges[::2], edges[1::2], strict=False))
+
+
+def random_stages(
+    rng: random.Random,
+    layers: int,
+    devices: int,
+    *,
+    replicas: bool = True,
+    checkpoint: bool = True,
+    shared: bool = False,
+) -> tuple[Stage, ...]:
+    """Return stages that cover ``layers`` layers on devices in order; ``shared`` puts several stages on one group."""
+    groups = []
+    free = list(range(devices))
+    while free and (not groups or rng.random() < 0.85):
+        count = min(len(free), rng.choice((1, 1, 2, 3)) if replicas else 1)
+        groups.append(tuple(free[:count]))
+        free = free[count:]
+    count = rng.randint(1, min(layers, len(groups) + (3 if shared else 0)))
+    cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
+    homes = [rng.choice(groups) for _ in range(count)] if shared else groups[:count]
+    return tuple(
+        Stage(i, j, home, random_checkpoint(rng, i, j) if checkpoint else ())
+        for i, j, home in zip(cuts, cuts[1:], homes, strict=False)
+    )
+
+
+def greedy_pattern(rng: random.Random, graph: StageGraph, period: int, slack: float = 0.2) -> Pattern | None:
+    """Return a pattern that respects path and exclusivity, each operation at the first free place; or None."""
+    starts: list[int] = []
+    clock = 0
+    for v, op in enumerate(graph.operations):
+        step = graph.resources[op.resource].replicas * period
+        others = [(starts[u], graph.operations[u].duration_ns) for u in graph.on_resource[op.resource] if u < v]
+        delay = rng.randrange(step) if rng.random() < slack else 0
+        for start in range(clock + delay, clock + delay + step):
+            if all(length <= (start - begin) % step <= step - op.duration_ns for begin, length in others):
+                break
+        else:
+            return None
+        starts.append(start)
+        clock = start + op.duration_ns
+    return make_pattern(graph, starts, period)
+
+
+def random_policy(rng: random.Random, weights: tuple[str, ...] = WEIGHTS) -> Policy:
+    """Return a random policy whose ``accumulate`` is decided."""
+    return Policy(
+        weights=rng.choice(weights),
+        accumulate=rng.randint(1, 8),
+        optimizer=rng.choice(("sgd", "momentum", "adam")),
+        precision=rng.choice(("fp32", "mixed")),
+        offload=rng.random() < 0.3,
+        vertical_sync=rng.random() < 0.3,
+        bucket_parameters=rng.choice((1, 16 * 10**6)),
+    )
+
+
+def random_plan(
+    rng: random.Random,
+    *,
+    weights: tuple[str, ...] = WEIGHTS,
+    replicas: bool = True,
+    checkpoint: bool = True,
+    shared: bool | None = None,
+    duplex: bool = True,
+    optimizer: bool = True,
+    most_layers: int = 7,
+    most_devices: int = 5,
+) -> Plan:
+    """Return a valid plan: any kind of chain, platform, policy, stages and order, often just fitting its memory."""
+    layers, devices = rng.randint(1, most_layers), rng.randint(1, most_devices)
+    chain = random_chain(rng, layers, edges=rng.random() < 0.5, saved=rng.random() < 0.5, optimizer=optimizer)
+    platform = random_platform(rng, devices, levels=True, latency=True, speeds=True, duplex=duplex)
+    policy = random_policy(rng, weights)
+    shared = rng.random() < 0.5 if shared is None else shared
+    stages = random_stages(rng, layers, devices, replicas=replicas, checkpoint=checkpoint, shared=shared)
+    while True:
+        graph = stage_graph(chain, platform, policy, stages)
+        pattern = None
+        period = max(1, graph.period_floor_ns + rng.choice((0, 0, 1, 2, rng.randint(0, 30))))
+        while pattern is None:
+            pattern = greedy_pattern(rng, graph, period)
+            period += 1
+        depth = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+        if policy.weights != "2bw" or depth <= (policy.accumulate or 0):
+            break
+        policy = replace(policy, accumulate=depth + rng.choice((0, 0, 3)))
+    return fitted(rng, chain, platform, policy, stages, pattern)
+
+
+def fitted(
+    rng: random.Random, chain: Chain, platform: Platform, policy: Policy, stages: tuple[Stage, ...], pattern: Pattern
+) -> Plan:
+    """Return the plan on devices whose memory is just enough, or more."""
+    graph = stage_graph(chain, platform, policy, stages)
+    uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform)
+    memories = [use.peak_bytes + rng.choice((0, 0, 1, 50)) for use in uses]
+    devices = tuple(Device(m, d.speed) for m, d in zip(memories, platform.devices, strict=True))
+    platform = replace(platform, devices=devices)
+    problem = Problem(chain, platform, policy, True, "segments")
+    return Plan(
+        chain=chain,
+        platform=platform,
+        policy=policy,
+        allocation=Allocation(stages),
+        pattern=pattern,
+        lower_bounds=(any_bound(problem),),
+        provenance=Provenance("random"),
+        schedule=Schedule("flush", policy.accumulate) if policy.weights == "flush" else Schedule(),
+    )
+
+
+def graph_of(plan: Plan) -> StageGraph:
+    """Return the stage graph of a plan."""
+    return stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)

@@ -1,0 +1,192 @@
+import random
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import pytest
+from cases import PUBLISHED, published, random_chain, random_platform
+
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+
+
+def random_chains(count=150, **options):
+    for seed in range(count):
+        rng = random.Random(seed)
+        yield random_chain(rng, rng.randint(1, 8), edges=seed % 3 > 0, saved=seed % 2 > 0, **options)
+
+
+def tensors_read(chain, layer):
+    """Tensors that a layer reads, by the rule as it is written: 0 is the network's input, i + 1 layer i's output."""
+    if chain.edges is None:
+        return {layer}
+    return {i + 1 for i, j in chain.edges if j == layer} or {0}
+
+
+def size(chain, tensors):
+    return sum(chain.input_bytes if t == 0 else chain.layers[t - 1].output_bytes for t in tensors)
+
+
+def ranges(chain):
+    return [(i, j) for i in range(len(chain) + 1) for j in range(i, len(chain) + 1)]
+
+
+def test_cut_bytes_count_each_live_tensor_once():
+    for chain in random_chains():
+        count = len(chain)
+        for cut in range(count + 1):
+            live = {t for j in range(cut, count) for t in tensors_read(chain, j) if t <= cut}
+            assert chain.cut_bytes[cut] == size(chain, live)
+        assert chain.cut_bytes[count] == 0
+
+
+def test_readers_follow_edges():
+    for chain in random_chains(60):
+        for t, readers in enumerate(chain.readers):
+            assert readers == tuple(j for j in range(len(chain)) if t in tensors_read(chain, j))
+
+
+def test_saved_bytes_count_each_distinct_tensor_once():
+    for chain in random_chains():
+        for start, stop in ranges(chain):
+            shared = {
+                t for j in range(start, stop) if chain.layers[j].saved_bytes is None for t in tensors_read(chain, j)
+            }
+            own = sum(chain.layers[j].saved_bytes or 0 for j in range(start, stop))
+            assert chain.saved_bytes(start, stop) == own + size(chain, shared)
+
+
+def test_entering_bytes_leave_out_what_only_passes_through():
+    for chain in random_chains():
+        for start, stop in ranges(chain):
+            entering = {t for j in range(start, stop) for t in tensors_read(chain, j) if t <= start}
+            if chain.edges is not None or start < stop:
+                assert chain.entering_bytes(start, stop) == size(chain, entering)
+            assert chain.entering_bytes(start, stop) <= chain.cut_bytes[start]
+
+
+def test_first_saved_shares_out_the_whole_and_never_more_than_a_stage_saves():
+    for chain in random_chains():
+        assert sum(chain.first_saved) == chain.saved_bytes(0, len(chain))
+        for start, stop in ranges(chain):
+            assert sum(chain.first_saved[start:stop]) <= chain.saved_bytes(start, stop)
+
+
+def test_ranges_as_arrays_give_the_same_as_integers():
+    for chain in random_chains(40):
+        pairs = ranges(chain)
+        start, stop = np.array([i for i, _ in pairs]), np.array([j for _, j in pairs])
+        for f in (chain.saved_bytes, chain.entering_bytes):
+            assert f(start, stop).tolist() == [f(i, j) for i, j in pairs]
+            assert all(type(f(i, j)) is int for i, j in pairs[:3])
+
+
+def test_sums_are_prefix_sums():
+    for chain in random_chains(30, optimizer=True):
+        sums = chain.sums
+        for i in range(len(chain) + 1):
+            part = chain.layers[:i]
+            assert sums.forward_ns[i] == sum(x.forward_ns for x in part)
+            assert sums.backward_ns[i] == sum(x.backward_ns for x in part)
+            assert sums.optimizer_ns[i] == sum(x.optimizer_ns for x in part)
+            assert sums.weight_bytes[i] == sum(x.weight_bytes for x in part)
+            assert sums.parameters[i] == sum(x.parameter_count for x in part)
+
+
+def test_largest_values_stay_exact():
+    layers = tuple(Layer(f"{i}", 10**14, 10**14, 10**14, 10**14) for i in range(10))
+    chain = Chain("big", layers, 10**14, edges=tuple((i, j) for j in range(10) for i in range(j)))
+    assert chain.cut_bytes[9] == 9 * 10**14
+    assert chain.saved_bytes(0, 10) == 10 * 10**14  # the input and nine outputs
+    assert int(chain.sums.forward_ns[-1]) == 10**15
+
+
+def test_a_plain_chain_written_with_edges_costs_the_same():
+    for chain in random_chains(30):
+        if chain.edges is None:
+            same = Chain(chain.name, chain.layers, chain.input_bytes, tuple((i, i + 1) for i in range(len(chain) - 1)))
+            assert same.cut_bytes == chain.cut_bytes
+            for start, stop in ranges(chain):
+                assert same.saved_bytes(start, stop) == chain.saved_bytes(start, stop)
+                if start < stop:
+                    assert same.entering_bytes(start, stop) == chain.entering_bytes(start, stop)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_profiles_cross_their_cuts_with_live_tensors_only(name):
+    chain = published(name)
+    assert chain.edges is not None or name in ("alexnet", "vgg16")
+    for cut in range(0, len(chain), 7):
+        live = {t for j in range(cut, len(chain)) for t in tensors_read(chain, j) if t <= cut}
+        assert chain.cut_bytes[cut] == size(chain, live)
+
+
+def test_parameters_default_to_a_quarter_of_the_bytes():
+    assert Layer("a", 1, 1, 40, 0).parameter_count == 10
+    assert Layer("a", 1, 1, 40, 0, parameters=20).parameter_count == 20
+    assert Layer("a", 1, 1, 40, 0, parameters=0).parameter_count == 0
+
+
+def test_levels_join_units_of_the_level_below():
+    platform = Platform((Device(1),) * 24, (Level(2, 100), Level(3, 50, 7), Level(4, 80, 3)))
+    assert platform.unit_sizes == (2, 6, 24)
+    assert [platform.level_of(d) for d in ([0], [0, 1], [1, 2], [0, 5], [5, 6], [6, 11], [0, 23])] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        1,
+        2,
+    ]
+    assert platform.level_of([8, 3]) == 2  # any order
+    assert platform.paths == ((100, 0), (50, 7), (50, 7))  # the slowest part of the path decides
+
+
+def test_levels_agree_with_the_definition():
+    for seed in range(50):
+        rng = random.Random(seed)
+        platform = random_platform(rng, rng.choice((4, 6, 8)), levels=True)
+        for a in range(len(platform)):
+            for b in range(len(platform)):
+                level = platform.level_of([a, b])
+                together = [a // size == b // size for size in platform.unit_sizes]
+                assert together[level]
+                assert not any(together[:level])
+
+
+def test_transfers_round_up_after_the_latency():
+    platform = Platform((Device(1),) * 4, (Level(2, 3 * 10**9), Level(2, 10**9, 5)))
+    assert platform.transfer_ns(10, 0) == 4
+    assert platform.transfer_ns(10, 1) == 15
+    assert platform.transfer_ns(0, 1) == 0
+    assert platform.transfer_ns(1, 0) == 1
+    rng = random.Random(0)
+    for _ in range(200):
+        size, bandwidth, latency = rng.randint(1, 10**15), rng.randint(1, 10**12), rng.randint(0, 10**6)
+        flat = Platform.flat(2, 1, bandwidth, latency)
+        assert flat.transfer_ns(size, 0) == ceil(latency + Fraction(size * 10**9, bandwidth))
+
+
+def test_a_replicated_stage_gets_the_least_of_its_devices():
+    platform = Platform((Device(5, Fraction(2)), Device(9, Fraction(1, 2)), Device(7)), (Level(3, 1),))
+    assert platform.slowest([0, 1, 2]) == Device(5, Fraction(1, 2))
+    assert platform.slowest([0]) == Device(5, Fraction(2))
+
+
+def test_updates_come_no_more_often_than_replicas_take_turns():
+    assert Policy().update_interval() == 1
+    assert Policy(accumulate=6).update_interval(4) == 6
+    assert Policy(accumulate=2).update_interval(4) == 4
+    assert Policy().update_interval(4) == 4
+
+
+def test_with_policy_changes_nothing_else():
+    problem = Problem(random_chain(random.Random(0), 3), Platform.flat(2, 10), replicas=False, checkpointing="none")
+    other = problem.with_policy(Policy("stash"))
+    assert other.policy.weights == "stash"
+    assert (other.chain, other.platform, other.replicas, other.checkpointing) == (
+        problem.chain,
+        problem.platform,
+        False,
+        "none",
+    )
