@@ -10,6 +10,7 @@ from cases import published, random_chain, random_problem
 from oracles import ContiguousJudge, contiguous_decision, contiguous_optimum
 
 from pipeplan import costs
+from pipeplan.errors import BadInput
 from pipeplan.partition.contiguous import contiguous, feasible, own_period, smallest_period
 from pipeplan.partition.menus import in_flight_limit
 from pipeplan.plan import Allocation
@@ -231,6 +232,27 @@ def test_limits_on_the_period() -> None:
     assert smallest_period(problem, upper=5) is None
     assert smallest_period(problem, upper=6, lower=6) == best
     assert own_period(problem, best.stages, 1, 5) is None
+
+
+def test_segments_are_refused_rather_than_ignored() -> None:
+    with pytest.raises(BadInput, match="segments"):
+        smallest_period(Problem(unit_chain(2), Platform.flat(2, 100), checkpointing="segments"))
+
+
+def test_a_thousand_layers_on_many_devices() -> None:
+    rng = random.Random(3)
+    layers = tuple(
+        Layer(f"layer{i}", rng.randint(10, 300), rng.randint(20, 600), rng.randint(1, 20), rng.randint(1, 50), 200)
+        for i in range(1000)
+    )
+    problem = Problem(Chain("large", layers, 10), Platform.flat(64, 9000, 10**9))
+    found = smallest_period(problem)
+    assert found is not None
+    assert found.claimed_period_ns is not None
+    assert any(stage.checkpoint for stage in found.stages)
+    assert any(stage.replicas > 1 for stage in found.stages)
+    assert_attains(problem, found)
+    assert feasible(problem, found.claimed_period_ns - 1) is None
 
 
 def test_without_any_time_there_is_no_stage() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import costs
+from ..errors import BadInput
 from ..problem import Device, Ints, Platform, Problem
 from .menus import NEVER, Menu, stage_limits, stage_times
 
@@ -59,6 +60,10 @@ class Ground:
 def ground(problem: Problem) -> Ground:
     """Return the tables of ``problem`` over all its legal cuts."""
     chain, platform = problem.chain, problem.platform
+    if problem.checkpointing == "segments":
+        raise BadInput(
+            "checkpointing: 'segments' is not searched by contiguous partitioning; choose 'stages' or 'none'"
+        )
     legal = np.ones(len(chain) + 1, dtype=np.bool_)
     if problem.policy.weights != "flush":
         for i, j in chain.tied:
