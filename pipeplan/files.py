@@ -197,8 +197,8 @@ def platform_of(form: PlatformFile, place: str) -> Platform:
             else parse_bytes(form.memory or "", f"{place}: $.memory")
         )
         speed = Fraction(1) if entry.speed is None else Fraction(str(entry.speed))
-        if not Fraction(1, 1000) <= speed <= 1000:
-            raise BadInput(f"{here}.speed: {entry.speed} is not between 0.001 and 1000")
+        if not Fraction(1, 1000) <= speed <= 1000 or (speed * 1000).denominator != 1:
+            raise BadInput(f"{here}.speed: {entry.speed} is not between 0.001 and 1000 with at most three decimals")
         devices.append(Device(memory, speed))
     return Platform(tuple(devices), tuple(levels), form.full_duplex)
 
