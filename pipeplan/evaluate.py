@@ -47,12 +47,16 @@ def evaluate(plan: Plan) -> Evaluation:
 def flush_makespan_ns(timeline: Timeline) -> int:
     """Return the time of a drained mini-batch: every stage's last backward, then its all-reduce, then the next one."""
     graph, last = timeline.program.graph, timeline.program.microbatches
-    ends = []
+    ready = []
     for s, stage in enumerate(graph.stages):
         position = graph.position["B", s]
         replicas = graph.resources[stage.resource].replicas
         done = max(timeline.start_ns[m][position] + stage.backward_ns for m in range(max(0, last - replicas), last))
-        ends.append(done + stage.sync_period_ns * stage.update_interval)
+        ready.append((done, s))
+    ends = [0] * len(graph.resources)
+    for done, s in sorted(ready):  # all-reduces of stages that share devices follow each other
+        stage = graph.stages[s]
+        ends[stage.resource] = max(ends[stage.resource], done) + stage.sync_period_ns * stage.update_interval
     return max(ends)
 
 

@@ -107,11 +107,19 @@ class StageGraph:
     @cached_property
     def period_floor_ns(self) -> int:
         """Least period that loads and synchronisation allow: the most of load / replicas and sync periods."""
-        floor = max(stage.sync_period_ns for stage in self.stages)
-        for resource, indices in zip(self.resources, self.on_resource, strict=True):
-            load = sum(self.operations[i].duration_ns for i in indices)
-            floor = max(floor, ceil_div(load, resource.replicas))
+        floor = 0
+        for index, resource in enumerate(self.resources):
+            load = sum(self.operations[i].duration_ns for i in self.on_resource[index])
+            floor = max(floor, ceil_div(load, resource.replicas), self.sync_periods_ns[index])
         return floor
+
+    @cached_property
+    def sync_periods_ns(self) -> tuple[int, ...]:
+        """Least period at which the all-reduces on each resource keep up; stages that share devices add up."""
+        periods = [0] * len(self.resources)
+        for stage in self.stages:
+            periods[stage.resource] += stage.sync_period_ns
+        return tuple(periods)
 
     @cached_property
     def path_ns(self) -> int:

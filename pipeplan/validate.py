@@ -210,12 +210,16 @@ def _updates(graph: StageGraph, pattern: Pattern) -> list[str]:
 
 
 def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
-    return [
-        f"stage {s} on {graph.resources[stage.resource].name} needs {stage.sync_period_ns} ns of gradient all-reduce "
-        f"per microbatch, more than the period of {pattern.period_ns} ns"
-        for s, stage in enumerate(graph.stages)
-        if stage.sync_period_ns > pattern.period_ns
-    ]
+    found = []
+    for index, (resource, needed) in enumerate(zip(graph.resources, graph.sync_periods_ns, strict=True)):
+        if needed > pattern.period_ns:
+            stages = graph.stages_on(index)
+            who = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))} together"
+            found.append(
+                f"{who} on {resource.name} need{'s' if len(stages) == 1 else ''} {needed} ns of gradient all-reduce "
+                f"per microbatch, more than the period of {pattern.period_ns} ns"
+            )
+    return found
 
 
 def bound_violations(plan: Plan) -> list[str]:
