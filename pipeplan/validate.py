@@ -28,7 +28,7 @@ def violations(plan: Plan) -> list[str]:
 
     Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
     """
-    found = structure_violations(plan)
+    found = [*structure_violations(plan), *schedule_violations(plan)]
     if found:
         return found
     graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
@@ -50,7 +50,7 @@ def structure_violations(plan: Plan) -> list[str]:
     for s, stage in enumerate(stages):
         if stage.start != position:
             found.append(f"stage {s} starts at layer {stage.start}; the layers before it end at {position}")
-        if not stage.start < stage.stop <= len(chain):
+        if not 0 <= stage.start < stage.stop <= len(chain):
             found.append(
                 f"stage {s} is layers [{stage.start}, {stage.stop}) of {len(chain)}: empty or outside the chain"
             )
@@ -73,6 +73,25 @@ def structure_violations(plan: Plan) -> list[str]:
                     f"device groups {list(one)} and {list(other)} overlap; stages that share a device share all of them"
                 )
     return found + _tied_violations(chain, plan)
+
+
+def schedule_violations(plan: Plan) -> list[str]:
+    """Return where the kind of schedule and the weights policy contradict each other."""
+    schedule, policy = plan.schedule, plan.policy
+    if schedule.kind == "pattern" and policy.weights == "flush":
+        return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]
+    if schedule.kind != "flush":
+        return []
+    if policy.weights != "flush":
+        return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
+    if schedule.microbatches is None or schedule.microbatches < 1:
+        return [f"the schedule drains mini-batches of {schedule.microbatches} microbatches; it needs at least 1"]
+    if schedule.microbatches != policy.accumulate:
+        return [
+            f"the schedule drains mini-batches of {schedule.microbatches} microbatches, "
+            f"but the policy updates weights every {policy.accumulate}"
+        ]
+    return []
 
 
 def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> list[str]:
@@ -228,6 +247,7 @@ def bound_violations(plan: Plan) -> list[str]:
     allocation, period = plan.allocation, plan.pattern.period_ns
     replicated = any(stage.replicas > 1 for stage in allocation.stages)
     recomputing = any(stage.checkpoint for stage in allocation.stages)
+    in_part = any(stage.checkpoint not in ((), ((stage.start, stage.stop),)) for stage in allocation.stages)
     inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
     found = []
     for bound in plan.lower_bounds:
@@ -240,6 +260,8 @@ def bound_violations(plan: Plan) -> list[str]:
             found.append(f"{name} is for plans without replicas; this one has some")
         if recomputing and bound.checkpointing == "none":
             found.append(f"{name} is for plans without checkpointing; this one recomputes layers")
+        if in_part and bound.checkpointing == "stages":
+            found.append(f"{name} is for plans that recompute whole stages; this one recomputes parts of some")
     return found
 
 
