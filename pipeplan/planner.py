@@ -1,4 +1,4 @@
-"""The composition: partition, schedule, keep the best, bound, and judge. Reads like the picture in the design.
+"""The composition: propose, schedule, keep the best, bound, and judge. Reads like the picture in the design.
 
 Takes and returns values; the clock belongs to the caller.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from . import __version__
@@ -14,89 +15,145 @@ from .bounds import any_bound
 from .errors import Infeasible
 from .evaluate import flush_makespan_ns
 from .explain import longest_period_ns, why_infeasible
-from .partition import ALGORITHMS, Algorithm
+from .judge import Judge, Settings, Verdict, period_cost
+from .partition import ALGORITHMS
 from .partition.contiguous import feasible
-from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule
+from .plan import Bound, Pattern, Plan, Provenance, Schedule
+from .portfolio import EFFORTS, propose_contiguous, search
 from .problem import Problem
 from .program import unroll
-from .schedule.one_f_one_b import best_one_f_one_b_star
 from .simulate import simulate
 from .stages import StageGraph, most_in_flight, stage_graph, starts_of
 from .validate import check
 
+AUTO = "auto"
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
+Propose = Callable[[Problem, Judge], None]
 
 
-def make_plan(problem: Problem, algorithm: str = "contiguous", options: Mapping[str, Any] | None = None) -> Plan:
-    """Return the validated plan that ``algorithm`` gives for ``problem``; Infeasible, explained, when it finds none.
+def make_plan(
+    problem: Problem,
+    algorithm: str = AUTO,
+    options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
+    effort: str = "normal",
+) -> Plan:
+    """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
     ``options`` go to the algorithm. An undecided ``policy.accumulate`` is decided here: under 2bw as many microbatches
-    as are in flight, otherwise one (flush: four per device).
+    as are in flight, otherwise one (flush: four per device). A KeyboardInterrupt ends the search with the best plan so
+    far, if there is one.
     """
-    entry = ALGORITHMS[algorithm]
-    options = dict(options or {})
+    settings, options = settings or Settings(), dict(options or {})
+    propose = _proposer(algorithm, options, effort)
     if problem.policy.weights == "flush":
-        problem, best = _plan_flush(problem, entry, options)
+        problem, judge, status = _plan_flush(problem, propose, settings, widen=algorithm in (AUTO, "contiguous"))
     else:
-        problem, best = _plan_pattern(problem, entry, options)
-    allocation, pattern = best
-    schedule = Schedule()
-    if problem.policy.weights == "flush":
-        schedule = Schedule("flush", problem.policy.accumulate)
+        problem, judge, status = _plan_pattern(problem, propose, settings)
+    if judge.best is None:
+        raise Infeasible(why_infeasible(problem, [judge.rejected] if judge.rejected else []))
+    allocation, pattern = judge.best.allocation, judge.best.pattern
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,
         policy=problem.policy,
         allocation=allocation,
         pattern=pattern,
-        lower_bounds=_bounds(problem, entry, allocation, pattern),
-        provenance=Provenance(algorithm, options, allocation.claimed_period_ns, version=__version__),
-        schedule=schedule,
+        lower_bounds=(*_class_bounds(judge), any_bound(problem)),
+        provenance=Provenance(
+            algorithm,
+            options if algorithm != AUTO else {**options, "effort": effort},
+            allocation.claimed_period_ns,
+            solver=None if judge.best.status is None else settings.solver,
+            solver_status=status or judge.best.status,
+            version=__version__,
+        ),
+        schedule=Schedule("flush", problem.policy.accumulate) if problem.policy.weights == "flush" else Schedule(),
     )
     check(plan)
     return plan
 
 
-def _plan_pattern(
-    problem: Problem, entry: Algorithm, options: dict[str, Any]
-) -> tuple[Problem, tuple[Allocation, Pattern]]:
+def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
+    if algorithm == AUTO:
+        return lambda problem, judge: search(problem, judge, EFFORTS[effort])
+
+    def propose(problem: Problem, judge: Judge) -> None:
+        if algorithm == "contiguous":
+            found = propose_contiguous(problem, judge)
+        else:
+            found = ALGORITHMS[algorithm].partition(problem, **options)
+        for allocation in found:
+            judge(allocation)
+            if judge.expired:
+                return
+
+    return propose
+
+
+def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Problem, Judge, str | None]:
     """Plan for the shortest period; decide ``accumulate`` from what the best plan has in flight and plan again with it.
 
-    Fewer updates per microbatch only make stages cheaper, so the first plan stays feasible in the second round.
+    Fewer updates per microbatch only make stages cheaper, so the first plan stays feasible in the second round, which
+    is left out when nothing would get cheaper.
     """
-    if problem.policy.accumulate is not None:
-        return problem, _best(problem, entry, options, _period)
-    if problem.policy.weights != "2bw":
+    if problem.policy.accumulate is None and problem.policy.weights != "2bw":
         problem = problem.with_policy(replace(problem.policy, accumulate=1))
-        return problem, _best(problem, entry, options, _period)
-    allocation, pattern = _best(problem, entry, options, _period)
-    depth = most_in_flight(_graph(problem, allocation), starts_of(pattern), pattern.period_ns)
-    problem = problem.with_policy(replace(problem.policy, accumulate=depth))
-    return problem, _best(problem, entry, options, _period)
+    judge = Judge(problem, settings)
+    status = _run(propose, problem, judge)
+    if problem.policy.accumulate is not None or judge.best is None:
+        return problem, judge, status
+    decided = problem.with_policy(replace(problem.policy, accumulate=_depth(problem, judge.best)))
+    if not _updates_cost_time(problem):
+        return decided, judge, status
+    again = Judge(decided, settings)
+    again(judge.best.allocation)
+    if status == "interrupted":
+        return decided, again, status
+    return decided, again, _run(propose, decided, again) or status
+
+
+def _updates_cost_time(problem: Problem) -> bool:
+    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
+    sums = problem.chain.sums
+    return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
+
+
+def _run(propose: Propose, problem: Problem, judge: Judge) -> str | None:
+    """Let ``propose`` feed the judge; return why it stopped early, or None."""
+    try:
+        propose(problem, judge)
+    except KeyboardInterrupt:
+        if judge.best is None:
+            raise
+        return "interrupted"
+    return "time limit" if judge.stopped else None
+
+
+def _depth(problem: Problem, best: Verdict) -> int:
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
+    return most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
 
 
 def _plan_flush(
-    problem: Problem, entry: Algorithm, options: dict[str, Any]
-) -> tuple[Problem, tuple[Allocation, Pattern]]:
+    problem: Problem, propose: Propose, settings: Settings, widen: bool
+) -> tuple[Problem, Judge, str | None]:
     """Plan for the shortest drained mini-batch.
 
-    The shortest period need not drain fastest, so an optimal partitioner also offers what it finds at longer periods,
-    where it minimises the delay of the first stage. A heuristic in the class that the partitioner searches.
+    The shortest period need not drain fastest, so with ``widen`` the best contiguous plans of longer periods are judged
+    too, those of least delay at the first stage. A heuristic; its bound holds.
     """
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
-
-    def partition(problem: Problem, **options: Any) -> Iterator[Allocation]:
-        for allocation in entry.partition(problem, **options):
-            yield allocation
-            if entry.optimal and allocation.claimed_period_ns is not None:
-                for period in _longer(allocation.claimed_period_ns, longest_period_ns(problem)):
-                    slower = feasible(problem, period)
-                    if slower is not None:
-                        yield replace(slower, claimed_period_ns=allocation.claimed_period_ns)
-
-    return problem, _best(problem, replace(entry, partition=partition), options, _drained)
+    judge = Judge(problem, settings, partial(_drained, problem.policy.accumulate or 1))
+    status = _run(propose, problem, judge)
+    if widen and judge.best is not None:
+        for period in _longer(judge.best.pattern.period_ns, longest_period_ns(problem)):
+            slower = feasible(problem, period)
+            if slower is not None:
+                judge(slower)
+    return problem, judge, status
 
 
 def _longer(period: int, longest: int) -> Iterator[int]:
@@ -107,44 +164,23 @@ def _longer(period: int, longest: int) -> Iterator[int]:
         yield int(period * 2 ** (step / 4)) + 1
 
 
-def _best(
-    problem: Problem,
-    entry: Algorithm,
-    options: dict[str, Any],
-    cost: Callable[[Problem, StageGraph, Pattern], int],
-) -> tuple[Allocation, Pattern]:
-    """Return the allocation and pattern of least ``cost`` among all that the partitioner yields and that can run."""
-    best: tuple[int, Allocation, Pattern] | None = None
-    rejected: list[Allocation] = []
-    for allocation in entry.partition(problem, **options):
-        graph = _graph(problem, allocation)
-        pattern = best_one_f_one_b_star(graph)
-        if pattern is None:
-            rejected.append(allocation)
-            continue
-        value = cost(problem, graph, pattern)
-        if best is None or value < best[0]:
-            best = value, allocation, pattern
-    if best is None:
-        raise Infeasible(why_infeasible(problem, rejected))
-    return best[1], best[2]
+def _drained(microbatches: int, graph: StageGraph, pattern: Pattern) -> int:
+    return flush_makespan_ns(simulate(unroll(graph, pattern, microbatches)))
 
 
-def _graph(problem: Problem, allocation: Allocation) -> StageGraph:
-    return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
-
-
-def _period(problem: Problem, graph: StageGraph, pattern: Pattern) -> int:
-    return pattern.period_ns
-
-
-def _drained(problem: Problem, graph: StageGraph, pattern: Pattern) -> int:
-    return flush_makespan_ns(simulate(unroll(graph, pattern, problem.policy.accumulate or 1)))
-
-
-def _bounds(problem: Problem, entry: Algorithm, allocation: Allocation, pattern: Pattern) -> tuple[Bound, ...]:
-    """Return the bounds whose class contains the plan: an optimal partitioner's own, and class ``any``."""
-    bounds = [any_bound(problem)]
-    if entry.optimal and problem.policy.weights != "flush" and allocation.contiguous:
-        bounds.insert(0, Bound("contiguous", problem.replicas, problem.checkpointing, pattern.period_ns))
-    return tuple(bounds)
+def _class_bounds(judge: Judge) -> list[Bound]:
+    """Return the bounds that the search proved and whose class contains its best plan."""
+    best = judge.best
+    assert best is not None
+    if judge.cost is not period_cost:  # those are bounds on a period that never drains
+        return []
+    stages = best.allocation.stages
+    plain = all(stage.replicas == 1 and not stage.checkpoint for stage in stages)
+    found = []
+    for bound in judge.bounds:
+        inside = (
+            best.allocation.contiguous if bound.allocation == "contiguous" else best.allocation.one_special and plain
+        )
+        if inside:
+            found.append(bound)
+    return found

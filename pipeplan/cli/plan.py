@@ -9,12 +9,21 @@ from typing import Any
 import click
 
 from ..partition import ALGORITHMS
+from ..units import parse_time
 from .options import JSON, problem_options, read_problem
+
+QUIET_S = 1.0  # what takes less needs no progress
 
 
 @click.command()
 @problem_options
-@click.option("--algorithm", type=click.Choice(list(ALGORITHMS)), default="contiguous", show_default=True)
+@click.option(
+    "--algorithm",
+    type=click.Choice(["auto", *ALGORITHMS]),
+    default="auto",
+    show_default=True,
+    help="auto is the portfolio: exact contiguous first, then what might beat it.",
+)
 @click.option("--straight", is_flag=True, help="pipedream: no replicated stages.")
 @click.option(
     "--algorithm-mode",
@@ -22,25 +31,65 @@ from .options import JSON, problem_options, read_problem
     type=click.Choice(["paper", "released"]),
     help="pipedream: as in the paper, or as the published optimizer computes it.",
 )
+@click.option(
+    "--effort",
+    type=click.Choice(["quick", "normal", "high"]),
+    default="normal",
+    show_default=True,
+    help="auto: how many candidates to try beyond the exact contiguous plan.",
+)
+@click.option("--time-limit", metavar="TIME", help="Stop searching after this long, such as 30s, with the best so far.")
+@click.option(
+    "--solver",
+    type=click.Choice(["cbc", "highs"]),
+    default="cbc",
+    show_default=True,
+    help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON; - is standard output.")
 @JSON
-def command(algorithm: str, straight: bool, mode: str | None, output: str | None, as_json: bool, **shared: Any) -> None:
+def command(
+    algorithm: str,
+    straight: bool,
+    mode: str | None,
+    effort: str,
+    time_limit: str | None,
+    solver: str,
+    output: str | None,
+    as_json: bool,
+    **shared: Any,
+) -> None:
     """Split the network in PROFILE (JSON or graph.txt; - is standard input) over GPUs.
 
     \b
     Example: pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json
+
+    Ctrl-C ends the search with the best plan so far.
     """
     from ..files import plan_text, write_text
+    from ..judge import Settings
     from ..planner import make_plan
 
     options = {name: value for name, value in {"straight": straight, "mode": mode}.items() if value}
-    unknown = sorted(set(options) - set(ALGORITHMS[algorithm].options))
+    known = () if algorithm == "auto" else ALGORITHMS[algorithm].options
+    unknown = sorted(set(options) - set(known))
     if unknown:
         flags = {"straight": "--straight", "mode": "--algorithm-mode"}
         raise click.UsageError(f"{', '.join(flags[x] for x in unknown)} is not an option of --algorithm {algorithm}")
     problem, assumptions = read_problem(**shared)
+    limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
     began = time.perf_counter()
-    plan = make_plan(problem, algorithm, options)
+
+    def remaining_s() -> float:
+        return float("inf") if limit_ns is None else limit_ns / 1e9 - (time.perf_counter() - began)
+
+    def progress(line: str) -> None:
+        elapsed = time.perf_counter() - began
+        if elapsed > QUIET_S:
+            click.echo(f"{elapsed:6.1f} s  {line}", err=True)
+
+    settings = Settings(solver, remaining_s=remaining_s, progress=progress)  # type: ignore[arg-type]  # click checked it
+    plan = make_plan(problem, algorithm, options, settings, effort)
     plan = replace(plan, provenance=replace(plan.provenance, seconds=round(time.perf_counter() - began, 3)))
     if output is not None:
         write_text(output, plan_text(plan))

@@ -1,0 +1,117 @@
+"""Judge: schedules allocations, remembers the best, and tells searches what each is worth.
+
+Searches propose allocations and never schedule; the judge schedules and never proposes. Contiguous allocations go to
+1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from .plan import Allocation, Bound, Pattern, Stage
+from .problem import Problem
+from .schedule.group_bound import group_bound
+from .schedule.ilp import IlpStatus, Solver, schedule_ilp
+from .schedule.one_f_one_b import best_one_f_one_b_star
+from .stages import StageGraph, stage_graph
+
+Cost = Callable[[StageGraph, Pattern], int]
+
+
+def period_cost(graph: StageGraph, pattern: Pattern) -> int:
+    """Return the pattern's period: the cost of a plan that never drains."""
+    return pattern.period_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to schedule: the integer program's solver, its time limit for one allocation, and the caller's clock.
+
+    ``remaining_s`` tells how many seconds are left for everything; ``progress`` receives a line at each improvement.
+    """
+
+    solver: Solver = "cbc"
+    time_limit_s: float = 60.0
+    remaining_s: Callable[[], float] = lambda: inf
+    progress: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A scheduled allocation: its cost (ns), its pattern, and what the solver said (None for 1F1B*)."""
+
+    cost: int
+    allocation: Allocation
+    pattern: Pattern
+    status: IlpStatus | None = None
+
+
+class Judge:
+    """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
+
+    ``rejected`` holds the first allocation that no period makes fit; ``stopped`` says whether the clock cut anything
+    short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``.
+    """
+
+    def __init__(self, problem: Problem, settings: Settings, cost: Cost = period_cost) -> None:
+        self.problem, self.settings, self.cost = problem, settings, cost
+        self.best: Verdict | None = None
+        self.rejected: Allocation | None = None
+        self.stopped = False
+        self.bounds: list[Bound] = []
+        self.seen: set[tuple[Stage, ...]] = set()
+
+    @property
+    def expired(self) -> bool:
+        """Whether the caller's time is up; searches stop then, and ``stopped`` tells it."""
+        late = self.settings.remaining_s() <= 0
+        self.stopped |= late
+        return late
+
+    @property
+    def limit(self) -> int | None:
+        """Cost that an allocation must beat, or None while nothing fits."""
+        return None if self.best is None else self.best.cost
+
+    def __call__(self, allocation: Allocation) -> int | None:
+        """Return the allocation's cost when it can run and was not judged before; None otherwise.
+
+        A non-contiguous allocation is scheduled only as far as it can become the best.
+        """
+        if allocation.stages in self.seen:
+            return None
+        self.seen.add(allocation.stages)
+        problem = self.problem
+        graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+        pattern, status = self._schedule(graph)
+        if pattern is None:
+            if status is None or status == "infeasible":
+                self.rejected = self.rejected or allocation
+            return None
+        cost = self.cost(graph, pattern)
+        if self.best is None or cost < self.best.cost:
+            self.best = Verdict(cost, allocation, pattern, status)
+            if self.settings.progress:
+                self.settings.progress(f"best so far {cost / 1e6:.3f} ms")
+        return cost
+
+    def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
+        if graph.contiguous:
+            return best_one_f_one_b_star(graph), None
+        cutoff = self.limit if self.cost is period_cost else None
+        bound = group_bound(graph)
+        if bound is None:
+            return None, "infeasible"
+        if cutoff is not None and bound >= cutoff:
+            return None, "cutoff"
+        result = schedule_ilp(
+            graph,
+            solver=self.settings.solver,
+            time_limit_s=max(0.0, min(self.settings.time_limit_s, self.settings.remaining_s())),
+            cutoff_period_ns=cutoff,
+            lower_bound_ns=bound,
+        )
+        self.stopped |= result.status in ("time limit", "unproved")
+        return result.pattern, result.status

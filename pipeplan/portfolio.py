@@ -1,0 +1,86 @@
+"""The portfolio that ``plan`` runs by default: the exact contiguous plan first, then everything that might beat it.
+
+Never worse than exact contiguous. Budgets count candidates, so equal inputs give equal plans; the clock only aborts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .bounds import any_bound
+from .judge import Judge, period_cost
+from .partition import madpipe
+from .partition.contiguous import contiguous
+from .plan import Allocation, Bound
+from .problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How many candidates to judge: periods tried between the one-special bound and the incumbent, local moves."""
+
+    periods: int
+    moves: int
+
+
+EFFORTS = {"quick": Effort(0, 0), "normal": Effort(8, 150), "high": Effort(24, 1500)}
+
+
+def search(problem: Problem, judge: Judge, effort: Effort) -> None:
+    """Propose allocations to ``judge`` until its best meets the bound of class ``any`` or ``effort`` is spent.
+
+    For drained mini-batches, whose cost is not the period, only the contiguous plan is proposed.
+    """
+    bound = any_bound(problem).period_ns
+    for allocation in _candidates(problem, judge, effort):
+        judge(allocation)
+        if judge.expired or judge.cost is not period_cost or (judge.limit is not None and judge.limit <= bound):
+            return
+
+
+def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+    """Yield the exact contiguous optimum and leave its period with ``judge`` as the bound of its class."""
+    for allocation in contiguous(problem):
+        assert allocation.claimed_period_ns is not None
+        judge.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.claimed_period_ns))
+        yield allocation
+
+
+def _candidates(problem: Problem, judge: Judge, effort: Effort) -> Iterator[Allocation]:
+    yield from propose_contiguous(problem, judge)
+    if len(problem.platform) < 2 or len(problem.chain) < 3:
+        return
+    yield from _one_special(problem, judge, effort.periods)
+
+
+def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Allocation]:
+    """Yield MadPipe's allocations at periods between its lower bound and the incumbent, the most hopeful first.
+
+    Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
+    shorter periods propose allocations that may, and ``tight`` those that only just might.
+    """
+    if not periods:
+        return
+    low = madpipe.one_special_bound(problem)
+    if low is None:
+        return
+    judge.bounds.append(Bound("one-special", False, "none", low))
+    if judge.limit is not None and low >= judge.limit:
+        return
+    first = madpipe.smallest_period(problem, "full")
+    if first is not None:
+        yield first
+    high = judge.limit
+    if high is None:
+        if first is None or first.claimed_period_ns is None:
+            return
+        high = 2 * first.claimed_period_ns
+    for step in range(periods):
+        period = round(low * (high / low) ** (step / periods))
+        if judge.limit is not None and period >= judge.limit:
+            return
+        for charge in ("full", "tight"):
+            found = madpipe.decide(problem, period, charge)
+            if found is not None:
+                yield found
