@@ -19,6 +19,7 @@ COMMANDS = {
     "check": ("check", "Judge a plan: every rule, every reported figure."),
     "show": ("show", "Draw one period of a plan as a Gantt chart."),
     "simulate": ("simulate", "Run a plan in simulation: fill, steady state, drain, memory."),
+    "compare": ("compare", "Put algorithms side by side over GPUs and memories."),
     "run": ("run", "Train a model from a plan on torch processes."),
     "profile": ("profile", "Measure a torch model layer by layer."),
     "algorithms": ("algorithms", "List the partitioning algorithms."),

@@ -17,12 +17,12 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scri
 PLAN = click.argument("plan", metavar="PLAN")
 
 
-def problem_options(command: Command) -> Command:
-    """Add the options that describe a planning problem."""
+def problem_options(command: Command, gpus: Any = None) -> Command:
+    """Add the options that describe a planning problem; ``gpus`` is the type of ``--gpus`` if it is not one count."""
     for option in reversed(
         [
             click.argument("profile", metavar="PROFILE"),
-            click.option("--gpus", type=click.IntRange(1, 2**20), help="Number of equal GPUs."),
+            click.option("--gpus", type=gpus or click.IntRange(1, 2**20), help="Number of equal GPUs."),
             click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
             click.option(
                 "--bandwidth",

@@ -1,0 +1,89 @@
+"""``pipeplan compare``: algorithms side by side over GPUs and memories."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import time
+from functools import partial
+from typing import Any
+
+import click
+
+from ..errors import BadInput
+from ..partition import ALGORITHMS
+from ..units import parse_bytes
+from .options import JSON, problem_options, read_problem
+
+NAMES = ["auto", "gpipe", *ALGORITHMS]
+DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
+
+
+@click.command()
+@partial(problem_options, gpus=click.STRING)
+@click.option(
+    "--algorithms", default=DEFAULT, show_default=True, metavar="NAMES", help="auto, gpipe, or of --algorithm."
+)
+@click.option("--effort", type=click.Choice(["quick", "normal", "high"]), default="normal", show_default=True)
+@click.option("--solver", type=click.Choice(["cbc", "highs"]), default="cbc", show_default=True)
+@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV; - is standard output.")
+@JSON
+def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_json: bool, **shared: Any) -> None:
+    """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB.
+
+    \b
+    Example: pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB
+    """
+    from ..compare import compare
+    from ..files import write_text
+    from ..judge import Settings
+    from ..report.comparison import print_rows
+
+    names = algorithms.split(",")
+    for name in names:
+        if name not in NAMES:
+            raise BadInput(f"--algorithms: {name!r} is not one of {', '.join(NAMES)}")
+    if shared["platform"] is not None:
+        raise click.UsageError("compare builds its platforms from --gpus and --mem; --platform says one")
+    gpus, memories = _counts(shared["gpus"] or ""), [parse_bytes(x, "--mem") for x in (shared["mem"] or "").split(",")]
+    problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"})
+    rows = []
+    total = len(gpus) * len(memories)
+    began = time.perf_counter()
+    settings = Settings(solver)  # type: ignore[arg-type]  # click checked it
+    for row in compare(problem, gpus, memories, names, clock=time.process_time, settings=settings, effort=effort):
+        rows.append(row)
+        if time.perf_counter() - began > 1:
+            click.echo(f"{len(rows)} of {total}: {row.gpus} GPUs of {row.memory_bytes / 1e9:g} GB", err=True)
+    if csv_file is not None:
+        write_text(csv_file, _csv(rows))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    elif csv_file != "-":
+        print_rows(problem, rows, assumptions)
+
+
+def _counts(text: str) -> list[int]:
+    counts: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)) or int(first) < 1 or int(last or first) > 4096:
+            raise BadInput(f"--gpus: {part!r} is neither a count nor a range such as 2-8")
+        counts += range(int(first), int(last or first) + 1)
+    if not counts:
+        raise BadInput(f"--gpus: {text!r} names no count")
+    return counts
+
+
+def _csv(rows: list[Any]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["gpus", "memory_bytes", "bound_ns", "algorithm", "period_ns", "claimed_ns", "seconds", "data_parallel"]
+    )
+    for row in rows:
+        for cell in row.cells:
+            writer.writerow([row.gpus, row.memory_bytes, row.bound_ns, *dataclasses.astuple(cell)])
+    return out.getvalue()

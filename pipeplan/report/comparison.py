@@ -1,0 +1,60 @@
+"""The table of ``pipeplan compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..compare import Cell, Row
+from ..problem import Problem
+from .tables import console
+
+
+def print_rows(
+    problem: Problem, rows: Sequence[Row], assumptions: Sequence[str] = (), width: int | None = None
+) -> None:
+    """Print periods in ms, one row per platform and one column per algorithm, and a line of means.
+
+    The best of a row is bold; ``dp`` marks plain data parallelism. The last lines count feasible cases and give the
+    geometric mean of the ratio to the row's best, over the rows where both are feasible, and CPU seconds at most.
+    """
+    out = console(width)
+    out.print(f"[bold]{escape(problem.chain.name)}[/bold]: period in ms per microbatch, - where nothing fits")
+    for assumption in assumptions:
+        out.print(f"assumed: {assumption}")
+    names = [cell.algorithm for cell in rows[0].cells]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("GPUs", "memory", "bound", *names):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row.gpus),
+            f"{row.memory_bytes / 1e9:g} GB",
+            f"{row.bound_ns / 1e6:.2f}",
+            *(_shown(cell, row) for cell in row.cells),
+        )
+    table.add_section()
+    columns = [[row.cells[i] for row in rows] for i in range(len(names))]
+    table.add_row("feasible", "", "", *(str(sum(cell.period_ns is not None for cell in column)) for column in columns))
+    table.add_row("over best", "", "", *(_mean_ratio(column, rows) for column in columns))
+    table.add_row("most CPU s", "", "", *(f"{max(cell.seconds for cell in column):.2f}" for column in columns))
+    out.print(table)
+
+
+def _shown(cell: Cell, row: Row) -> str:
+    if cell.period_ns is None:
+        return "-"
+    text = f"{'dp ' if cell.data_parallel else ''}{cell.period_ns / 1e6:.2f}"
+    return f"[bold]{text}[/bold]" if cell.period_ns == row.best_ns else text
+
+
+def _mean_ratio(column: Sequence[Cell], rows: Sequence[Row]) -> str:
+    ratios = [
+        cell.period_ns / row.best_ns
+        for cell, row in zip(column, rows, strict=True)
+        if cell.period_ns is not None and row.best_ns is not None
+    ]
+    return f"{exp(sum(map(log, ratios)) / len(ratios)):.3f}" if ratios else "-"
