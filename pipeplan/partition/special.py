@@ -123,7 +123,8 @@ class Stages(NamedTuple):
 def allocation_of(stages: Stages | None, cuts: list[int], period: int) -> Allocation:
     """Return ``stages`` on devices numbered in the order in which the chain first comes to them."""
     special: int | None = None
-    used, made = 0, []
+    used = 0
+    made: list[Stage] = []
     while stages is not None:
         device = used
         if stages.special and special is not None:
@@ -134,3 +135,14 @@ def allocation_of(stages: Stages | None, cuts: list[int], period: int) -> Alloca
         made.append(Stage(cuts[stages.start], cuts[stages.stop], (device,)))
         stages = stages.behind
     return Allocation(tuple(made), period)
+
+
+def merged(allocation: Allocation) -> Allocation:
+    """Return ``allocation`` with neighbouring stages on the same devices as one stage."""
+    stages: list[Stage] = []
+    for stage in allocation.stages:
+        if stages and stages[-1].devices == stage.devices:
+            stages[-1] = replace(stages[-1], stop=stage.stop, checkpoint=stages[-1].checkpoint + stage.checkpoint)
+        else:
+            stages.append(stage)
+    return replace(allocation, stages=tuple(stages))
