@@ -1,6 +1,6 @@
-"""The profiler: what each layer of a sequential torch model costs, measured layer by layer in whole training steps.
+"""The profiler: what each layer of a torch model costs, measured layer by layer on this machine, or estimated.
 
-The chain it makes has one layer more than the model: the loss is the last one, named ``loss``, with no weights. So
+The profile it makes has one layer more than the model: the loss is the last one, named ``loss``, with no weights. So
 ``chain.layers[i]`` is the model's layer i for i < L, and ``chain.layers[L]`` is the loss, which runs on the rank that
 holds the end of the chain.
 """
@@ -10,30 +10,54 @@ from __future__ import annotations
 import gc
 import platform
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from .. import __version__
 from ..errors import BadInput
 from ..problem import Chain, Layer
+from .clock import Clock, DeviceClock
+from .network import (
+    LOSS_NAME,
+    LayerCode,
+    Loss,
+    Named,
+    Network,
+    chain_network,
+    final_outputs,
+    kind_of,
+    named_layers,
+    scalar_loss,
+    tied_layers,
+)
+from .saved import saved_bytes, saved_fields, saved_values
+from .steps import MakeOptimizer, Progress, Samples, all_at_once, one_at_a_time, trained_parameters
 
-Named = list[tuple[str, nn.Module]]
-Loss = Callable[[Tensor, Tensor], Tensor]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+__all__ = [
+    "LOSS_NAME",
+    "LayerMeasurement",
+    "Loss",
+    "Measured",
+    "checked_model",
+    "named_layers",
+    "profile_layers",
+    "profile_model",
+    "saved_bytes",
+    "tied_layers",
+]
 
-LOSS_NAME = "loss"
+Hold = Literal["auto", "all", "one"]
+
 standing_still: MakeOptimizer = partial(torch.optim.SGD, lr=0.0)  # a full step's work that leaves the weights alone
+FILL = 0.8  # share of the free memory that holding the whole model may need
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +70,27 @@ class LayerMeasurement:
     optimizer_spread_ns: int
 
 
-def profile_model(
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device."""
+
+    chain: Chain
+    layers: tuple[LayerMeasurement, ...]
+    one_at_a_time: bool
+
+
+def profile_model(build: Callable[[int], Any], batch: int, **options: Any) -> Chain:
+    """Build a model by the model contract, measure it and return its profile; options as in :func:`measure_model`."""
+    return measure_model(build, batch, **options).chain
+
+
+def measure_model(
     build: Callable[[int], Any],
     batch: int,
     *,
     name: str,
     date: str,
-    data: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
+    data: Callable[[int, int], tuple[Any, Any]] | None = None,
     seed: int = 0,
     steps: int = 10,
     warmup: int = 3,
@@ -60,20 +98,21 @@ def profile_model(
     split_backward: bool = False,
     device: str = "cpu",
     threads: int = 1,
-) -> Chain:
-    """Build a model by the model contract, measure it (:func:`profile_layers`) and return its chain.
+    dtype: torch.dtype | None = None,
+    hold: Hold = "auto",
+    progress: Progress | None = None,
+) -> Measured:
+    """Build a model by the model contract and measure it (:func:`profile_network`).
 
     ``data(index, seed)`` gives the input and target to measure with; without it the build's example input is used, and
-    a target is made up where the loss takes class numbers or a tensor like the output. ``date`` goes into ``source``:
-    the library reads no calendar.
+    a target is made up where the loss takes class numbers or a tensor like the output. ``dtype`` converts the model
+    and its floating-point inputs. A model that is neither an ``nn.Sequential`` nor a list of modules is traced
+    (:func:`.trace.trace_module`), and its profile is a DAG. ``date`` goes into ``source``: the library reads no
+    calendar.
     """
-    named, example_input, loss = checked_model(build(batch))
-    target = None
-    if data is not None:
-        example_input, target = data(0, seed)
-    measurements = profile_layers(
-        named,
-        example_input,
+    network, loss, target = built_network(build, batch, data=data, seed=seed, dtype=dtype, device=device)
+    measurements, one = profile_network(
+        network,
         loss,
         target=target,
         steps=steps,
@@ -82,192 +121,233 @@ def profile_model(
         split_backward=split_backward,
         device=device,
         threads=threads,
+        hold=hold,
+        progress=progress,
     )
-    dtypes = {str(p.dtype).removeprefix("torch.") for _, module in named for p in module.parameters()}
+    how = ", one layer at a time" if one else ""
+    chain = network_chain(
+        network,
+        measurements,
+        name=name,
+        batch=batch,
+        device=device_name(device, threads),
+        source=f"measured by pipeplan {__version__}{how}, torch {torch.__version__}, {date}",
+    )
+    return Measured(chain, tuple(measurements), one)
+
+
+def built_network(
+    build: Callable[[int], Any],
+    batch: int,
+    *,
+    data: Callable[[int, int], tuple[Any, Any]] | None,
+    seed: int,
+    dtype: torch.dtype | None,
+    device: str,
+) -> tuple[Network, Loss, Any]:
+    """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
+    layers, example_input, loss = _contract(build(batch))
+    target = None
+    if data is not None:
+        example_input, target = data(0, seed)
+    if dtype is not None:
+        example_input, target = _converted(example_input, dtype), _converted(target, dtype)
+        for module in [layers] if isinstance(layers, nn.Module) else [m for _, m in named_layers(layers)]:
+            module.to(dtype)
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential):
+        from .trace import trace_module
+
+        return trace_module(layers, example_input, device), loss, target
+    return chain_network(layers, example_input), loss, target
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_converted(x, dtype) for x in value)
+    if isinstance(value, dict):
+        return {key: _converted(x, dtype) for key, x in value.items()}
+    return value
+
+
+def network_chain(
+    network: Network, measurements: Sequence[LayerMeasurement], *, name: str, batch: int, device: str, source: str
+) -> Chain:
+    """Return the profile of a measured network: a chain, or a DAG with the edges of what layers read."""
+    whole = network.with_loss(lambda output, target: output, None)
+    dtypes = {str(p.dtype).removeprefix("torch.") for layer in network.layers for p in layer.module.parameters()}
     return Chain(
         name=name,
         layers=tuple(x.layer for x in measurements),
-        input_bytes=example_input.nbytes,
-        tied=tied_layers(named),
+        input_bytes=sum(x.nbytes for x in network.inputs),
+        edges=None if network.chain else whole.edges(),
+        tied=tied_layers(network),
         microbatch=batch,
-        dtype="+".join(sorted(dtypes)) or str(example_input.dtype).removeprefix("torch."),
-        device=device_name(device, threads),
-        source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {date}",
+        dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
+        device=device,
+        source=source,
     )
 
 
 def checked_model(result: Any) -> tuple[Named, Tensor, Loss]:
     """Return named layers, example input and loss of what a build function returned; BadInput if it is malformed."""
-    if not (isinstance(result, tuple) and len(result) == 3):
-        raise BadInput(f"build: expected (layers, example_input, loss), got {_kind(result)}")
-    layers, example_input, loss = result
+    layers, example_input, loss = _contract(result)
     if not isinstance(example_input, Tensor):
-        raise BadInput(f"build: example_input is {_kind(example_input)}, not one tensor")
-    if not callable(loss):
-        raise BadInput(f"build: loss is {_kind(loss)}, which cannot be called")
-    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
-        raise BadInput("build: the loss has parameters; make that part the last layer")
+        raise BadInput(f"build: example_input is {kind_of(example_input)}, not one tensor")
     return named_layers(layers), example_input, loss
 
 
-def named_layers(layers: Any) -> Named:
-    """Return (name, module) pairs of an ``nn.Sequential``, a list of modules or such pairs.
-
-    Layers without a name are called by class and index.
-    """
-    if isinstance(layers, nn.Sequential):
-        # the table itself: named_children() leaves out a module that stands in it twice
-        layers = list(layers._modules.items())
-    if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise BadInput(f"layers: expected an nn.Sequential or a list of modules, got {_kind(layers)}")
-    if not layers:
-        raise BadInput("layers: there are none")
-    named = []
-    for index, entry in enumerate(layers):
-        name, module = entry if isinstance(entry, tuple) and len(entry) == 2 else ("", entry)
-        if not isinstance(module, nn.Module):
-            raise BadInput(f"layers[{index}]: {_kind(module)} is not an nn.Module")
-        named.append((name if name and not name.isdigit() else f"{type(module).__name__.lower()}{index}", module))
-    return named
+def _contract(result: Any) -> tuple[Any, Any, Loss]:
+    if not (isinstance(result, tuple) and len(result) == 3):
+        raise BadInput(f"build: expected (layers, example_input, loss), got {kind_of(result)}")
+    layers, example_input, loss = result
+    if not callable(loss):
+        raise BadInput(f"build: loss is {kind_of(loss)}, which cannot be called")
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        raise BadInput("build: the loss has parameters; make that part the last layer")
+    return layers, example_input, loss
 
 
 def profile_layers(
-    layers: Any,
-    example_input: Tensor,
+    layers: Any, example_input: Tensor, loss: Loss, *, target: Tensor | None = None, **options: Any
+) -> list[LayerMeasurement]:
+    """Measure each layer of a chain, and the loss as the last one; options as in :func:`profile_network`."""
+    return profile_network(chain_network(layers, example_input), loss, target=target, **options)[0]
+
+
+def profile_network(
+    network: Network,
     loss: Loss,
     *,
-    target: Tensor | None = None,
+    target: Any = None,
     steps: int = 10,
     warmup: int = 3,
     optimizer: MakeOptimizer = standing_still,
     split_backward: bool = False,
     device: str = "cpu",
     threads: int = 1,
-) -> list[LayerMeasurement]:
+    hold: Hold = "auto",
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[LayerMeasurement], bool]:
     """Measure each layer, and the loss as the last one, in ``warmup`` + ``steps`` training steps on ``device``.
 
-    A step runs the whole chain as a pipeline would with every layer a stage: forward layer by layer, each on the
-    detached output of the one before; backward layer by layer from the loss; then one optimizer step per layer.
+    A step runs the whole network as a pipeline would with every layer a stage: forward layer by layer, each on the
+    detached outputs of those before; backward layer by layer from the loss; then one optimizer step per layer.
     Gradients are fresh in every step. ``optimizer`` makes the optimizer of a layer from its parameters; the default is
     plain SGD, at rate 0 so that the weights stay; batch norm statistics do move. A step of a lone scalar goes before
     them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
+
+    ``hold="all"`` does that; all activations are on the device at once. ``hold="one"`` takes one layer at a time
+    through all its steps: its module moves to the device and back, its backward starts from a gradient of ones, and
+    only values that later layers read stay. ``auto`` takes ``all`` where weights, gradients and saved bytes need at
+    most :data:`FILL` of the free memory. The second result says whether one layer at a time was held.
 
     With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
     alone, and the difference is the ``backward_weight_ns`` of a layer.
 
     Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
-    are counted in a pass of their own (:func:`saved_bytes`). Weight bytes and ``parameters`` count all parameters of a
+    are counted in a pass of their own (:mod:`.saved`). Weight bytes and ``parameters`` count all parameters of a
     layer, each once, frozen ones and those tied to other layers too; buffers don't count. BadInput names a layer that
     doesn't map one tensor to one, works on its input in place, or passes no gradient on.
     """
     if steps < 1 or warmup < 0:
         raise BadInput(f"steps: {steps} measured steps after {warmup} of warm-up; at least 1 and 0 are needed")
-    named = named_layers(layers)
-    if not isinstance(example_input, Tensor):
-        raise BadInput(f"example_input: {_kind(example_input)} is not one tensor")
-    for _, module in named:
-        module.to(device).train()
-    first = example_input.detach().to(device)
+    say = progress or (lambda text: None)
+    for layer in network.layers:
+        layer.module.train()
+    network = network.on([x.detach().to(device) for x in network.inputs])
+    release = hold != "all"
     with _steady(threads):
-        target = _made_up_target(named, first, loss) if target is None else target.to(device)
-        saved = saved_bytes(named, first, loss, target)
-        optimizers = [optimizer(parameters) if (parameters := _trained(module)) else None for _, module in named]
+        say(f"sizing {len(network)} layers")
+        outputs = final_outputs(network, device, release)
+        output = network.structure(outputs)
+        target = _made_up_target(output, loss) if target is None else _moved(target, device)
+        network = network.with_loss(loss, target)
+        del output, outputs
+        saved, sizes = saved_values(network, device, release)
+        needed = _needed_bytes(network, sum(x.private_bytes for x in saved) + sum(sizes.values()))
+        one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
+        say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
+        clock = clock or DeviceClock(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
         entry = optimizer([lone])
-        step = partial(_step, named, optimizers, entry, first, loss, target, _Clock(torch.device(device)))
-        runs, inputs_only = [], []
-        for _ in range(warmup + steps):
-            runs.append(step())
-            if split_backward:
-                inputs_only.append(step(inputs_only=True))
-    runs, inputs_only = runs[warmup:], inputs_only[warmup:]
-    return [
-        _measurement(index, name, module, runs, inputs_only, saved[index])
-        for index, (name, module) in enumerate([*named, (LOSS_NAME, nn.Identity())])
-    ]
+        measure = one_at_a_time if one else all_at_once
+        samples, made = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say)
+    fields = saved_fields(network, saved, sizes)
+    parts = zip(network.layers, samples, made, fields, strict=True)
+    measured = [_measurement(layer, sample, size, kept) for layer, sample, size, kept in parts]
+    return measured, one
 
 
-def _measurement(
-    index: int, name: str, module: nn.Module, runs: list[_Run], inputs_only: list[_Run], saved: int
-) -> LayerMeasurement:
-    forward = [run.forward_ns[index] for run in runs]
-    backward = [run.backward_ns[index] for run in runs]
-    update = [run.optimizer_ns[index] for run in runs]
+def _measurement(code: LayerCode, samples: Samples, output_bytes: int, saved: int | None) -> LayerMeasurement:
     backward_weight_ns = None
-    if inputs_only:
-        rest = _median([run.backward_ns[index] for run in inputs_only]) if _trained(module) else _median(backward)
-        backward_weight_ns = max(_median(backward) - rest, 0)
-    parameters = list(module.parameters())
+    if samples.inputs_only_ns:
+        backward = _median(samples.backward_ns)
+        rest = _median(samples.inputs_only_ns) if trained_parameters(code.module) else backward
+        backward_weight_ns = max(backward - rest, 0)
+    parameters = list(code.module.parameters())
     layer = Layer(
-        name=name,
-        forward_ns=_median(forward),
-        backward_ns=_median(backward),
+        name=code.name,
+        forward_ns=_median(samples.forward_ns),
+        backward_ns=_median(samples.backward_ns),
         weight_bytes=sum(p.nbytes for p in parameters),
-        output_bytes=runs[0].output_bytes[index],
+        output_bytes=output_bytes,
         saved_bytes=saved,
         backward_weight_ns=backward_weight_ns,
-        optimizer_ns=_median(update),
+        optimizer_ns=_median(samples.optimizer_ns),
         parameters=sum(p.numel() for p in parameters),
     )
-    return LayerMeasurement(layer, _spread(forward), _spread(backward), _spread(update))
+    return LayerMeasurement(
+        layer, _spread(samples.forward_ns), _spread(samples.backward_ns), _spread(samples.optimizer_ns)
+    )
 
 
-def saved_bytes(layers: Any, example_input: Tensor, loss: Loss, target: Tensor) -> list[int]:
-    """Count the bytes that the forward of each layer, and last of the loss, keeps for its backward.
-
-    What autograd saves is seen by hooks; a storage counts once and in full, however many views of it are saved;
-    parameters and buffers don't count. A boundary tensor that both neighbours save (the output of a ReLU that feeds a
-    convolution) counts for the later layer, as its input: this is the convention of the memory model, where a
-    recomputed segment keeps the input of its first layer. So the sum over the layers is what the whole model saves.
-
-    Storages are told apart by address, hence held until nothing later can alias them: the inside of a layer until its
-    forward ends, boundary tensors until the end.
-    """
-    named = named_layers(layers)
-    tensors = [t for _, module in named for t in (*module.parameters(), *module.buffers())]
-    permanent = {t.untyped_storage()._cdata for t in tensors}
-    counted = [0] * (len(named) + 1)
-    boundary: dict[int, torch.UntypedStorage] = {}
-    owner: dict[int, int] = {}
-
-    def count(index: int, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        seen: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            seen.setdefault(storage._cdata, storage)
-            return tensor
-
-        boundary[x.untyped_storage()._cdata] = x.untyped_storage()
-        with saved_tensors_hooks(pack, _unpack):
-            out = run(x)
-        boundary[out.untyped_storage()._cdata] = out.untyped_storage()
-        for key, storage in seen.items():
-            if key in permanent:
+def _made_up_target(output: Any, loss: Loss) -> Tensor:
+    """Return class numbers or zeros like the output, whichever the loss takes."""
+    if not isinstance(output, Tensor):
+        raise BadInput(f"the model returned {kind_of(output)}; no target can be made up for it: give data(index, seed)")
+    classes = partial(torch.zeros, dtype=torch.int64, device=output.device)
+    shapes = [shape for shape in (output.shape[:-1], output.shape[:1] + output.shape[2:]) if output.dim() > 1]
+    for target in (*map(classes, shapes), torch.zeros_like(output)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch only warns when a loss broadcasts shapes that don't fit
+            try:
+                scalar_loss(loss, output, target)
+            except BadInput:
                 continue
-            if key in owner:
-                counted[owner[key]] -= storage.nbytes()
-            counted[index] += storage.nbytes()
-            if key in boundary:
-                owner[key] = index
-        return _leaf(out)
-
-    x = example_input.detach().clone()  # a view would count with all of its storage
-    target = target.detach().clone()
-    for index, (name, module) in enumerate(named):
-        x = count(index, partial(_forward, index, name, module), x)
-    count(len(named), lambda x: _loss(loss, x, target), x)
-    return counted
+            return target
+    raise BadInput(f"loss takes no made-up target for an output of shape {tuple(output.shape)}: give data(index, seed)")
 
 
-def tied_layers(layers: Any) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of layers that share a parameter, each holder paired with the next one."""
-    holders: dict[int, list[int]] = {}
-    for index, (_, module) in enumerate(named_layers(layers)):
-        for parameter in module.parameters():
-            holders.setdefault(id(parameter), []).append(index)
-    return tuple(sorted({pair for indices in holders.values() for pair in pairwise(indices)}))
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(x, device) for x in value)
+    if isinstance(value, dict):
+        return {key: _moved(x, device) for key, x in value.items()}
+    return value
+
+
+def _needed_bytes(network: Network, saved: int) -> int:
+    """Return the bytes of a whole step: parameters, their gradients, and everything saved."""
+    parameters = {id(p): p for layer in network.layers for p in layer.module.parameters()}
+    return saved + sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters.values())
+
+
+def free_bytes(device: str) -> int:
+    """Return the memory that is free on ``device``: of a CPU what the system can give without swapping."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
 def device_name(device: str, threads: int) -> str:
@@ -280,143 +360,6 @@ def device_name(device: str, threads: int) -> str:
         lines = (line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines())
         model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
     return f"{model}, {threads} thread{'s' * (threads > 1)}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One step: times and output sizes per layer."""
-
-    forward_ns: list[int]
-    backward_ns: list[int]
-    optimizer_ns: list[int]
-    output_bytes: list[int]
-
-
-def _step(
-    named: Named,
-    optimizers: Sequence[torch.optim.Optimizer | None],
-    entry: torch.optim.Optimizer,
-    example_input: Tensor,
-    loss: Loss,
-    target: Tensor,
-    clock: _Clock,
-    inputs_only: bool = False,
-) -> _Run:
-    count = len(named) + 1
-    inputs, outputs = [example_input], []
-    forward, backward, update = ([(clock.mark(),) * 2] * count for _ in range(3))
-    for _, module in named:
-        module.zero_grad(set_to_none=True)
-    for index, (name, module) in enumerate(named):
-        start = clock.mark()
-        outputs.append(_forward(index, name, module, inputs[index]))
-        forward[index] = (start, clock.mark())
-        inputs.append(_leaf(outputs[index]))
-    start = clock.mark()
-    outputs.append(_loss(loss, inputs[-1], target))
-    forward[-1] = (start, clock.mark())
-    sizes = [out.nbytes for out in outputs]
-    gradient = None
-    for index in reversed(range(count)):
-        x, out = inputs.pop(), outputs.pop()
-        if not out.requires_grad or (inputs_only and not x.requires_grad):
-            break  # nothing left to compute from here to the input
-        start = clock.mark()
-        torch.autograd.backward(out, gradient, inputs=[x] if inputs_only else None)
-        backward[index] = (start, clock.mark())
-        gradient = x.grad
-        if x.requires_grad and gradient is None:
-            name = named[index][0] if index < len(named) else LOSS_NAME
-            raise BadInput(f"layers[{index}] ({name}): no gradient comes back to its input")
-    entry.step()
-    for index, optimizer in enumerate(optimizers):
-        if optimizer is not None and not inputs_only:
-            start = clock.mark()
-            optimizer.step()
-            update[index] = (start, clock.mark())
-    clock.settle()
-    forward_ns, backward_ns, update_ns = ([clock.between(*pair) for pair in x] for x in (forward, backward, update))
-    return _Run(forward_ns, backward_ns, update_ns, sizes)
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _forward(index: int, name: str, module: nn.Module, x: Tensor) -> Tensor:
-    """Run one layer; what cannot be a layer of a chain is BadInput."""
-    place = f"layers[{index}] ({name})"
-    version = x._version
-    try:
-        out = module(x)
-    except Exception as error:
-        raise BadInput(f"{place} failed on an input of shape {tuple(x.shape)}, {x.dtype}: {error}") from error
-    if not isinstance(out, Tensor):
-        raise BadInput(f"{place} returned {_kind(out)}; a layer takes one tensor and returns one")
-    if x._version != version:
-        raise BadInput(f"{place} changes its input in place; a cut before it would lose the change")
-    return out
-
-
-def _loss(loss: Loss, output: Tensor, target: Tensor) -> Tensor:
-    try:
-        value = loss(output, target)
-    except Exception as error:
-        raise BadInput(f"loss failed on {tuple(output.shape)} against {tuple(target.shape)}: {error}") from error
-    if not isinstance(value, Tensor) or value.dim() > 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _kind(value)
-        raise BadInput(f"loss returned {shape}, not a scalar tensor")
-    if not value.requires_grad:
-        raise BadInput("loss does not depend on anything that can be trained")
-    return value
-
-
-def _made_up_target(named: Named, x: Tensor, loss: Loss) -> Tensor:
-    """Return class numbers or zeros like the output, whichever the loss takes."""
-    for index, (name, module) in enumerate(named):
-        x = _leaf(_forward(index, name, module, x))
-    classes = partial(torch.zeros, dtype=torch.int64, device=x.device)
-    shapes = [shape for shape in (x.shape[:-1], x.shape[:1] + x.shape[2:]) if x.dim() > 1]
-    for target in (*map(classes, shapes), torch.zeros_like(x)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch only warns when a loss broadcasts shapes that don't fit
-            try:
-                _loss(loss, x, target)
-            except BadInput:
-                continue
-            return target
-    raise BadInput(f"loss takes no made-up target for an output of shape {tuple(x.shape)}: give data(index, seed)")
-
-
-def _leaf(output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(output.requires_grad)
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Clock:
-    """Marks on a device's time line: CPU nanoseconds, or CUDA events, which can be read once it is settled."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def settle(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def between(self, start: Any, end: Any) -> int:
-        if start is end:
-            return 0
-        return round(start.elapsed_time(end) * 1e6) if self._cuda else int(end - start)
 
 
 @contextmanager
@@ -443,7 +386,3 @@ def _spread(values: list[int]) -> int:
         return 0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return round(high - low)
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"

@@ -1,0 +1,185 @@
+"""Training steps with a clock's marks around the work of each layer: all layers at once, or one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BadInput
+from .clock import Clock
+from .network import LOSS_NAME, LayerCode, Network, drop, leaf, resident
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Samples:
+    """Times of one layer, one entry for each measured step."""
+
+    forward_ns: list[int] = field(default_factory=list)
+    backward_ns: list[int] = field(default_factory=list)
+    inputs_only_ns: list[int] = field(default_factory=list)
+    optimizer_ns: list[int] = field(default_factory=list)
+
+
+def all_at_once(
+    network: Network,
+    make_optimizer: MakeOptimizer,
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    steps: int,
+    warmup: int,
+    split_backward: bool,
+    device: str,
+    say: Progress,
+) -> tuple[list[Samples], list[int]]:
+    """Measure whole steps of the network; return the samples and the output bytes of each layer."""
+    for layer in network.layers:
+        layer.module.to(device)
+    optimizers = [
+        make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
+    ]
+    samples, made = [Samples() for _ in network.layers], [0] * len(network)
+    for step in range(warmup + steps):
+        say(f"step {step + 1} of {warmup + steps}")
+        for inputs_only in (False, True) if split_backward else (False,):
+            run = _step(network, optimizers, entry, clock, inputs_only)
+            made = run.output_bytes
+            if step >= warmup:
+                for index, sample in enumerate(samples):
+                    _add(sample, clock, run, index, inputs_only)
+    return samples, made
+
+
+def one_at_a_time(
+    network: Network,
+    make_optimizer: MakeOptimizer,
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    steps: int,
+    warmup: int,
+    split_backward: bool,
+    device: str,
+    say: Progress,
+) -> tuple[list[Samples], list[int]]:
+    """Measure each layer alone, with nothing but its own module, inputs, outputs and what it saves on the device."""
+    values = dict(enumerate(network.inputs))
+    home = "cpu" if torch.device(device).type == "cuda" else device
+    samples, made = [], []
+    for index, layer in enumerate(network.layers):
+        say(f"layer {index + 1} of {len(network)}: {layer.name}")
+        with resident(layer.module, device, release=True):
+            trained = trained_parameters(layer.module)
+            optimizers = [make_optimizer(trained) if trained else None]
+            inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
+            alone = Network((layer,), (), (), network.structure, network.chain)
+            sample = Samples()
+            for step in range(warmup + steps):
+                for inputs_only in (False, True) if split_backward else (False,):
+                    leaves = dict(zip(layer.reads, map(leaf, inputs), strict=True))
+                    run = _step(alone, optimizers, entry, clock, inputs_only, leaves)
+                    if step >= warmup:
+                        _add(sample, clock, run, 0, inputs_only)
+            outputs = layer.forward(list(map(leaf, inputs)))
+            for value, out in zip(layer.makes, outputs, strict=True):
+                values[value] = out.detach().to(home).requires_grad_(out.requires_grad)
+            del outputs, leaves, optimizers
+        samples.append(sample)
+        made.append(run.output_bytes[0])
+        drop(values, network, index)
+    return samples, made
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One step: marks around each layer's work (None: there was none), and its output bytes."""
+
+    forward: list[tuple[Any, Any] | None]
+    backward: list[tuple[Any, Any] | None]
+    optimizer: list[tuple[Any, Any] | None]
+    output_bytes: list[int]
+
+
+def _add(sample: Samples, clock: Clock, run: _Run, index: int, inputs_only: bool) -> None:
+    def between(pair: tuple[Any, Any] | None) -> int:
+        return clock.between(*pair) if pair else 0
+
+    if inputs_only:
+        sample.inputs_only_ns.append(between(run.backward[index]))
+        return
+    sample.forward_ns.append(between(run.forward[index]))
+    sample.backward_ns.append(between(run.backward[index]))
+    sample.optimizer_ns.append(between(run.optimizer[index]))
+
+
+def _step(
+    network: Network,
+    optimizers: Sequence[torch.optim.Optimizer | None],
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    inputs_only: bool,
+    leaves: dict[int, Tensor] | None = None,
+) -> _Run:
+    """Run one training step with marks around each layer; ``leaves`` are the inputs of a network that is one layer."""
+    count = len(network)
+    alone = leaves is not None
+    values = leaves if leaves is not None else dict(enumerate(network.inputs))
+    run = _Run([None] * count, [None] * count, [None] * count, [0] * count)
+    made: list[Sequence[Tensor]] = []
+    for layer in network.layers:
+        layer.module.zero_grad(set_to_none=True)
+    for index, layer in enumerate(network.layers):
+        inputs = [values[v] for v in layer.reads]
+        start = clock.mark()
+        outputs = layer.forward(inputs)
+        run.forward[index] = (start, clock.mark())
+        run.output_bytes[index] = sum(out.nbytes for out in outputs)
+        made.append(outputs)
+        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
+        if alone:
+            for value, out in zip(layer.makes, outputs, strict=True):
+                values[value].grad = torch.ones_like(out) if out.requires_grad else None
+        del outputs, inputs
+    for index in reversed(range(count)):
+        layer, outputs = network.layers[index], made.pop()
+        roots = _roots(layer, outputs, values)
+        wanted = [values[v] for v in layer.reads if values[v].requires_grad]
+        tensors, gradients = [out for out, _ in roots], [gradient for _, gradient in roots]
+        if roots and (wanted or not inputs_only):
+            start = clock.mark()
+            torch.autograd.backward(tensors, gradients, inputs=wanted if inputs_only else None)
+            run.backward[index] = (start, clock.mark())
+            if network.chain and any(x.grad is None for x in wanted):
+                raise BadInput(f"{layer.place}: no gradient comes back to its input")
+        if not alone:
+            for value in layer.makes:
+                del values[value]
+        del outputs, roots, wanted, tensors, gradients
+    entry.step()
+    for index, optimizer in enumerate(optimizers):
+        if optimizer is not None and not inputs_only:
+            start = clock.mark()
+            optimizer.step()
+            run.optimizer[index] = (start, clock.mark())
+    clock.settle()
+    return run
+
+
+def _roots(
+    layer: LayerCode, outputs: Sequence[Tensor], values: dict[int, Tensor]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the outputs that a backward starts from, with their gradients; the loss has none of its own."""
+    if layer.name == LOSS_NAME and layer.place == LOSS_NAME:
+        return [(outputs[0], None)]
+    pairs = [(out, values[v].grad) for v, out in zip(layer.makes, outputs, strict=True) if out.requires_grad]
+    return [(out, gradient) for out, gradient in pairs if gradient is not None]
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that get gradients."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
