@@ -48,6 +48,15 @@ def backward_ns(
     return scaled(_plain(total[stop] - total[start]) + recompute_ns + update, speed)
 
 
+def backward_weight_ns(
+    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1, speed: Fraction = Fraction(1)
+) -> IntLike:
+    """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
+    total, step = chain.sums.backward_weight_ns, chain.sums.optimizer_ns
+    update = ceil_div(_plain(step[stop] - step[start]) * replicas, policy.update_interval(replicas))
+    return scaled(_plain(total[stop] - total[start]) + update, speed)
+
+
 def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
     """Bytes of one gradient: what replicas exchange and what every policy accumulates into."""
     return 2 * parameters if policy.precision == "mixed" else weight_bytes

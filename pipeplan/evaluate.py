@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .groups import ceil_div
 from .plan import Bound, Plan
-from .program import unroll
+from .program import Step, unroll
 from .simulate import Timeline, simulate
 from .stages import DeviceUse, StageGraph, device_uses, most_in_flight, stage_graph, starts_of
 
@@ -46,12 +46,12 @@ def evaluate(plan: Plan) -> Evaluation:
 
 def flush_makespan_ns(timeline: Timeline) -> int:
     """Return the time of a drained mini-batch: every stage's last backward, then its all-reduce, then the next one."""
-    graph, last = timeline.program.graph, timeline.program.microbatches
+    program = timeline.program
+    graph, last = program.graph, program.microbatches
     ready = []
     for s, stage in enumerate(graph.stages):
-        position = graph.position["B", s]
         replicas = graph.resources[stage.resource].replicas
-        done = max(timeline.start_ns[m][position] + stage.backward_ns for m in range(max(0, last - replicas), last))
+        done = max(timeline.end_ns(Step(m, program.release[s])) for m in range(max(0, last - replicas), last))
         ready.append((done, s))
     ends = [0] * len(graph.resources)
     for done, s in sorted(ready):  # all-reduces of stages that share devices follow each other

@@ -46,6 +46,14 @@ class Layer:
         """Number of scalar parameters."""
         return self.weight_bytes // 4 if self.parameters is None else self.parameters
 
+    @property
+    def weight_part_ns(self) -> int:
+        """The part of ``backward_ns`` that computes weight gradients: as measured, else half of it for a layer with
+        weights (two products of equal size, as in a linear layer) and nothing for one without."""
+        if self.backward_weight_ns is not None:
+            return self.backward_weight_ns
+        return self.backward_ns // 2 if self.weight_bytes else 0
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -182,6 +190,7 @@ class Sums:
 
     forward_ns: Ints
     backward_ns: Ints
+    backward_weight_ns: Ints
     optimizer_ns: Ints
     weight_bytes: Ints
     parameters: Ints
@@ -198,6 +207,7 @@ class Sums:
         return Sums(
             forward_ns=prefix([x.forward_ns for x in layers]),
             backward_ns=prefix([x.backward_ns for x in layers]),
+            backward_weight_ns=prefix([x.weight_part_ns for x in layers]),
             optimizer_ns=prefix([x.optimizer_ns for x in layers]),
             weight_bytes=prefix([x.weight_bytes for x in layers]),
             parameters=prefix([x.parameter_count for x in layers]),

@@ -1,47 +1,70 @@
-"""Simulate a program with real durations: every step starts as soon as its lane and its predecessor on the path allow.
+"""Simulate a program with real durations: every step starts as soon as its lane and what it needs allow.
 
-The result, a Timeline, is what tables, Gantt charts and traces are drawn from. Cost is linear in the steps.
+The result, a Timeline, is what tables, Gantt charts and traces are drawn from. Cost is linear in the steps (lanes that
+decide as they go add a logarithm).
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from heapq import heappop, heappush
+from math import ceil, lcm
 
 from . import costs
 from .errors import PipeplanError
-from .program import Program, Step, step_name
+from .program import Arrival, Decide, Program, Step
+
+Times = tuple[tuple[int, ...], ...]  # [microbatch][position], in ns
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every step of ``program`` ran: ``start_ns[microbatch][position]``; ends follow from the durations."""
+    """When every step of ``program`` ran: ``start_ns[microbatch][position]``; lanes are in the order in which they ran.
+
+    A backward that covers several microbatches has its start at each of them. ``duration_ns`` is given where steps did
+    not take as long as planned.
+    """
 
     program: Program
-    start_ns: tuple[tuple[int, ...], ...]
+    start_ns: Times
+    duration_ns: Times | None = None
+
+    def length_ns(self, step: Step) -> int:
+        """Return how long ``step`` took."""
+        if self.duration_ns is not None:
+            return self.duration_ns[step.microbatch][step.position]
+        return self.program.operations[step.position].duration_ns
+
+    def begin_ns(self, step: Step) -> int:
+        """Return when ``step`` started."""
+        return self.start_ns[step.microbatch][step.position]
 
     def end_ns(self, step: Step) -> int:
         """Return when ``step`` ended."""
-        duration = self.program.graph.operations[step.position].duration_ns
-        return self.start_ns[step.microbatch][step.position] + duration
+        return self.start_ns[step.microbatch][step.position] + self.length_ns(step)
 
     @cached_property
     def makespan_ns(self) -> int:
         """Time from the first start to the last end."""
-        last = len(self.program.graph.operations) - 1
-        return max((self.end_ns(Step(m, last)) for m in range(self.program.microbatches)), default=0)
+        return max((self.end_ns(lane.steps[-1]) for lane in self.program.lanes if lane.steps), default=0)
 
     @cached_property
     def fill_ns(self) -> int:
         """When the first microbatch has left the pipeline."""
-        return self.end_ns(Step(0, len(self.program.graph.operations) - 1))
+        return self.left_ns(0)
+
+    def left_ns(self, microbatch: int) -> int:
+        """Return when the first stage's backward of ``microbatch`` ended."""
+        program = self.program
+        return self.end_ns(Step(program.leader(microbatch), len(program.graph.operations) - 1))
 
     def period_ns(self, first: int, last: int) -> float:
         """Return the mean time between microbatches ``first`` and ``last`` leaving the pipeline."""
-        end = len(self.program.graph.operations) - 1
-        return (self.end_ns(Step(last, end)) - self.end_ns(Step(first, end))) / (last - first)
+        return (self.left_ns(last) - self.left_ns(first)) / (last - first)
 
     def steady_period_ns(self) -> float | None:
         """Return the mean period of the middle of the run, or None when there are too few microbatches for one.
@@ -57,41 +80,63 @@ class Timeline:
 
     @cached_property
     def _round(self) -> int:
-        return lcm(*(resource.replicas for resource in self.program.graph.resources))
+        return lcm(self.program.batch, *(resource.replicas for resource in self.program.graph.resources))
 
     def busy_ns(self, lane: int) -> int:
         """Return the time that a lane works."""
-        operations = self.program.graph.operations
-        return sum(operations[step.position].duration_ns for step in self.program.lanes[lane].steps)
+        return sum(map(self.length_ns, self.program.lanes[lane].steps))
+
+    def span_ns(self, lane: int) -> int:
+        """Return the time from a lane's first start to its last end."""
+        steps = self.program.lanes[lane].steps
+        return self.end_ns(steps[-1]) - self.begin_ns(steps[0]) if steps else 0
 
     def bubble(self, lane: int) -> float:
         """Return the share of a device's time, from its first start to its last end, in which it waits."""
-        steps = self.program.lanes[lane].steps
-        if not steps:
-            return 0.0
-        span = self.end_ns(steps[-1]) - self.start_ns[steps[0].microbatch][steps[0].position]
+        span = self.span_ns(lane)
         return 1 - self.busy_ns(lane) / span if span else 0.0
+
+    def longest_stage_bubble(self) -> float:
+        """Return 1 - the most work / the longest span of a device: the bubble of the longest stage."""
+        lanes = [i for i, lane in enumerate(self.program.lanes) if lane.device is not None and lane.steps]
+        longest = max(map(self.span_ns, lanes), default=0)
+        return 1 - max(map(self.busy_ns, lanes)) / longest if longest else 0.0
 
     def activation_changes(self, lane: int) -> list[tuple[int, int]]:
         """Return (time, change in bytes) of a device's activations, in the order in which they take effect.
 
         A microbatch is held from the start of its F to the end of its B; a stage that recomputes holds its transient
-        during its B. At equal times releases come first.
+        during its B. When the backward is split, recomputed activations stay after it, and the share of everything that
+        the weight part needs (all, unless the program says less) is held to the end of its W. At equal times releases
+        come first.
         """
-        graph = self.program.graph
-        changes = []
-        for step in self.program.lanes[lane].steps:
-            op, start, end = graph.operations[step.position], self._start(step), self.end_ns(step)
-            stage = graph.stages[op.stage]
-            if op.kind == "F":
-                changes.append((start, stage.kept_bytes))
-            elif op.kind == "B":
-                transient = stage.peak_bytes - stage.kept_bytes
-                changes += [(start, transient), (end, -transient), (end, -stage.kept_bytes)]
+        program = self.program
+        changes: list[tuple[int, int]] = []
+        for step in program.lanes[lane].steps:
+            work = program.operations[step.position]
+            start, end, stage = self.begin_ns(step), self.end_ns(step), program.graph.stages[work.stage]
+            transient = (stage.saved_bytes if program.split else stage.peak_bytes) - stage.kept_bytes
+            later = ceil(stage.saved_bytes * program.weight_keeps)
+            match work.kind:
+                case "F":
+                    changes.append((start, stage.kept_bytes))
+                case "B" if program.split:
+                    changes += [(start, work.covers * transient), (end, -work.covers * (stage.saved_bytes - later))]
+                case "B":
+                    changes += [(start, transient), (end, -transient), (end, -work.covers * stage.kept_bytes)]
+                case "W":
+                    changes.append((end, -work.covers * later))
         return sorted((c for c in changes if c[1]), key=lambda change: (change[0], change[1]))
 
-    def _start(self, step: Step) -> int:
-        return self.start_ns[step.microbatch][step.position]
+    def memory_steps(self, lane: int) -> Iterator[tuple[int, int]]:
+        """Yield (time, bytes held from then on) of a device's activations, one pair for each time of a change."""
+        held, at = 0, 0
+        for time, change in self.activation_changes(lane):
+            if time != at:
+                yield at, held
+                at = time
+            held += change
+        yield at, held
 
     def peak_activation_bytes(self, lane: int) -> int:
         """Return the most activation bytes that a device holds at once."""
@@ -102,83 +147,241 @@ class Timeline:
         return peak
 
     def in_flight(self, lane: int) -> dict[int, int]:
-        """Return, for each stage on a device, the most microbatches that it holds at a forward's start."""
+        """Return, for each stage on a device, the most microbatches that it holds at a forward's start.
+
+        Held until all of their backward has run, the weight part too.
+        """
+        program = self.program
         counts: dict[int, int] = {}
         peaks: dict[int, int] = {}
-        for step in self.program.lanes[lane].steps:
-            op = self.program.graph.operations[step.position]
-            counts[op.stage] = counts.get(op.stage, 0) + (1 if op.kind == "F" else -1)
-            peaks[op.stage] = max(peaks.get(op.stage, 0), counts[op.stage])
+        for step in program.lanes[lane].steps:
+            work = program.operations[step.position]
+            change = 1 if work.kind == "F" else -work.covers if step.position == program.release[work.stage] else 0
+            counts[work.stage] = counts.get(work.stage, 0) + change
+            peaks[work.stage] = max(peaks.get(work.stage, 0), counts[work.stage])
         return peaks
 
-    def peak_bytes(self, lane: int) -> int:
-        """Return a device's peak: weights for its in-flight microbatches, buffers, and the activations' peak."""
+    def static_bytes(self, lane: int) -> int:
+        """Return what a device holds all the time: buffers, and weights for its in-flight microbatches."""
         graph = self.program.graph
-        total = self.peak_activation_bytes(lane)
+        total = 0
         for s, count in self.in_flight(lane).items():
             stage = graph.stages[s]
             total += stage.buffer_bytes
             total += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, max(1, count))
         return total
 
+    def peak_bytes(self, lane: int) -> int:
+        """Return a device's peak: weights for its in-flight microbatches, buffers, and the activations' peak."""
+        return self.static_bytes(lane) + self.peak_activation_bytes(lane)
 
-def simulate(program: Program) -> Timeline:
-    """Return the as-soon-as-possible timeline of ``program``.
 
-    A stage with replicas starts at most ``update_interval`` forwards per ``update_interval * sync_period``: its
-    all-reduces overlap with work but share one network. Raises PipeplanError when the order deadlocks.
+def simulate(program: Program, duration_ns: Times | None = None) -> Timeline:
+    """Return the as-soon-as-possible timeline of ``program``; ``duration_ns`` replaces the planned durations.
+
+    A step needs its predecessor on the path (the backward of a batch all of its microbatches' last forwards, the weight
+    part its input part), a place under the program's ``limit``, and its lane. A stage with replicas starts at most
+    ``update_interval`` forwards per ``update_interval * sync_period`` of its devices: their all-reduces overlap with
+    work but share one network. A lane that decides hears of steps as soon as their arrival is known. Raises
+    PipeplanError when the order deadlocks.
     """
-    graph, count = program.graph, program.microbatches
-    operations = graph.operations
-    length = len(operations)
-    durations = [op.duration_ns for op in operations]
-    total = length * count
-    following = [-1] * total  # the next step on the same lane
-    waiting = [0] * total  # predecessors that have not run yet
-    for lane in program.lanes:
-        previous = -1
-        for step in lane.steps:
-            index = step.microbatch * length + step.position
-            if previous >= 0:
-                following[previous] = index
-                waiting[index] += 1
-            previous = index
-    for index in range(total):
-        waiting[index] += index % length > 0
-    paced = {
-        graph.position["F", s]: (stage.update_interval, stage.sync_period_ns * stage.update_interval)
-        for s, stage in enumerate(graph.stages)
-        if stage.sync_period_ns
-    }
-    for position, (interval, _) in paced.items():
-        for m in range(interval, count):
-            waiting[m * length + position] += 1
-    starts = [0] * total
-    ready = deque(index for index in range(total) if not waiting[index])
-    done = 0
-    while ready:
-        index = ready.popleft()
-        done += 1
-        position = index % length
-        end = starts[index] + durations[position]
-        after = []
-        if position + 1 < length:
-            after.append((index + 1, end))
-        if following[index] >= 0:
-            after.append((following[index], end))
-        if position in paced:
-            interval, load = paced[position]
-            if index + interval * length < total:
-                after.append((index + interval * length, starts[index] + load))
-        for other, earliest in after:
-            starts[other] = max(starts[other], earliest)
-            waiting[other] -= 1
-            if not waiting[other]:
-                ready.append(other)
-    if done < total:
-        stuck = next(i for i in range(total) if waiting[i])
-        raise PipeplanError(
-            f"the program deadlocks: {done} of {total} steps can run; "
-            f"{step_name(graph, Step(*divmod(stuck, length)))} waits for ever"
+    return _Run(program, duration_ns).timeline()
+
+
+class _Run:
+    """One simulation: for each step its earliest start so far and how many of its predecessors have not started.
+
+    Once the last of them has, the step's arrival is known. In a lane with a fixed order the previous step is one of
+    them, so it starts on arrival; a lane with a rule is asked at every arrival and at every end, in order of time.
+    """
+
+    def __init__(self, program: Program, duration_ns: Times | None) -> None:
+        self.program = program
+        self.length = len(program.operations)
+        self.total = self.length * program.microbatches
+        planned = tuple(work.duration_ns for work in program.operations)
+        self.given = duration_ns
+        self.durations = (
+            planned * program.microbatches
+            if duration_ns is None
+            else tuple(duration for row in duration_ns for duration in row)
         )
-    return Timeline(program, tuple(tuple(starts[m * length : (m + 1) * length]) for m in range(count)))
+        self.starts = [0] * self.total
+        self.waiting = [0] * self.total
+        self.following = [-1] * self.total  # the next step of the same fixed lane
+        self.deciding = [-1] * self.total  # the lane, where it has a rule
+        self.queue: deque[int] = deque()
+        self.events: list[tuple[int, int]] = []  # (time, lane to ask)
+        self.announced: list[list[Arrival]] = [[] for _ in program.lanes]
+        self.expected: dict[int, Arrival] = {}  # steps whose last transfer waits for its link
+        self.ran: list[list[Step]] = [[] for _ in program.lanes]
+        self.steps = 0
+        self._prepare_lanes()
+        self._prepare_rules()
+
+    def _prepare_lanes(self) -> None:
+        for number, lane in enumerate(self.program.lanes):
+            previous = -1
+            self.steps += len(lane.steps)
+            for step in lane.steps:
+                index = step.microbatch * self.length + step.position
+                if lane.rule is not None:
+                    self.deciding[index] = number
+                elif previous >= 0:
+                    self.following[previous] = index
+                    self.waiting[index] += 1
+                previous = index
+
+    def _prepare_rules(self) -> None:
+        """List what a step's start sets off, as (position after, step in microbatches, delay from the start or None).
+
+        Index arithmetic keeps it independent of the microbatch, but for the first backward of a batch, which all its
+        microbatches' forwards set off.
+        """
+        program, graph, length, batch = self.program, self.program.graph, self.length, self.program.batch
+        path, half, count = len(graph.operations), len(graph.operations) // 2, program.microbatches
+        self.after: list[list[tuple[int, int | None]]] = [[] for _ in range(length)]
+        self.joins = half if batch > 1 else -1
+        needed = [0] * length  # predecessors of every microbatch's step
+        for position in range(path - 1):
+            if position + 1 != self.joins:
+                self.after[position].append((1, None))
+            needed[position + 1] = batch if position + 1 == self.joins else 1
+        for position in range(path, length):
+            source = program.position["B", program.operations[position].stage]
+            self.after[source].append((position - source, None))
+            needed[position] = 1
+        leaders = range(batch - 1, count, batch)
+        for position in range(length):
+            for m in range(count) if program.operations[position].covers == 1 else leaders:
+                self.waiting[m * length + position] += needed[position]
+        if program.limit is not None:
+            done = program.release[0]
+            for place in range(batch):
+                distance = program.limit * batch - (batch - 1) + place
+                self.after[done].append((distance * length - done, None))
+            for m in range(program.limit * batch, count):
+                self.waiting[m * length] += 1
+        for s, stage in enumerate(graph.stages):
+            period = graph.sync_periods_ns[stage.resource]
+            if period:
+                position, interval = graph.position["F", s], stage.update_interval
+                self.after[position].append((interval * length, period * interval))
+                for m in range(interval, count):
+                    self.waiting[m * length + position] += 1
+
+    def timeline(self) -> Timeline:
+        length, covers = self.length, [work.covers for work in self.program.operations]
+        rules: list[Decide | None] = [lane.rule() if lane.rule else None for lane in self.program.lanes]
+        for lane in self.program.lanes:
+            for step in lane.steps:
+                index = step.microbatch * length + step.position
+                if not self.waiting[index]:
+                    self._arrives(index)
+        done = self._settle()
+        free = [0] * len(rules)
+        while self.events:
+            now, number = heappop(self.events)
+            decide, announced = rules[number], self.announced[number]
+            if free[number] > now or not announced:
+                continue
+            assert decide is not None, "only lanes with a rule are asked"
+            chosen = decide(now, announced)
+            if chosen is None:
+                continue
+            assert chosen.has_come(now), "a rule may only choose what has come"
+            announced.remove(chosen)
+            index = chosen.step.microbatch * length + chosen.step.position
+            self.starts[index] = now
+            self.ran[number].append(chosen.step)
+            free[number] = now + self.durations[index]
+            heappush(self.events, (free[number], number))
+            self.queue.append(index)
+            done += self._settle()
+        if done < self.steps:
+            self._explain(done)
+        lanes = tuple(
+            lane if lane.rule is None else replace(lane, steps=tuple(order))
+            for lane, order in zip(self.program.lanes, self.ran, strict=True)
+        )
+        program, starts = self.program, self.starts
+        if program.batch > 1:
+            for m in range(program.microbatches):
+                for position in range(length):
+                    if covers[position] > 1:
+                        starts[m * length + position] = starts[program.leader(m) * length + position]
+        rows = tuple(tuple(starts[m * length : (m + 1) * length]) for m in range(program.microbatches))
+        return Timeline(replace(program, lanes=lanes), rows, self.given)
+
+    def _settle(self) -> int:
+        """Start everything whose start is known, and return how many steps that were."""
+        length, total, batch = self.length, self.total, self.program.batch
+        starts, waiting, durations, following = self.starts, self.waiting, self.durations, self.following
+        after, joins, queue = self.after, self.joins, self.queue
+        done = 0
+        while queue:
+            index = queue.popleft()
+            done += 1
+            position = index % length
+            start = starts[index]
+            end = start + durations[index]
+            other = following[index]
+            if other >= 0:
+                if starts[other] < end:
+                    starts[other] = end
+                waiting[other] -= 1
+                if not waiting[other]:
+                    self._arrives(other)
+            for step, delay in after[position]:
+                other = index + step
+                if other >= total:
+                    continue
+                earliest = end if delay is None else start + delay
+                if starts[other] < earliest:
+                    starts[other] = earliest
+                waiting[other] -= 1
+                if not waiting[other]:
+                    self._arrives(other)
+            if position + 1 == joins:
+                m = index // length
+                other = (m - m % batch + batch - 1) * length + joins
+                if starts[other] < end:
+                    starts[other] = end
+                waiting[other] -= 1
+                if not waiting[other]:
+                    self._arrives(other)
+        return done
+
+    def _arrives(self, index: int) -> None:
+        number = self.deciding[index]
+        if number < 0:
+            self.queue.append(index)
+            return
+        expected = self.expected.pop(index, None)
+        if expected is not None:
+            self.announced[number].remove(expected)
+        insort(self.announced[number], self._arrival(index, self.starts[index], True))
+        heappush(self.events, (self.starts[index], number))
+        if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
+            self._expect(index + 1, self.starts[index] + self.durations[index])
+
+    def _expect(self, index: int, at_ns: int) -> None:
+        number = self.deciding[index]
+        if number >= 0 and self.waiting[index] == 1:
+            self.expected[index] = self._arrival(index, at_ns, False)
+            insort(self.announced[number], self.expected[index])
+
+    def _arrival(self, index: int, at_ns: int, sure: bool) -> Arrival:
+        step = Step(*divmod(index, self.length))
+        work = self.program.operations[step.position]
+        return Arrival(at_ns, step, work.kind, work.stage, sure)
+
+    def _explain(self, done: int) -> None:
+        for lane in self.program.lanes:
+            for step in lane.steps:
+                if self.waiting[step.microbatch * self.length + step.position]:
+                    raise PipeplanError(
+                        f"the program deadlocks: {done} of {self.steps} steps can run; "
+                        f"{self.program.name(step)} waits for ever"
+                    )
+        raise PipeplanError("the program stops: a lane's rule waits although nothing else will arrive")

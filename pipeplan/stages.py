@@ -23,6 +23,8 @@ class StageCost:
 
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
+    Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
+    microbatch (recomputed ones too) from the backward's start until then.
     """
 
     forward_ns: int
@@ -35,6 +37,8 @@ class StageCost:
     sync_period_ns: int
     update_interval: int
     resource: int
+    backward_weight_ns: int = 0
+    saved_bytes: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -180,6 +184,8 @@ def _stage_cost(
         sync_period_ns=costs.sync_period_ns(policy, gradient, r, bandwidth),
         update_interval=policy.update_interval(r),
         resource=resource,
+        backward_weight_ns=costs.backward_weight_ns(chain, policy, start, stop, r, speed),
+        saved_bytes=max(peak, chain.saved_bytes(start, stop)),
     )
 
 

@@ -1,0 +1,54 @@
+"""Message-driven pipelines: every device runs what arrives, in the order in which it arrives (Myelin, AxoNN)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import BadInput
+from ..program import Arrival, Decide, Program, make_program
+from ..stages import StageGraph
+
+
+def message_driven(graph: StageGraph, microbatches: int, limit: int | None = None) -> Program:
+    """Return the program of Myelin's Algorithm 2, drained at the end; devices decide by :func:`next_message`.
+
+    ``limit`` is the paper's ``pipeline_limit``: microbatches in the pipeline at most. With 4 devices, limit 4 and
+    backwards twice as long as forwards, one column per forward::
+
+        device 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 -- F4 B1 -- F5 B2 -- ...
+        device 1  .  F0 F1 F2 F3 .  .  .  B0 -- .  B1 -- F4 B2 -- F5 ...
+        device 2  .  .  F0 F1 F2 F3 B0 -- .  B1 -- .  B2 -- F4 B3 -- ...
+        device 3  .  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- ...
+
+    The default is p without transfers, else 2p - 1: with transfers p microbatches are too few, and 2p - 1 suffice while
+    both transfers of a cut take no longer than a forward and a backward. Source: Myelin section IV, Algorithm 2; its
+    line 25 is read as "while microbatches remain".
+    """
+    if limit is not None and limit < 1:
+        raise BadInput(f"limit: {limit} is not positive")
+    stages = len(graph.stages)
+    transfers = any(op.kind.startswith("SEND") for op in graph.operations)
+    rules = {
+        (index, replica): lambda: next_message(stages)
+        for index, resource in enumerate(graph.resources)
+        if not resource.is_link
+        for replica in range(resource.replicas)
+    }
+    return make_program(graph, microbatches, {}, rules=rules, limit=limit or (2 * stages - 1 if transfers else stages))
+
+
+def next_message(stages: int) -> Decide:
+    """Return the decision function of Algorithm 2, which simulator and runtime share.
+
+    What no message brings follows at once: the last stage's backward its forward, and the first stage's next forward
+    the backward that made room for it. Otherwise the oldest message, backwards first at equal times.
+    """
+
+    def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
+        def rank(arrival: Arrival) -> tuple[bool, int, bool, Arrival]:
+            inline = arrival.stage == (stages - 1 if arrival.kind == "B" else 0)
+            return not inline, arrival.at_ns, arrival.kind != "B", arrival
+
+        return min((arrival for arrival in announced if arrival.has_come(now_ns)), key=rank, default=None)
+
+    return decide

@@ -1,0 +1,104 @@
+"""ZBV: two chunks per device, placed down and up like a V, and a split backward: no bubble with 1F1B's memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from ..errors import BadInput
+from ..program import Arrival, Decide, Program, Step, make_program
+from ..stages import StageGraph
+
+Pass = tuple[str, int, int]  # (kind, stage, microbatch)
+
+
+def zbv(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
+    """Return ZBV for p devices, stages d and 2p - 1 - d on device d; at most 2p chunk activations on each.
+
+    Forwards and input parts run in torch's fixed order. Weight parts fill the gaps: one runs when the next pass of the
+    order won't arrive within half its length, and when the device holds all that it may. With p = 2 and 4 microbatches,
+    lower case in the second chunk (balanced chunks and F = I = W take 6m slots, without a bubble, from m = 2p on)::
+
+        device 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 I2 w3 I3 W2 W3
+        device 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
+
+    A heuristic for unequal parts. Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 4;
+    the order of torch's ``ScheduleZBVZeroBubble``.
+    """
+    stages = len(graph.stages)
+    devices = stages // 2
+    homes = [stage.resource for stage in graph.stages]
+    order = list(dict.fromkeys(homes))
+    if stages % 2 or homes != order + order[::-1] or any(graph.resources[home].replicas > 1 for home in homes):
+        raise BadInput("zbv puts stages d and 2p - 1 - d on GPU d, and gives each stage one GPU")
+    rules = {
+        (home, 0): _filler(graph, _passes(d, devices, microbatches), 2 * devices, weight_keeps)
+        for d, home in enumerate(order)
+    }
+    return make_program(graph, microbatches, {}, rules=rules, split=True, limit=2 * devices, weight_keeps=weight_keeps)
+
+
+def _passes(d: int, devices: int, microbatches: int) -> list[Pass]:
+    """Return device d's forwards and input parts: warm-up, a steady round of four, and the way down."""
+    first, second = d, 2 * devices - 1 - d
+    padded = max(microbatches, 2 * devices - 1)
+    counts: Counter[tuple[str, int]] = Counter()
+    passes: list[Pass] = []
+
+    def run(kind: str, stage: int) -> None:
+        m = counts[kind, stage]
+        if m < padded:
+            counts[kind, stage] += 1
+            passes.append((kind, stage, m))
+
+    for _ in range(2 * (devices - d) - 1):
+        run("F", first)
+    for _ in range(d):
+        run("F", second)
+        run("F", first)
+    for _ in range(devices - d):
+        run("F", second)
+        run("B", second)
+    while counts["F", second] < counts["F", first] or counts["F", first] < padded:
+        run("F", first)
+        run("B", first)
+        run("F", second)
+        run("B", second)
+    for _ in range(d):
+        run("B", first)
+        run("B", second)
+    for _ in range(devices - d):
+        run("B", first)
+    return [one for one in passes if one[2] < microbatches]
+
+
+def _filler(graph: StageGraph, passes: Sequence[Pass], most: int, weight_keeps: Fraction) -> Callable[[], Decide]:
+    """Return the rule that runs ``passes`` in order and weight parts in between, oldest first."""
+    keeps = {"F": Fraction(1), "B": weight_keeps - 1, "W": -weight_keeps}
+    order = [Step(m, graph.position[kind, stage]) for kind, stage, m in passes]  # type: ignore[index]  # F or B
+
+    def rule() -> Decide:
+        place = 0
+        held = Fraction(0)
+
+        def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
+            nonlocal place, held
+            wanted = order[place] if place < len(order) else None
+            coming = next((arrival for arrival in announced if arrival.step == wanted), None)
+            weight = next((a for a in announced if a.kind == "W" and a.has_come(now_ns)), None)
+            full = wanted is not None and passes[place][0] == "F" and held + 1 > most
+            chosen = weight
+            if coming is not None and not full:
+                if coming.has_come(now_ns):
+                    chosen = coming
+                elif weight and 2 * (coming.at_ns - now_ns) < graph.stages[weight.stage].backward_weight_ns:
+                    chosen = None
+            if chosen is not None:
+                held += keeps[chosen.kind]
+                place += chosen is coming
+            return chosen
+
+        return decide
+
+    return rule

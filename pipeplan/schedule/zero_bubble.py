@@ -1,0 +1,140 @@
+"""Zero-bubble schedules: the backward is split, and the weight gradients, which nothing waits for, fill the bubbles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from ..program import Program
+from ..simulate import simulate
+from ..stages import StageGraph
+from .staircase import explicit, one_stage_each
+
+Pass = tuple[str, int, int]  # (kind, stage, microbatch)
+SEARCH_STEPS = 10**6  # steps that the search for ZB2P's shape may simulate
+
+
+def zb1p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
+    """Return ZB-H1: 1F1B's order with stage s's weight gradients s microbatches late; p activations on every device.
+
+    With 3 stages and 4 microbatches, ``I`` and ``W`` the two parts of the backward (balanced stages and F = I = W take
+    3m + p - 1 slots)::
+
+        device 0  F0 F1 F2 .  .  I0 F3 W0 I1 W1 I2 W2 I3 W3
+        device 1  .  F0 F1 .  I0 F2 I1 F3 W0 I2 W1 I3 W2 W3
+        device 2  .  .  F0 I0 F1 I1 F2 I2 F3 W0 I3 W1 W2 W3
+
+    Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.1; torch's ``ScheduleZBH1``.
+    """
+    one_stage_each(graph, "zb1p")
+    stages = len(graph.stages)
+    ahead, lag = [stages - s for s in range(stages)], list(range(stages))
+    return _program(graph, microbatches, ahead, lag, False, weight_keeps)
+
+
+def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
+    """Return ZB-H2: about twice as many forwards ahead, so that no stage waits for its first backward; 2p activations.
+
+    Stage s of S runs 1 + a(S - 1 - s) forwards ahead and its weight gradients b s microbatches late. With equal parts
+    a = b = 2 leaves no bubble at all once m >= 2p - 1 (p = 3, m = 6)::
+
+        device 0  F0 F1 F2 F3 F4 I0 F5 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+        device 1  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 W0 I3 W1 I4 W2 I5 W3 W4 W5
+        device 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 W0 I5 W1 W2 W3 W4 W5
+
+    For unequal parts the simulator picks a, b and whether W or F goes first: steepest descent over a grid, scored by
+    the longest span of a device (then the makespan) on at most 4p microbatches. An activation between the two parts of
+    its backward counts ``weight_keeps``. A heuristic. Source: Qi et al. 2024, sections 2.2 and 3.1.
+    """
+    one_stage_each(graph, "zb2p")
+    stages = len(graph.stages)
+    probe = min(microbatches, 4 * stages)
+    budget = max(24, SEARCH_STEPS // max(1, probe * (len(graph.operations) + stages)))
+    shape = _search(graph, probe, budget, weight_keeps)
+    return _shaped(graph, microbatches, shape, weight_keeps)
+
+
+Shape = tuple[int, int, bool]  # (10 a, 10 b, whether W goes before F)
+
+
+def _search(graph: StageGraph, microbatches: int, budget: int, weight_keeps: Fraction) -> Shape:
+    stages = len(graph.stages)
+    scores: dict[Shape, tuple[int, int]] = {}
+
+    def score(shape: Shape) -> tuple[int, int]:
+        if shape not in scores:
+            ahead, lag = _ahead_and_lag(stages, shape)
+            held = max(
+                _most_held(_order(s, microbatches, ahead[s], lag[s], shape[2]), weight_keeps) for s in range(stages)
+            )
+            scores[shape] = (10**30, 0)
+            if held <= 2 * stages and len(scores) <= budget:
+                timeline = simulate(_shaped(graph, microbatches, shape, weight_keeps))
+                lanes = range(len(timeline.program.lanes))
+                scores[shape] = max(map(timeline.span_ns, lanes)), timeline.makespan_ns
+        return scores[shape]
+
+    def descend(shape: Shape) -> Shape:
+        while True:
+            a, b, _ = shape
+            near = [
+                (a + step_a, b + step_b, first)
+                for step_a in (-4, -2, 0, 2, 4)
+                for step_b in (-8, -4, -2, 0, 2, 4, 8)
+                for first in (False, True)
+                if a + step_a >= 10 and b + step_b >= 0
+            ]
+            best = min(near, key=lambda other: (score(other), other))
+            if score(best) >= score(shape):
+                return shape
+            shape = best
+
+    starts: list[Shape] = [(20, 20, False), (20, 20, True), (10, 10, False)]
+    return min(map(descend, starts), key=lambda shape: (score(shape), shape))
+
+
+def _shaped(graph: StageGraph, microbatches: int, shape: Shape, weight_keeps: Fraction) -> Program:
+    ahead, lag = _ahead_and_lag(len(graph.stages), shape)
+    return _program(graph, microbatches, ahead, lag, shape[2], weight_keeps)
+
+
+def _ahead_and_lag(stages: int, shape: Shape) -> tuple[list[int], list[int]]:
+    a, b, _ = shape
+    return [1 + round(a * (stages - 1 - s) / 10) for s in range(stages)], [round(b * s / 10) for s in range(stages)]
+
+
+def _program(
+    graph: StageGraph,
+    microbatches: int,
+    ahead: Sequence[int],
+    lag: Sequence[int],
+    weight_first: bool,
+    weight_keeps: Fraction,
+) -> Program:
+    passes = {
+        stage.resource: _order(s, microbatches, ahead[s], lag[s], weight_first) for s, stage in enumerate(graph.stages)
+    }
+    return explicit(graph, microbatches, passes, weight_keeps)
+
+
+def _order(stage: int, microbatches: int, ahead: int, lag: int, weight_first: bool) -> list[Pass]:
+    """``ahead`` forwards, then rounds of one backward, one forward, and one weight part ``lag`` backwards late."""
+    ahead = min(ahead, microbatches)
+    order: list[Pass] = [("F", stage, m) for m in range(ahead)]
+    for m in range(microbatches):
+        order.append(("B", stage, m))
+        forward: list[Pass] = [("F", stage, ahead + m)] if ahead + m < microbatches else []
+        weight: list[Pass] = [("W", stage, m - lag)] if m >= lag else []
+        order += weight + forward if weight_first else forward + weight
+    order += [("W", stage, m) for m in range(max(0, microbatches - lag), microbatches)]
+    return order
+
+
+def _most_held(order: Sequence[Pass], weight_keeps: Fraction) -> Fraction:
+    """Return the most activations held, counting ``weight_keeps`` of one between the parts of its backward."""
+    change = {"F": Fraction(1), "B": weight_keeps - 1, "W": -weight_keeps}
+    held = most = Fraction(0)
+    for kind, _, _ in order:
+        held += change[kind]
+        most = max(most, held)
+    return most
