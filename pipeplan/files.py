@@ -51,19 +51,27 @@ Form = TypeVar("Form", bound=msgspec.Struct)
 def read_text(path: str) -> str:
     """Return the text of a file, or of standard input for ``-``; BadInput when it cannot be read as UTF-8."""
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text.encode()  # in some locales standard input lets other bytes through as lone surrogates
+    except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadInput(f"{path}: cannot be read: {reason}") from error
+    return text.removeprefix("\ufeff")
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file atomically (a reader sees the old one or the new one), or standard output for ``-``."""
+    """Write a file atomically (a reader sees the old one or the new one), or standard output for ``-``.
+
+    Links are followed; what is no regular file, such as a pipe or ``/dev/null``, is written to and not replaced.
+    """
     if path == "-":
         sys.stdout.write(text)
         return
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
@@ -88,7 +96,10 @@ def _decode(text: str, form: type[Form], place: str) -> Form:
     try:
         return msgspec.json.decode(text.encode(), type=form)
     except msgspec.MsgspecError as error:  # malformed JSON and validation errors alike
-        raise BadInput(f"{place}: {str(error)[0].lower()}{str(error)[1:]}") from error
+        said = str(error)
+        raise BadInput(f"{place}: {said if said.startswith('JSON') else said[0].lower() + said[1:]}") from error
+    except RecursionError as error:
+        raise BadInput(f"{place}: JSON is nested too deeply") from error
 
 
 def _encode(form: msgspec.Struct) -> str:
@@ -196,9 +207,13 @@ def platform_of(form: PlatformFile, place: str) -> Platform:
             if entry.memory is not None
             else parse_bytes(form.memory or "", f"{place}: $.memory")
         )
-        speed = Fraction(1) if entry.speed is None else Fraction(str(entry.speed))
-        if not Fraction(1, 1000) <= speed <= 1000 or (speed * 1000).denominator != 1:
-            raise BadInput(f"{here}.speed: {entry.speed} is not between 0.001 and 1000 with at most three decimals")
+        given = Fraction(1) if entry.speed is None else Fraction(str(entry.speed))
+        speed = given.limit_denominator(1000)  # so that 2/3, written as a decimal, comes back
+        if not Fraction(1, 1000) <= given <= 1000 or float(speed) != float(given):
+            raise BadInput(
+                f"{here}.speed: {entry.speed} is not between 0.001 and 1000 with at most three decimals "
+                "(or a fraction of whole numbers up to 1000)"
+            )
         devices.append(Device(memory, speed))
     return Platform(tuple(devices), tuple(levels), form.full_duplex)
 
@@ -292,7 +307,9 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     no meaning.
     """
     form = _decode(read_text(path), PlanFile, path)
-    chain = chain_of(ProfileFile(**{f: getattr(form.profile, f) for f in ProfileFile.__struct_fields__}), path)
+    chain = chain_of(
+        ProfileFile(**{f: getattr(form.profile, f) for f in ProfileFile.__struct_fields__}), f"{path}: $.profile"
+    )
     plan = Plan(
         chain=chain,
         platform=platform_of(form.platform, f"{path}: $.platform"),
@@ -327,14 +344,17 @@ def load_plan(path: str) -> Plan:
 
 def _figures(form: PlanFile, plan: Plan) -> list[str]:
     """Compare a plan's reported figures with those that follow from its stages and starts."""
-    quoted = any_of(plan.lower_bounds)
-    if quoted is None:
+    if any_of(plan.lower_bounds) is None:
         return ["lower_bounds quotes none of class any"]
-    allowed = Problem(plan.chain, plan.platform, plan.policy, quoted.replicas, quoted.checkpointing)
-    derived = any_bound(allowed).period_ns
     found = []
-    if quoted.period_ns > derived:
-        found.append(f"lower_bounds: {quoted.period_ns} ns of class any is more than can be derived ({derived} ns)")
+    for bound in plan.lower_bounds:
+        if bound.allocation == "any":
+            allowed = Problem(plan.chain, plan.platform, plan.policy, bound.replicas, bound.checkpointing)
+            derived = any_bound(allowed).period_ns
+            if bound.period_ns > derived:
+                found.append(
+                    f"lower_bounds: {bound.period_ns} ns of class any is more than can be derived ({derived} ns)"
+                )
     expected = plan_form(plan)
     for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):
         for name in DeviceUseFile.__struct_fields__:

@@ -9,7 +9,8 @@ import msgspec
 from .plan import ScheduleKind
 from .problem import Optimizer, Precision, Weights
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validator says in its own words
 
 
 class LayerFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -105,14 +106,14 @@ class OperationFile(msgspec.Struct, forbid_unknown_fields=True):
 
     kind: Literal["F", "B", "SEND_F", "SEND_B"]
     stage: int
-    start_ns: int
-    duration_ns: int
+    start_ns: Instant
+    duration_ns: Instant
 
 
 class PatternFile(msgspec.Struct, forbid_unknown_fields=True):
     """The periodic pattern."""
 
-    period_ns: int
+    period_ns: Instant
     operations: list[OperationFile]
 
 
@@ -133,7 +134,7 @@ class BoundFile(msgspec.Struct, forbid_unknown_fields=True, rename={"allocation"
     allocation: Literal["contiguous", "one-special", "any"]
     replicas: bool
     checkpointing: Literal["none", "stages", "segments"]
-    period_ns: int
+    period_ns: Positive
 
 
 class ProvenanceFile(msgspec.Struct, forbid_unknown_fields=True):

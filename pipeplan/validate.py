@@ -12,7 +12,7 @@ from . import costs
 from .errors import InvalidPlan
 from .plan import Pattern, Plan, TimedOp
 from .problem import Chain, Platform
-from .stages import Operation, StageGraph, most_in_flight, resource_use, stage_graph, starts_of
+from .stages import Operation, Resource, StageGraph, most_in_flight, resource_use, stage_graph, starts_of
 from .units import format_bytes
 
 
@@ -182,7 +182,7 @@ def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
         period = resource.replicas * pattern.period_ns
         load = sum(pattern.operations[i].duration_ns for i in indices)
         if load > period:
-            found.append(f"{resource.name} is busy {load} ns in each of its periods of {period} ns")
+            found.append(f"{_each(resource)} is busy {load} ns in each of its periods of {period} ns")
             continue
         ops = sorted((pattern.operations[i] for i in indices), key=lambda op: (op.start_ns % period, op.duration_ns))
         for one, other in pairwise([*ops, ops[0]]):
@@ -196,6 +196,10 @@ def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
     return found
 
 
+def _each(resource: Resource) -> str:
+    return resource.name if resource.is_link or resource.replicas == 1 else f"each of {resource.name}"
+
+
 def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
     found = []
     for index, resource in enumerate(graph.resources):
@@ -207,7 +211,7 @@ def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
                 f"stage {s} with {n} in flight" for s, n in zip(graph.stages_on(index), use.in_flight, strict=True)
             )
             found.append(
-                f"{resource.name} needs {format_bytes(use.peak_bytes)} ({use.peak_bytes} bytes: weights "
+                f"{_each(resource)} needs {format_bytes(use.peak_bytes)} ({use.peak_bytes} bytes: weights "
                 f"{format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)}, buffers "
                 f"{format_bytes(use.buffer_bytes)}; {held}) but has {format_bytes(use.memory_bytes)} "
                 f"({use.memory_bytes} bytes)"

@@ -231,7 +231,7 @@ def test_a_replica_sees_every_second_microbatch_only():
     plan = plan_by_hand(stages, [0, 8], 12, 200)
     assert violations(plan) == []
     found = violations(with_starts(plan, [0, 8], 11))
-    assert found == ["devices 0,1 is busy 24 ns in each of its periods of 22 ns"]
+    assert found == ["each of devices 0,1 is busy 24 ns in each of its periods of 22 ns"]
     only(with_starts(plan, [0, 28]), "F of stage 0 (offset 0 ns, 8 ns long) overlaps B of stage 0 (offset 4 ns)")
 
 
@@ -258,7 +258,7 @@ def test_memory_names_what_needs_it():
         f"({peak - 1} bytes)",
         "stage 0 with 4 in flight, stage 2 with 1 in flight",
     )
-    only(with_memory(replicated(), 1, 0), "devices 0,1 needs", "stage 0 with 2 in flight", "(0 bytes)")
+    only(with_memory(replicated(), 1, 0), "each of devices 0,1 needs", "stage 0 with 2 in flight", "(0 bytes)")
     assert violations(with_memory(plan, 2, 0)) == []  # unused
 
 
