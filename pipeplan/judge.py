@@ -12,7 +12,7 @@ from math import inf
 
 from .plan import Allocation, Bound, Pattern, Stage
 from .problem import Problem
-from .schedule.group_bound import group_bound
+from .schedule.group_bound import group_bound, may_reach
 from .schedule.ilp import IlpStatus, Solver, schedule_ilp
 from .schedule.one_f_one_b import best_one_f_one_b_star
 from .stages import StageGraph, stage_graph
@@ -74,6 +74,22 @@ class Judge:
     def limit(self) -> int | None:
         """Cost that an allocation must beat, or None while nothing fits."""
         return None if self.best is None else self.best.cost
+
+    def promise(self, allocation: Allocation) -> int | None:
+        """Return a lower bound on the allocation's period, or None when it was judged or cannot become the best."""
+        if allocation.stages in self.seen:
+            return None
+        problem = self.problem
+        graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+        if self.limit is not None and not may_reach(graph, self.limit - 1):
+            return None
+        return group_bound(graph)
+
+    def improves(self, allocation: Allocation) -> bool:
+        """Judge an allocation and return whether it is the best so far."""
+        before = self.best
+        self(allocation)
+        return self.best is not before
 
     def __call__(self, allocation: Allocation) -> int | None:
         """Return the allocation's cost when it can run and was not judged before; None otherwise.

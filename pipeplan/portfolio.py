@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from .bounds import any_bound
 from .judge import Judge, period_cost
 from .partition import madpipe
+from .partition.balance import balance
 from .partition.contiguous import contiguous
+from .partition.local_search import local_search
 from .plan import Allocation, Bound
 from .problem import Problem
 
@@ -24,7 +26,7 @@ class Effort:
     moves: int
 
 
-EFFORTS = {"quick": Effort(0, 0), "normal": Effort(8, 150), "high": Effort(24, 1500)}
+EFFORTS = {"quick": Effort(0, 0), "normal": Effort(8, 1000), "high": Effort(24, 20000)}
 
 
 def search(problem: Problem, judge: Judge, effort: Effort) -> None:
@@ -33,10 +35,28 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> None:
     For drained mini-batches, whose cost is not the period, only the contiguous plan is proposed.
     """
     bound = any_bound(problem).period_ns
-    for allocation in _candidates(problem, judge, effort):
+
+    def done() -> bool:
+        return judge.expired or (judge.limit is not None and judge.limit <= bound)
+
+    for allocation in propose_contiguous(problem, judge):
         judge(allocation)
-        if judge.expired or judge.cost is not period_cost or (judge.limit is not None and judge.limit <= bound):
+    if judge.cost is not period_cost or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+        return
+    for allocation in _one_special(problem, judge, effort.periods):
+        judge(allocation)
+        if done():
             return
+    start = _start(problem, judge)
+    if start is not None:
+        local_search(problem, start, judge.promise, judge.improves, effort.moves, done)
+
+
+def _start(problem: Problem, judge: Judge) -> Allocation | None:
+    """Return where local search starts: the best so far, or else the evenest split over single devices."""
+    if judge.best is not None:
+        return judge.best.allocation
+    return next(balance(problem), None)
 
 
 def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
@@ -45,13 +65,6 @@ def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
         assert allocation.claimed_period_ns is not None
         judge.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.claimed_period_ns))
         yield allocation
-
-
-def _candidates(problem: Problem, judge: Judge, effort: Effort) -> Iterator[Allocation]:
-    yield from propose_contiguous(problem, judge)
-    if len(problem.platform) < 2 or len(problem.chain) < 3:
-        return
-    yield from _one_special(problem, judge, effort.periods)
 
 
 def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Allocation]:

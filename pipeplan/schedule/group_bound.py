@@ -42,6 +42,11 @@ def group_bound(graph: StageGraph) -> int | None:
     return None if found is None else found[0]
 
 
+def may_reach(graph: StageGraph, period: int) -> bool:
+    """Whether the group counts allow a valid pattern of ``period`` ns: :func:`group_bound` is at most that."""
+    return period >= graph.period_floor_ns and _counts_fit(graph, period)
+
+
 def _counts_fit(graph: StageGraph, period: int) -> bool:
     counts, lifetime = group_counts(graph, period)
     policy = graph.policy

@@ -1,0 +1,197 @@
+"""Local search over all allocations: any device may hold several stages, replicated or recomputed ones too.
+
+Beyond MadPipe, whose one special device is the only one with several stages (its section 4.2). A heuristic without
+guarantee: it starts from a good plan, walks to better neighbours, and jumps when none is better. It schedules nothing
+itself; it is handed a judge.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ..plan import Allocation, Stage
+from ..problem import Problem
+
+Stages = tuple[Stage, ...]
+STEPS = (1, -1, 2, -2, 4, -4, 8, -8)  # layers by which a boundary moves
+MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
+
+
+def local_search(
+    problem: Problem,
+    start: Allocation,
+    promise: Callable[[Allocation], int | None],
+    judge: Callable[[Allocation], bool],
+    budget: int,
+    done: Callable[[], bool],
+    seed: int = 0,
+) -> int:
+    """Walk from ``start`` to better allocations; return how many candidates were looked at, about ``budget`` at most.
+
+    ``promise`` bounds an allocation's period from below without scheduling it, or says None when it cannot become the
+    best; ``judge`` schedules it and says whether it is the best so far. Neighbours are judged in the order of their
+    promises; when none is better, the search goes on from two random moves away from the best. Deterministic, but for
+    ``done``, which ends it.
+    """
+    rng = random.Random(seed)
+    best = current = _normal(start.stages)
+    seen = {current}
+    looked = 0
+    while looked < budget and not done():
+        hopeful: list[tuple[int, int, Stages]] = []
+        for neighbour in _neighbours(problem, current, rng):
+            if neighbour in seen:
+                continue
+            seen.add(neighbour)
+            looked += 1
+            bound = promise(Allocation(neighbour))
+            if bound is not None:
+                hopeful.append((bound, len(hopeful), neighbour))
+            if looked >= budget:
+                break
+        improved = False
+        for _, _, neighbour in sorted(hopeful):
+            if judge(Allocation(neighbour)):
+                best = current = neighbour
+                improved = True
+                break
+            if done():
+                return looked
+        if not improved:
+            current = best
+            for _ in range(2):
+                options = list(_neighbours(problem, current, rng))
+                if options:
+                    current = rng.choice(options)
+            looked += 1
+    return looked
+
+
+def _neighbours(problem: Problem, stages: Stages, rng: random.Random) -> Iterator[Stages]:
+    """Yield the allocations one move away, each normalised, kind by kind."""
+    moves = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
+    found = []
+    for move in moves:
+        found += [_normal(stages) for stages in move(problem, stages)]
+    rng.shuffle(found)
+    limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
+    yield from (stages for stages in found if len(stages) <= limit and _takes_time(problem, stages))
+
+
+def _normal(stages: Stages) -> Stages:
+    """Join neighbours on the same devices that are recomputed alike: one stage does what they do, without a seam."""
+    joined: list[Stage] = []
+    for stage in stages:
+        last = joined[-1] if joined else None
+        if last is not None and last.devices == stage.devices and bool(last.checkpoint) == bool(stage.checkpoint):
+            joined[-1] = _cut(last, last.start, stage.stop)
+        else:
+            joined.append(stage)
+    return tuple(joined)
+
+
+def _cut(stage: Stage, start: int, stop: int) -> Stage:
+    """Return the stage with other layers, recomputed as a whole if it was recomputed at all."""
+    return replace(stage, start=start, stop=stop, checkpoint=((start, stop),) if stage.checkpoint else ())
+
+
+def _takes_time(problem: Problem, stages: Stages) -> bool:
+    total = problem.chain.sums.forward_ns + problem.chain.sums.backward_ns
+    return all(total[stage.stop] > total[stage.start] for stage in stages)
+
+
+def _groups(stages: Stages) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(stage.devices for stage in stages))
+
+
+def _homes(problem: Problem, stages: Stages) -> list[tuple[int, ...]]:
+    """Return the device groups in use, and the first unused device of each kind."""
+    groups = _groups(stages)
+    used = {device for group in groups for device in group}
+    kinds: dict[object, int] = {}
+    for d, device in enumerate(problem.platform.devices):
+        if d not in used:
+            kinds.setdefault(device, d)
+    return groups + [(d,) for d in kinds.values()]
+
+
+def _shifted(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    for s in range(len(stages) - 1):
+        one, other = stages[s], stages[s + 1]
+        for step in STEPS:
+            boundary = one.stop + step
+            if one.start < boundary < other.stop:
+                pair = (_cut(one, one.start, boundary), _cut(other, boundary, other.stop))
+                yield stages[:s] + pair + stages[s + 2 :]
+
+
+def _reassigned(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    for s, stage in enumerate(stages):
+        for home in _homes(problem, stages):
+            if home != stage.devices:
+                yield (*stages[:s], replace(stage, devices=home), *stages[s + 1 :])
+
+
+def _swapped(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    for s, one in enumerate(stages):
+        for t in range(s + 1, len(stages)):
+            if stages[t].devices != one.devices:
+                exchanged = list(stages)
+                exchanged[s] = replace(one, devices=stages[t].devices)
+                exchanged[t] = replace(stages[t], devices=one.devices)
+                yield tuple(exchanged)
+
+
+def _split(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    """Give the head or the tail of a stage to other devices: an eighth, a quarter or half of its time."""
+    total = problem.chain.sums.forward_ns + problem.chain.sums.backward_ns
+    for s, stage in enumerate(stages):
+        work = total[stage.stop] - total[stage.start]
+        cuts = set()
+        for share in (1, 2, 4, 6, 7):
+            aim = total[stage.start] + work * share // 8
+            cuts.add(min(range(stage.start, stage.stop), key=lambda i: abs(int(total[i]) - int(aim))))
+        for cut in sorted(cuts - {stage.start}):
+            head, tail = _cut(stage, stage.start, cut), _cut(stage, cut, stage.stop)
+            for home in _homes(problem, stages):
+                if home != stage.devices:
+                    yield (*stages[:s], replace(head, devices=home), tail, *stages[s + 1 :])
+                    yield (*stages[:s], head, replace(tail, devices=home), *stages[s + 1 :])
+
+
+def _merged(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    for s in range(len(stages) - 1):
+        for keep in (stages[s], stages[s + 1]):
+            yield (*stages[:s], _cut(keep, stages[s].start, stages[s + 1].stop), *stages[s + 2 :])
+
+
+def _replicated(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    """Give a group an unused device, take one from it, or move one to another group."""
+    if not problem.replicas:
+        return
+    groups = _groups(stages)
+    used = {device for group in groups for device in group}
+    spare = next((d for d in range(len(problem.platform)) if d not in used), None)
+    for group in groups:
+        if len(group) > 1:
+            yield _regrouped(stages, {group: group[:-1]})
+        if spare is not None:
+            yield _regrouped(stages, {group: (*group, spare)})
+        for other in groups:
+            if other != group and len(group) > 1:
+                yield _regrouped(stages, {group: group[:-1], other: (*other, group[-1])})
+
+
+def _regrouped(stages: Stages, groups: dict[tuple[int, ...], tuple[int, ...]]) -> Stages:
+    return tuple(replace(stage, devices=groups.get(stage.devices, stage.devices)) for stage in stages)
+
+
+def _recomputed(problem: Problem, stages: Stages) -> Iterator[Stages]:
+    """Recompute a stage as a whole, or store it as a whole."""
+    if problem.checkpointing == "none":
+        return
+    for s, stage in enumerate(stages):
+        whole = () if stage.checkpoint else ((stage.start, stage.stop),)
+        yield (*stages[:s], replace(stage, checkpoint=whole), *stages[s + 1 :])
