@@ -220,17 +220,24 @@ class _Run:
         self._prepare_rules()
 
     def _prepare_lanes(self) -> None:
+        listed = bytearray(self.total)
         for number, lane in enumerate(self.program.lanes):
             previous = -1
             self.steps += len(lane.steps)
             for step in lane.steps:
                 index = step.microbatch * self.length + step.position
+                if listed[index]:
+                    raise PipeplanError(f"the program runs {self.program.name(step)} twice")
+                listed[index] = 1
                 if lane.rule is not None:
                     self.deciding[index] = number
                 elif previous >= 0:
                     self.following[previous] = index
                     self.waiting[index] += 1
                 previous = index
+        expected = sum(self.program.microbatches // work.covers for work in self.program.operations)
+        if self.steps != expected:
+            raise PipeplanError(f"the program runs {self.steps} steps; its microbatches have {expected}")
 
     def _prepare_rules(self) -> None:
         """List what a step's start sets off, as (position after, step in microbatches, delay from the start or None).

@@ -99,6 +99,8 @@ def random_plan(
     """Return a valid plan: any kind of chain, platform, policy, stages and order, often just fitting its memory."""
     layers, devices = rng.randint(1, most_layers), rng.randint(1, most_devices)
     chain = random_chain(rng, layers, edges=rng.random() < 0.5, saved=rng.random() < 0.5, optimizer=optimizer)
+    if rng.random() < 0.15:  # synchronisation matters
+        chain = replace(chain, layers=tuple(replace(x, weight_bytes=40 * x.weight_bytes) for x in chain.layers))
     platform = random_platform(rng, devices, levels=True, latency=True, speeds=True, duplex=duplex)
     policy = random_policy(rng, weights)
     shared = rng.random() < 0.5 if shared is None else shared
