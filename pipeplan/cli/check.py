@@ -16,13 +16,18 @@ from .options import JSON, PLAN
 def command(plan: str, as_json: bool) -> None:
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
+    Its order is also proved free of deadlock with blocking sends and receives.
+
     \b
     Example: pipeplan check plan.json
     """
+    from ..deadlock import plan_deadlock
     from ..files import read_plan
     from ..report.tables import headline
 
     loaded, found = read_plan(plan)
+    if not found and loaded.pattern is not None:
+        found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
     if as_json:
         click.echo(json.dumps({"valid": not found, "violations": found}, indent=1))
         raise click.exceptions.Exit(1 if found else 0)

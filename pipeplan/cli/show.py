@@ -1,4 +1,4 @@
-"""``pipeplan show``: one period of a plan in the terminal."""
+"""``pipeplan show``: one period of a plan in the terminal, or as a picture."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from .options import JSON, PLAN
 @click.command()
 @PLAN
 @click.option("--width", type=click.IntRange(40), help="Columns.  [default: the terminal's]")
+@click.option("--no-links", is_flag=True, help="Draw GPUs only.")
+@click.option("-o", "--output", metavar="FILE", help="Draw it into a .svg, .png or .pdf instead.")
 @JSON
-def command(plan: str, width: int | None, as_json: bool) -> None:
+def command(plan: str, width: int | None, no_links: bool, output: str | None, as_json: bool) -> None:
     """Draw one period of PLAN: what every GPU and link does when, in the steady state.
 
     \b
     Example: pipeplan show plan.json
+    Example: pipeplan show plan.json -o pattern.svg
     """
     from ..files import load_plan
-    from ..report.gantt import pattern_rows
-    from ..report.tables import print_pattern
+    from ..report.gantt import pattern_window, rows_data
+    from ..report.timelines import print_pattern
 
     loaded = load_plan(plan)
+    if output is not None:
+        from ..report.figures import save_pattern
+
+        save_pattern(loaded, output)
     if as_json:
-        click.echo(json.dumps(pattern_rows(loaded), indent=1))
-    else:
-        print_pattern(loaded, width)
+        click.echo(json.dumps(rows_data(*pattern_window(loaded)), indent=1))
+    elif output is None:
+        print_pattern(loaded, width, not no_links)

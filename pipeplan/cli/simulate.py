@@ -1,36 +1,144 @@
-"""``pipeplan simulate``: fill, steady state and drain of a plan."""
+"""``pipeplan simulate``: fill, steady state and drain of a plan, under its own schedule or any other."""
 
 from __future__ import annotations
 
 import json
+from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import click
 
 from .options import JSON, PLAN
 
 
+class Share(click.ParamType[float]):
+    """A share such as ``5%``, as a fraction of one."""
+
+    name = "PERCENT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return ``0.05`` for ``5%``."""
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        if not text.endswith("%"):
+            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
+        try:
+            number = float(text[:-1])
+        except ValueError:
+            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
+        if not 0 <= number <= 100:
+            self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
+        return number / 100
+
+
 @click.command()
 @PLAN
 @click.option("--microbatches", type=click.IntRange(1, 10**6), help="How many to run.  [default: enough to settle]")
+@click.option(
+    "--schedule",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
+    "several are compared.  [default: pattern]",
+)
+@click.option("--depth", type=click.IntRange(1), help="pipedream: microbatches in flight.  [default: NOAM]")
+@click.option("--chunks", type=click.IntRange(1), help="interleaved: stages per GPU.  [default: 2]")
+@click.option("--batch", type=click.IntRange(1), help="nf1b: microbatches per mini-batch.  [default: 4]")
+@click.option("--limit", type=click.IntRange(1), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
+@click.option(
+    "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
+)
+@click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="First seed of --jitter.")
+@click.option("--runs", type=click.IntRange(1, 10**4), default=20, show_default=True, help="Seeds of --jitter.")
 @click.option("--width", type=click.IntRange(40), help="Columns.  [default: the terminal's]")
+@click.option("--links", is_flag=True, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")
+@click.option("-o", "--output", metavar="FILE", help="Also draw the run: .svg, .png or .pdf.")
+@click.option("--trace", metavar="FILE", help="Also write a Chrome trace, which ui.perfetto.dev opens.")
 @JSON
-def command(plan: str, microbatches: int | None, width: int | None, as_text: bool, as_json: bool) -> None:
+def command(
+    plan: str,
+    microbatches: int | None,
+    names: tuple[str, ...],
+    jitter: float | None,
+    seed: int,
+    runs: int,
+    width: int | None,
+    links: bool,
+    as_text: bool,
+    output: str | None,
+    trace: str | None,
+    as_json: bool,
+    weight_keeps: float | None,
+    **options: Any,
+) -> None:
     """Run PLAN in simulation: every operation as soon as its order and its inputs allow.
+
+    With several schedules, or all, print them side by side, the best for this plan first.
 
     \b
     Example: pipeplan simulate plan.json --microbatches 64
+    Example: pipeplan simulate plan.json --schedule all --jitter 5%
     """
-    from ..files import load_plan
-    from ..report.simulation import simulate_plan
+    from ..errors import BadInput
+    from ..files import load_plan, write_text
+    from ..report.simulation import Refused, compare_schedules, simulate_plan
+    from ..schedules import SCHEDULES
 
+    names = names or ("pattern",)
+    unknown = [name for name in names if name not in SCHEDULES and name != "all"]
+    if unknown:
+        raise click.UsageError(f"--schedule: {unknown[0]!r} is not one of {', '.join(SCHEDULES)}, all")
     loaded = load_plan(plan)
-    simulation = simulate_plan(loaded, microbatches)
-    if as_text:
-        click.echo(simulation.timeline.program.text(), nl=False)
-    elif as_json:
-        click.echo(json.dumps(simulation.figures(), indent=1))
+    if weight_keeps is not None:
+        options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
+    refused: list[Refused] = []
+    chosen = list(SCHEDULES) if "all" in names else list(dict.fromkeys(names))
+    if len(chosen) == 1:
+        simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
     else:
-        from ..report.tables import print_simulation
+        simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
+    if jitter is not None:
+        simulations = _shaken(simulations, jitter, range(seed, seed + runs))
+    if len(chosen) > 1 and (as_text or output or trace):
+        raise BadInput("--text, --output and --trace show one schedule; name only one")
+    if output is not None:
+        from ..report.figures import save_timeline
 
-        print_simulation(simulation, width)
+        save_timeline(simulations[0], output)
+    if trace is not None:
+        from ..report.trace import trace_text
+
+        write_text(trace, trace_text(simulations[0].timeline, loaded.platform))
+    if as_text:
+        click.echo(simulations[0].timeline.program.text(), nl=False)
+    elif as_json:
+        figures: Any = [simulation.figures() for simulation in simulations]
+        if len(chosen) > 1:
+            figures = {"schedules": figures, "refused": [{"schedule": x.schedule, "reason": x.reason} for x in refused]}
+        else:
+            figures = figures[0]
+        click.echo(json.dumps(figures, indent=1))
+    elif len(chosen) > 1:
+        from ..report.timelines import print_comparison
+
+        print_comparison(simulations, refused, loaded, width)
+    else:
+        from ..report.timelines import print_simulation
+
+        print_simulation(simulations[0], width, links)
+
+
+def _shaken(simulations: list[Any], jitter: float, seeds: range) -> list[Any]:
+    """Return the simulations with their runs under jitter, showing progress on standard error."""
+    from ..report.simulation import under_jitter
+
+    progress: Any = click.progressbar(
+        length=len(simulations) * len(seeds), label="jitter", file=click.get_text_stream("stderr")
+    )
+    with progress as bar:
+        return [under_jitter(simulation, jitter, seeds, partial(bar.update, 1)) for simulation in simulations]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import median
 from typing import Any
 
 from rich.text import Text
@@ -16,29 +17,39 @@ from ..stages import stage_graph
 STYLES = {
     "F": "black on bright_blue",
     "B": "black on bright_green",
+    "W": "black on bright_magenta",
     "SEND_F": "black on cyan",
     "SEND_B": "black on yellow",
 }
-FILL = {"F": "=", "B": "#", "SEND_F": ">", "SEND_B": "<"}
+FILL = {"F": "=", "B": "#", "W": "+", "SEND_F": ">", "SEND_B": "<"}
+READABLE_COLUMNS = 4  # of a typical bar, in a chart that shows its operations one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One operation in a row: [start, end) in ns."""
+    """One operation in a row: [start, end) in ns. ``chunk`` counts the stages of its device before its own."""
 
     start_ns: int
     end_ns: int
     kind: str
     stage: int
     microbatch: int
+    chunk: int = 0
+
+    @property
+    def label(self) -> str:
+        """``F12``, in lower case for a device's second and later stages; a transfer's direction without SEND."""
+        text = f"{self.kind.removeprefix('SEND_')}{self.microbatch}"
+        return text.lower() if self.chunk else text
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one device or link does."""
+    """What one device or link does; ``device`` is None for a link."""
 
     name: str
     bars: tuple[Bar, ...]
+    device: int | None = None
 
 
 def pattern_window(plan: Plan) -> tuple[list[Row], int, int]:
@@ -51,7 +62,8 @@ def pattern_window(plan: Plan) -> tuple[list[Row], int, int]:
     period = plan.pattern.period_ns
     end = period * max(resource.replicas for resource in graph.resources)
     rows = []
-    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
+    for index, (resource, indices) in enumerate(zip(graph.resources, graph.on_resource, strict=True)):
+        chunk = {s: i for i, s in enumerate(graph.stages_on(index))}
         for replica in range(resource.replicas):
             bars = []
             for i in indices:
@@ -60,39 +72,38 @@ def pattern_window(plan: Plan) -> tuple[list[Row], int, int]:
                 for m in range(first, (end - op.start_ns) // period + 1):
                     begin = op.start_ns + m * period
                     if m % resource.replicas == replica and begin < end and begin + op.duration_ns > 0:
-                        bars.append(Bar(begin, begin + op.duration_ns, op.kind, op.stage, m))
-            name = resource.name if resource.is_link else f"GPU {resource.devices[replica]}"
-            rows.append(Row(name, tuple(sorted(bars, key=lambda bar: bar.start_ns))))
-    return rows, 0, end
+                        stop = begin + op.duration_ns
+                        bars.append(Bar(begin, stop, op.kind, op.stage, m, chunk.get(op.stage, 0)))
+            device = None if resource.is_link else resource.devices[replica]
+            name = resource.name if device is None else f"GPU {device}"
+            rows.append(Row(name, tuple(sorted(bars, key=lambda bar: bar.start_ns)), device))
+    return sorted(rows, key=lambda row: (row.device is None, row.device or 0)), 0, end
 
 
 def timeline_rows(timeline: Timeline) -> list[Row]:
     """Return the rows of a simulated run, GPUs first."""
-    operations = timeline.program.graph.operations
-    return [
-        Row(
-            lane.name if lane.device is None else f"GPU {lane.device}",
-            tuple(
-                Bar(
-                    timeline.start_ns[step.microbatch][step.position],
-                    timeline.end_ns(step),
-                    operations[step.position].kind,
-                    operations[step.position].stage,
-                    step.microbatch,
-                )
-                for step in lane.steps
-            ),
-        )
-        for lane in timeline.program.lanes
-    ]
+    program = timeline.program
+    chunk: dict[int, int] = {}
+    for index, resource in enumerate(program.graph.resources):
+        if not resource.is_link:
+            chunk |= {s: i for i, s in enumerate(program.graph.stages_on(index))}
+    rows = []
+    for lane in program.lanes:
+        bars = []
+        for step in lane.steps:
+            work = program.operations[step.position]
+            place = 0 if lane.device is None else chunk[work.stage]
+            begin = timeline.begin_ns(step)
+            bars.append(Bar(begin, timeline.end_ns(step), work.kind, work.stage, step.microbatch, place))
+        rows.append(Row(lane.name if lane.device is None else f"GPU {lane.device}", tuple(bars), lane.device))
+    return rows
 
 
-def pattern_rows(plan: Plan) -> dict[str, Any]:
-    """Return one steady period as plain data: window and rows of operations."""
-    rows, start, end = pattern_window(plan)
+def rows_data(rows: Sequence[Row], start_ns: int, end_ns: int) -> dict[str, Any]:
+    """Return a chart as plain data: window and rows of operations."""
     return {
-        "start_ns": start,
-        "end_ns": end,
+        "start_ns": start_ns,
+        "end_ns": end_ns,
         "rows": [
             {
                 "name": row.name,
@@ -112,11 +123,36 @@ def pattern_rows(plan: Plan) -> dict[str, Any]:
     }
 
 
+def panels(timeline: Timeline, columns: int) -> list[tuple[str, int, int]]:
+    """Return (title, start, end) of what to draw of a run: all of it where bars stay readable, else three pieces.
+
+    The pieces, fill, middle and drain, are as long as makes a typical pass of a GPU four columns wide.
+    """
+    lengths = [
+        timeline.length_ns(step)
+        for lane in timeline.program.lanes
+        if lane.device is not None
+        for step in lane.steps[: 4 * len(timeline.program.operations)]
+    ]
+    whole = timeline.makespan_ns
+    readable = int(median(lengths) * columns) // READABLE_COLUMNS if lengths else whole
+    if readable == 0 or readable * 2 >= whole:
+        return [("all of it", 0, whole)]
+    if readable * 3 >= whole:
+        return [("first half", 0, whole // 2), ("second half", whole // 2, whole)]
+    middle = (whole - readable) // 2
+    return [
+        ("fill", 0, readable),
+        ("middle", middle, middle + readable),
+        ("drain", whole - readable, whole),
+    ]
+
+
 def draw(rows: Sequence[Row], start_ns: int, end_ns: int, width: int) -> list[Text]:
     """Return one line of ``width`` columns for each row, the window [start_ns, end_ns) drawn to scale.
 
-    A bar shows its stage's kind and microbatch (``F12``) where there is room, filled with its kind's sign, so that it
-    reads without colour too: = forward, # backward, > and < transfers, . idle.
+    A bar shows its kind and microbatch (``F12``) where there is room, filled with its kind's sign, so that it reads
+    without colour too: = forward, # backward, + weight gradients, > and < transfers, . idle.
     """
     margin = max((len(row.name) for row in rows), default=0) + 1
     columns = max(1, width - margin)
@@ -124,12 +160,13 @@ def draw(rows: Sequence[Row], start_ns: int, end_ns: int, width: int) -> list[Te
     for row in rows:
         cells: list[tuple[str, str]] = [(".", "dim")] * columns
         for bar in row.bars:
+            if bar.start_ns >= end_ns or bar.end_ns < start_ns:
+                continue
             left = _column(max(bar.start_ns, start_ns), start_ns, end_ns, columns)
             right = _column(min(bar.end_ns, end_ns), start_ns, end_ns, columns)
             right = max(right, left + 1)
-            label = f"{bar.kind[-1] if bar.kind.startswith('SEND') else bar.kind}{bar.microbatch}"
             size = right - left
-            text = (label if len(label) <= size else "").ljust(size, FILL[bar.kind])
+            text = (bar.label if len(bar.label) <= size else "").ljust(size, FILL[bar.kind])
             for offset, sign in enumerate(text[: max(0, columns - left)]):
                 cells[left + offset] = (sign, STYLES[bar.kind])
         line = Text(row.name.ljust(margin), no_wrap=True)

@@ -1,41 +1,76 @@
-"""A plan's simulated run and its figures, for tables and scripts."""
+"""A plan's simulated run under one schedule or several, and its figures, for tables and scripts."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
+from ..errors import BadInput
 from ..evaluate import Evaluation, evaluate, flush_makespan_ns
+from ..jitter import jittered_ns
 from ..plan import Plan
-from ..program import unroll
+from ..schedules import default_microbatches, drains, program_of
 from ..simulate import Timeline, simulate
+
+Progress = Callable[[], None]  # called after each simulated run
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan, what it promises, and the timeline of a run of it."""
+    """The timeline of a plan under a schedule; ``promised`` is what the plan's own pattern promises.
+
+    ``jitter_ns`` holds one time per microbatch for each seed under jitter, none without.
+    """
 
     plan: Plan
+    schedule: str
     promised: Evaluation
     timeline: Timeline
+    jitter_ns: tuple[float, ...] = ()
+
+    @property
+    def drained(self) -> bool:
+        """Whether the run ends a mini-batch: the pipeline empties and weights are synchronised."""
+        return drains(self.plan, self.schedule)
 
     @property
     def makespan_ns(self) -> int:
         """Time of the whole run; a drained one ends with its weight synchronisation."""
-        drained = self.plan.schedule.kind == "flush"
-        return flush_makespan_ns(self.timeline) if drained else self.timeline.makespan_ns
+        return flush_makespan_ns(self.timeline) if self.drained else self.timeline.makespan_ns
+
+    @property
+    def per_microbatch_ns(self) -> float:
+        """What a microbatch costs in the long run: its share of a drained run, or the steady period."""
+        return per_microbatch_ns(self.timeline, self.drained)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device stays within its memory."""
+        memory = self.plan.platform.devices
+        return all(
+            self.timeline.peak_bytes(i) <= memory[lane.device].memory_bytes
+            for i, lane in enumerate(self.timeline.program.lanes)
+            if lane.device is not None and lane.steps
+        )
 
     def figures(self) -> dict[str, Any]:
         """Return every figure under a name with its unit; ``period_ns`` is None when the run is too short to settle."""
         timeline, plan = self.timeline, self.plan
-        assert plan.pattern is not None
         lanes = timeline.program.lanes
-        return {
+        own = self.schedule == "pattern"
+        found: dict[str, Any] = {
+            "schedule": self.schedule,
             "microbatches": timeline.program.microbatches,
             "makespan_ns": self.makespan_ns,
             "fill_ns": timeline.fill_ns,
             "period_ns": timeline.steady_period_ns(),
-            "pattern_period_ns": plan.pattern.period_ns,
+            "per_microbatch_ns": self.per_microbatch_ns,
+            "pattern_period_ns": plan.pattern.period_ns if plan.pattern else None,
+            "longest_stage_bubble": timeline.longest_stage_bubble(),
+            "fits": self.fits,
             "devices": [
                 {
                     "device": lane.device,
@@ -43,7 +78,7 @@ class Simulation:
                     "bubble": timeline.bubble(i),
                     "in_flight": timeline.in_flight(i),
                     "peak_bytes": timeline.peak_bytes(i),
-                    "predicted_peak_bytes": self.promised.devices[lane.device].peak_bytes,
+                    "predicted_peak_bytes": self.promised.devices[lane.device].peak_bytes if own else None,
                     "memory_bytes": plan.platform.devices[lane.device].memory_bytes,
                 }
                 for i, lane in enumerate(lanes)
@@ -55,16 +90,79 @@ class Simulation:
                 if lane.device is None
             ],
         }
+        if self.jitter_ns:
+            found["jitter"] = {
+                "runs": len(self.jitter_ns),
+                "median_ns": statistics.median(self.jitter_ns),
+                "p95_ns": percentile_95(self.jitter_ns),
+            }
+        return found
 
 
-def simulate_plan(plan: Plan, microbatches: int | None = None) -> Simulation:
-    """Return the simulated run of a valid plan.
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A schedule that the plan cannot run under, and why."""
+
+    schedule: str
+    reason: str
+
+
+def per_microbatch_ns(timeline: Timeline, drained: bool) -> float:
+    """Return the share of a microbatch in a drained run, or the period of the steady middle of an endless one."""
+    steady = None if drained else timeline.steady_period_ns()
+    total = flush_makespan_ns(timeline) if drained else timeline.makespan_ns
+    return total / timeline.program.microbatches if steady is None else steady
+
+
+def percentile_95(values: Iterable[float]) -> float:
+    """Return the smallest of ``values`` that at least 95% of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[ceil(0.95 * len(ordered)) - 1]
+
+
+def simulate_plan(
+    plan: Plan, microbatches: int | None = None, schedule: str = "pattern", options: Mapping[str, Any] | None = None
+) -> Simulation:
+    """Return the simulated run of a valid plan under ``schedule``.
 
     By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: eight times those
     in flight, at least 32.
     """
     promised = evaluate(plan)
     if microbatches is None:
-        microbatches = plan.schedule.microbatches or max(32, 8 * promised.most_in_flight)
-    assert plan.pattern is not None
-    return Simulation(plan, promised, simulate(unroll(promised.graph, plan.pattern, microbatches)))
+        microbatches = default_microbatches(plan, promised.most_in_flight)
+    return Simulation(plan, schedule, promised, simulate(program_of(plan, schedule, microbatches, options)))
+
+
+def under_jitter(simulation: Simulation, share: float, seeds: Iterable[int], done: Progress) -> Simulation:
+    """Return ``simulation`` with a time per microbatch for each seed, durations drawn around the planned ones.
+
+    Links carry what comes first, in every schedule alike; devices keep their order, unless they decide as they go.
+    """
+    program = simulation.timeline.program.first_come()
+    times = []
+    for seed in seeds:
+        timeline = simulate(program, jittered_ns(program, share, seed))
+        times.append(per_microbatch_ns(timeline, simulation.drained))
+        done()
+    return Simulation(simulation.plan, simulation.schedule, simulation.promised, simulation.timeline, tuple(times))
+
+
+def compare_schedules(
+    plan: Plan,
+    schedules: Iterable[str],
+    microbatches: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[list[Simulation], list[Refused]]:
+    """Return the runs of ``plan`` under each schedule, best first, and the schedules that it cannot run under.
+
+    Best: within memory first, then the least time per microbatch.
+    """
+    runs, refused = [], []
+    for schedule in schedules:
+        try:
+            runs.append(simulate_plan(plan, microbatches, schedule, options))
+        except BadInput as error:
+            refused.append(Refused(schedule, str(error)))
+    runs.sort(key=lambda run: (not run.fits, run.per_microbatch_ns))
+    return runs, refused

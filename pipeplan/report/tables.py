@@ -13,8 +13,6 @@ from rich.table import Table
 from ..evaluate import Evaluation, evaluate, gap
 from ..plan import Bound, Plan, Stage
 from ..units import format_bandwidth, format_bytes, format_ns
-from .gantt import draw, pattern_window, timeline_rows
-from .simulation import Simulation
 
 PIPED_WIDTH = 120  # columns when the output is not a terminal
 
@@ -152,58 +150,3 @@ def _recomputed(stage: Stage) -> str:
     if not count:
         return "-"
     return "all" if count == stage.stop - stage.start else f"{count} of {stage.stop - stage.start}"
-
-
-LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
-
-
-def print_pattern(plan: Plan, width: int | None = None) -> None:
-    """Print one steady period of a plan as a Gantt chart with its legend."""
-    out = console(width)
-    rows, start, end = pattern_window(plan)
-    assert plan.pattern is not None
-    periods = (end - start) // plan.pattern.period_ns
-    out.print(headline(plan))
-    out.print(
-        f"{'one period' if periods == 1 else f'{periods} periods'} of {format_ns(plan.pattern.period_ns)}; {LEGEND}"
-        f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
-    )
-    for line in draw(rows, start, end, out.width):
-        out.print(line, no_wrap=True, crop=True)
-
-
-def print_simulation(simulation: Simulation, width: int | None = None) -> None:
-    """Print a simulated run: Gantt, makespan, the period reached beside the plan's, and one row per GPU."""
-    out = console(width)
-    plan, timeline = simulation.plan, simulation.timeline
-    figures = simulation.figures()
-    out.print(f"{figures['microbatches']} microbatches; {LEGEND}")
-    for line in draw(timeline_rows(timeline), 0, timeline.makespan_ns, out.width):
-        out.print(line, no_wrap=True, crop=True)
-    out.print()
-    assert plan.pattern is not None
-    out.print(
-        f"makespan {format_ns(simulation.makespan_ns)} "
-        f"(fill {format_ns(timeline.fill_ns)}; "
-        f"{format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch)"
-    )
-    reached = figures["period_ns"]
-    if reached is None:
-        out.print("period   too few microbatches for a steady state")
-    else:
-        out.print(f"period   {format_ns(reached)} reached in the middle, {format_ns(plan.pattern.period_ns)} planned")
-    out.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("GPU", "busy", "bubble", "in flight", "peak", "predicted peak", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in figures["devices"]:
-        table.add_row(
-            str(row["device"]),
-            f"{row['busy_ns'] / max(1, timeline.makespan_ns):.1%}",
-            f"{row['bubble']:.1%}",
-            ",".join(str(n) for _, n in sorted(row["in_flight"].items())),
-            format_bytes(row["peak_bytes"]),
-            format_bytes(row["predicted_peak_bytes"]),
-            format_bytes(row["memory_bytes"]),
-        )
-    out.print(table)

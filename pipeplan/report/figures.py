@@ -1,0 +1,117 @@
+"""Gantt charts as pictures, SVG, PNG or PDF: a pattern's period, a simulated run with memory over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from ..errors import BadInput
+from ..plan import Plan
+from ..units import format_ns
+from .gantt import Bar, Row, pattern_window, timeline_rows
+from .simulation import Simulation
+from .tables import headline
+
+COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
+LATER = {"F": "#2f6fd0", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weight gradient",
+    "SEND_F": "activation sent",
+    "SEND_B": "gradient sent",
+}
+SUFFIXES = (".svg", ".png", ".pdf")
+INCH_PER_ROW = 0.28
+MOST_BARS = 40_000  # beyond that a picture takes long and shows nothing
+LABEL_POINTS = 6.5
+
+
+def save_pattern(plan: Plan, path: str) -> None:
+    """Draw one steady period of a plan, links too, into ``path``."""
+    rows, start, end = pattern_window(plan)
+    figure, (axes,) = _figure([len(rows)])
+    _draw(axes, rows, start, end)
+    _finish(figure, axes, f"{plan.chain.name}: one period. {headline(plan)}", path)
+
+
+def save_timeline(simulation: Simulation, path: str) -> None:
+    """Draw a simulated run into ``path``: what the devices do, and each one's memory with its limit."""
+    timeline, plan = simulation.timeline, simulation.plan
+    rows = [row for row in timeline_rows(timeline) if row.device is not None]
+    figure, (axes, memory) = _figure([len(rows), max(4, len(rows) // 2)])
+    _draw(axes, rows, 0, timeline.makespan_ns)
+    limit = 0
+    for i, lane in enumerate(timeline.program.lanes):
+        if lane.device is not None and lane.steps:
+            static = timeline.static_bytes(i)
+            points = [*timeline.memory_steps(i), (timeline.makespan_ns, 0)]
+            times, sizes = [at / 1e6 for at, _ in points], [(static + held) / 1e9 for _, held in points]
+            memory.step(times, [*sizes[:-1], sizes[-1]], where="post", linewidth=0.9, label=f"GPU {lane.device}")
+            limit = max(limit, plan.platform.devices[lane.device].memory_bytes)
+    memory.axhline(limit / 1e9, color="#c0392b", linestyle="--", linewidth=1, label="memory")
+    memory.set_xlim(0, timeline.makespan_ns / 1e6)
+    memory.set_ylim(0, None)
+    memory.set_ylabel("GB")
+    memory.set_xlabel("ms")
+    memory.spines[["top", "right"]].set_visible(False)
+    memory.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False, ncols=1 + len(rows) // 12)
+    name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
+    title = (
+        f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {name}, "
+        f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
+    )
+    _finish(figure, axes, title, path)
+
+
+def _figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(16, 1.3 + INCH_PER_ROW * sum(heights) + 0.5 * (len(heights) - 1)), layout="constrained")
+    return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+
+
+def _draw(axes: Any, rows: Sequence[Row], start_ns: int, end_ns: int) -> None:
+    if sum(len(row.bars) for row in rows) > MOST_BARS:
+        raise BadInput(f"a picture shows at most {MOST_BARS} operations; simulate fewer --microbatches")
+    groups: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
+    span = end_ns - start_ns
+    for i, row in enumerate(rows):
+        for bar in row.bars:
+            left, right = max(bar.start_ns, start_ns) / 1e6, min(bar.end_ns, end_ns) / 1e6
+            corners = [(left, i - 0.42), (right, i - 0.42), (right, i + 0.42), (left, i + 0.42)]
+            groups.setdefault((bar.kind, bar.chunk > 0), []).append(corners)
+            if 100 * (right - left) * 1e6 >= _label_share(bar) * span:
+                axes.text((left + right) / 2, i, bar.label, ha="center", va="center", fontsize=LABEL_POINTS)
+    for (kind, later), shapes in sorted(groups.items(), key=lambda item: (list(NAMES).index(item[0][0]), item[0][1])):
+        colour = LATER.get(kind, COLOURS[kind]) if later else COLOURS[kind]
+        name = NAMES[kind] + (" (later stage)" if later else "")
+        axes.add_collection(PolyCollection(shapes, facecolors=colour, edgecolors="white", linewidths=0.3, label=name))
+    axes.set_xlim(start_ns / 1e6, end_ns / 1e6)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel("ms")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
+
+
+def _label_share(bar: Bar) -> float:
+    """Per cent of the chart's width that the bar's label takes: about 0.45 per character on a 16 inch chart."""
+    return 0.45 * len(bar.label)
+
+
+def _finish(figure: Figure, axes: Any, title: str, path: str) -> None:
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")
+    axes.set_title(title, fontsize=9, loc="left")
+    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
+    try:
+        with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}):
+            figure.savefig(path, dpi=130, metadata=metadata)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error

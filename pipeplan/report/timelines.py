@@ -1,0 +1,152 @@
+"""Patterns and simulated runs in the terminal: Gantt charts with their figures, schedules side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..plan import Plan
+from ..units import format_bytes, format_ns
+from .gantt import Row, draw, panels, pattern_window, timeline_rows
+from .simulation import Refused, Simulation, percentile_95
+from .tables import console, headline
+
+LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
+
+
+def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> None:
+    """Print one steady period of a plan as a Gantt chart with its legend."""
+    out = console(width)
+    rows, start, end = pattern_window(plan)
+    assert plan.pattern is not None
+    periods = (end - start) // plan.pattern.period_ns
+    out.print(headline(plan))
+    out.print(
+        f"{'one period' if periods == 1 else f'{periods} periods'} of {format_ns(plan.pattern.period_ns)}; "
+        f"{LEGEND}{_shared(rows)}"
+        f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
+    )
+    for line in draw(_shown(rows, links), start, end, out.width):
+        out.print(line, no_wrap=True, crop=True)
+
+
+def print_simulation(simulation: Simulation, width: int | None = None, links: bool = False) -> None:
+    """Print a simulated run: Gantt, makespan, the period reached beside the plan's, one row per GPU and per link."""
+    out = console(width)
+    plan, timeline = simulation.plan, simulation.timeline
+    figures = simulation.figures()
+    rows = timeline_rows(timeline)
+    legend = SPLIT if timeline.program.split else LEGEND
+    name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
+    out.print(f"{figures['microbatches']} microbatches, {name}; {legend}{_shared(rows)}")
+    shown = _shown(rows, links)
+    columns = out.width - max(len(row.name) for row in shown) - 1
+    for title, start, end in panels(timeline, columns):
+        out.print(f"[dim]{title}, {format_ns(start)} to {format_ns(end)}[/dim]")
+        for line in draw(shown, start, end, out.width):
+            out.print(line, no_wrap=True, crop=True)
+    out.print()
+    out.print(
+        f"makespan {format_ns(simulation.makespan_ns)} "
+        f"(fill {format_ns(timeline.fill_ns)}; "
+        f"{format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch), "
+        f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
+    )
+    reached = figures["period_ns"]
+    planned = (
+        f", {format_ns(plan.pattern.period_ns)} planned" if simulation.schedule == "pattern" and plan.pattern else ""
+    )
+    if reached is None:
+        out.print("period   too few microbatches for a steady state")
+    else:
+        out.print(f"period   {format_ns(reached)} reached in the middle{planned}")
+    if simulation.jitter_ns:
+        out.print(
+            f"jitter   {format_ns(statistics.median(simulation.jitter_ns))} per microbatch in the median of "
+            f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
+        )
+    out.print()
+    out.print(_device_table(simulation))
+    if figures["links"]:
+        table = _table("link", "use")
+        for row in figures["links"]:
+            table.add_row(escape(row["link"].removeprefix("link ")), f"{row['use']:.1%}")
+        out.print()
+        out.print(table)
+
+
+def print_comparison(
+    runs: Sequence[Simulation], refused: Sequence[Refused], plan: Plan, width: int | None = None
+) -> None:
+    """Print schedules side by side, best first: time per microbatch, makespan, bubble, in flight, memory, links."""
+    out = console(width)
+    count = runs[0].timeline.program.microbatches if runs else 0
+    out.print(headline(plan))
+    out.print(
+        f"{count} microbatches; per microbatch: a drained run's share with its weight synchronisation, else the steady "
+        "period"
+    )
+    out.print()
+    jitter = any(run.jitter_ns for run in runs)
+    extra = ("jitter median", "p95") if jitter else ()
+    table = _table(
+        "schedule", "stages", "weights", "per microbatch", *extra, "makespan", "bubble", "in flight", "peak", "links"
+    )
+    for run in runs:
+        program, figures = run.timeline.program, run.figures()
+        peak = max(row["peak_bytes"] for row in figures["devices"])
+        over = "" if run.fits else " [bold red]too much[/bold red]"
+        shaken = (
+            [format_ns(statistics.median(run.jitter_ns)), format_ns(percentile_95(run.jitter_ns))] if jitter else []
+        )
+        table.add_row(
+            run.schedule,
+            str(len(program.graph.stages)),
+            program.graph.policy.weights,
+            format_ns(run.per_microbatch_ns),
+            *shaken,
+            format_ns(run.makespan_ns),
+            f"{figures['longest_stage_bubble']:.1%}",
+            str(max(sum(row["in_flight"].values()) for row in figures["devices"])),
+            format_bytes(peak) + over,
+            f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+        )
+    out.print(table)
+    for refusal in refused:
+        out.print(f"{refusal.schedule}: not possible: {escape(refusal.reason)}")
+
+
+def _device_table(simulation: Simulation) -> Table:
+    """One row per GPU; the predicted peak is the plan's, for its own pattern."""
+    own = simulation.schedule == "pattern"
+    table = _table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
+    for row in simulation.figures()["devices"]:
+        table.add_row(
+            str(row["device"]),
+            f"{row['busy_ns'] / max(1, simulation.timeline.makespan_ns):.1%}",
+            f"{row['bubble']:.1%}",
+            ",".join(str(n) for _, n in sorted(row["in_flight"].items())),
+            format_bytes(row["peak_bytes"]),
+            *([format_bytes(row["predicted_peak_bytes"])] if own else []),
+            format_bytes(row["memory_bytes"]),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if name in ("schedule", "link", "weights") and i < 3 else "right")
+    return table
+
+
+def _shown(rows: Sequence[Row], links: bool) -> list[Row]:
+    return [row for row in rows if links or row.device is not None]
+
+
+def _shared(rows: Sequence[Row]) -> str:
+    return ", small letters a GPU's later stages" if any(bar.chunk for row in rows for bar in row.bars) else ""

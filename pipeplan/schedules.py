@@ -1,0 +1,182 @@
+"""Every schedule for every plan: the registry of schedules, and a plan's program under any of them.
+
+A schedule may need other stages than the plan has (several chunks per GPU, or one GPU per stage): then the model is cut
+again into balanced stages on the plan's GPUs. It also says how weights are kept, which decides memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import BadInput
+from .partition.balance import balance
+from .plan import Plan, Stage
+from .problem import Platform, Policy, Problem, Weights
+from .program import Program, unroll
+from .schedule.alternate import one_f_one_b
+from .schedule.gpipe import gpipe
+from .schedule.interleaved import interleaved
+from .schedule.message_driven import message_driven
+from .schedule.nf1b import nf1b
+from .schedule.zbv import zbv
+from .schedule.zero_bubble import zb1p, zb2p
+from .stages import StageGraph, stage_graph
+
+Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSchedule:
+    """A registered schedule: ``build(graph, microbatches, **options)`` gives its program, None is the plan's pattern.
+
+    ``weights`` is the weight policy that it runs with; under ``flush`` it drains after every mini-batch. ``homes``
+    places its stages where they cannot be the plan's own; ``one_each`` needs one stage per GPU and one GPU per stage.
+    """
+
+    build: Callable[..., Program] | None
+    summary: str
+    source: str
+    weights: Weights | None = "flush"
+    homes: Homes | None = None
+    one_each: bool = False
+    options: tuple[str, ...] = ()
+
+
+def _loop(devices: int, chunks: int) -> list[int]:
+    return list(range(devices)) * chunks
+
+
+def _vee(devices: int, chunks: int) -> list[int]:
+    return [*range(devices), *reversed(range(devices))]
+
+
+SCHEDULES: dict[str, ProgramSchedule] = {
+    "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
+    "pipedream": ProgramSchedule(
+        one_f_one_b,
+        "1F1B without flush, NOAM microbatches in flight, one weight version for each; 1F1B-RR with replicas",
+        "PipeDream section 3.2",
+        "stash",
+        options=("depth",),
+    ),
+    "gpipe": ProgramSchedule(gpipe, "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"),
+    "1f1b": ProgramSchedule(
+        one_f_one_b, "1F1B, drained before every update", "PipeDream-Flush (Narayanan et al. 2021)"
+    ),
+    "interleaved": ProgramSchedule(
+        interleaved,
+        "1F1B with several chunks of the model per GPU, drained",
+        "Megatron-LM (Narayanan et al. 2021)",
+        homes=_loop,
+        options=("chunks",),
+    ),
+    "zb1p": ProgramSchedule(
+        zb1p,
+        "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
+        "Zero Bubble (Qi et al. 2024)",
+        one_each=True,
+        options=("weight_keeps",),
+    ),
+    "zb2p": ProgramSchedule(
+        zb2p,
+        "split backward, twice the activations, nearly no bubble (ZB-H2)",
+        "Zero Bubble (Qi et al. 2024)",
+        one_each=True,
+        options=("weight_keeps",),
+    ),
+    "zbv": ProgramSchedule(
+        zbv,
+        "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
+        "Controllable Memory (Qi et al. 2024)",
+        homes=_vee,
+        options=("weight_keeps",),
+    ),
+    "nf1b": ProgramSchedule(
+        nf1b,
+        "one backward for a mini-batch of several microbatches, newest weights, no flush",
+        "TiMePReSt section 4.2",
+        "latest",
+        one_each=True,
+        options=("batch", "limit"),
+    ),
+    "message-driven": ProgramSchedule(
+        message_driven,
+        "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
+        "Myelin section IV, Algorithm 2",
+        options=("limit",),
+    ),
+}
+
+
+def drains(plan: Plan, schedule: str) -> bool:
+    """Whether ``schedule`` empties the pipeline before every update."""
+    weights = SCHEDULES[schedule].weights
+    return (weights or plan.policy.weights) == "flush"
+
+
+def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[str, Any] | None = None) -> Program:
+    """Return the program that runs ``microbatches`` microbatches of ``plan`` under ``schedule``.
+
+    ``options`` that the schedule doesn't take are left out. BadInput says why a plan cannot run so.
+    """
+    entry = SCHEDULES[schedule]
+    given = {name: value for name, value in (options or {}).items() if name in entry.options and value is not None}
+    if entry.build is None:
+        if plan.pattern is None:
+            raise BadInput("the plan has no pattern; name a schedule")
+        return unroll(
+            stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages), plan.pattern, microbatches
+        )
+    chunks = given.pop("chunks", 2)
+    graph = schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 4))
+    return entry.build(graph, microbatches, **given)
+
+
+def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 4) -> StageGraph:
+    """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
+    entry = SCHEDULES[schedule]
+    weights = entry.weights or plan.policy.weights
+    accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
+    policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=False)
+    return stage_graph(plan.chain, plan.platform, policy, schedule_stages(plan, schedule, chunks))
+
+
+def schedule_stages(plan: Plan, schedule: str, chunks: int = 2) -> tuple[Stage, ...]:
+    """Return the stages that ``schedule`` runs, with the plan's recomputation wherever stages are cut anew."""
+    entry, own = SCHEDULES[schedule], plan.allocation.stages
+    straight = len({stage.devices for stage in own}) == len(own) == sum(stage.replicas for stage in own)
+    if entry.homes is None and (straight or not entry.one_each):
+        return own
+    devices = sorted({device for stage in own for device in stage.devices})
+    homes = [devices[i] for i in (entry.homes or _loop)(len(devices), chunks if entry.homes else 1)]
+    return balanced_stages(plan, homes, schedule)
+
+
+def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage, ...]:
+    """Return stages of the plan's model, stage i on device ``homes[i]``, the longest as short as can be."""
+    if len(homes) > len(plan.chain):
+        raise BadInput(f"{schedule} cuts the model into {len(homes)} stages; it has {len(plan.chain)} layers")
+    platform = Platform(tuple(plan.platform.devices[d] for d in homes), plan.platform.levels)
+    problem = Problem(plan.chain, platform, Policy(), replicas=False, checkpointing="none")
+    allocation = next(iter(balance(problem)))
+    recomputed = [segment for stage in plan.allocation.stages for segment in stage.checkpoint]
+    return tuple(
+        Stage(
+            part.start,
+            part.stop,
+            (home,),
+            tuple(
+                (max(first, part.start), min(last, part.stop))
+                for first, last in recomputed
+                if first < part.stop and last > part.start
+            ),
+        )
+        for part, home in zip(allocation.stages, homes, strict=True)
+    )
+
+
+def default_microbatches(plan: Plan, most_in_flight: int) -> int:
+    """Return how many microbatches to simulate: the plan's mini-batch if it drains, else enough for a steady middle."""
+    return plan.schedule.microbatches or max(32, 8 * most_in_flight)
