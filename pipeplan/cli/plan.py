@@ -32,6 +32,11 @@ QUIET_S = 1.0  # what takes less needs no progress
     help="pipedream: as in the paper, or as the published optimizer computes it.",
 )
 @click.option(
+    "--charge",
+    type=click.Choice(["full", "tight", "paper"]),
+    help="madpipe: how the special device's memory is counted; full nearly always schedules.",
+)
+@click.option(
     "--effort",
     type=click.Choice(["quick", "normal", "high"]),
     default="normal",
@@ -52,6 +57,7 @@ def command(
     algorithm: str,
     straight: bool,
     mode: str | None,
+    charge: str | None,
     effort: str,
     time_limit: str | None,
     solver: str,
@@ -70,11 +76,11 @@ def command(
     from ..judge import Settings
     from ..planner import make_plan
 
-    options = {name: value for name, value in {"straight": straight, "mode": mode}.items() if value}
+    options = {name: value for name, value in {"straight": straight, "mode": mode, "charge": charge}.items() if value}
     known = () if algorithm == "auto" else ALGORITHMS[algorithm].options
     unknown = sorted(set(options) - set(known))
     if unknown:
-        flags = {"straight": "--straight", "mode": "--algorithm-mode"}
+        flags = {"straight": "--straight", "mode": "--algorithm-mode", "charge": "--charge"}
         raise click.UsageError(f"{', '.join(flags[x] for x in unknown)} is not an option of --algorithm {algorithm}")
     problem, assumptions = read_problem(**shared)
     limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")

@@ -13,6 +13,8 @@ from ..plan import Allocation
 from .balance import balance
 from .contiguous import contiguous
 from .data_parallel import data_parallel
+from .madpipe import madpipe
+from .madpipe_paper import madpipe_paper
 from .pipedream import pipedream
 
 
@@ -34,6 +36,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         "exact best contiguous stages under memory, with replicas, checkpointing, levels, unequal devices",
         "MadPipe section 4.1, extended to replicas and checkpointing",
         optimal=True,
+    ),
+    "madpipe": Algorithm(
+        madpipe,
+        "exact over all plans with one special device of several stages, as MadPipe charges its memory",
+        "MadPipe section 4.2, solved without a grid",
+        options=("charge",),
+    ),
+    "madpipe-paper": Algorithm(
+        madpipe_paper, "MadPipe's dynamic program on its published grid", "MadPipe section 4.2, Algorithm 1"
     ),
     "pipedream": Algorithm(
         pipedream,
