@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import ceil, lcm
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -230,32 +230,55 @@ def emulated_activations(
 # --- rendezvous ------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(ranks: dict[int, list[Any]]) -> tuple[int, str | None]:
+def run_ranks(ranks: dict[int, list[Any]]) -> tuple[list[tuple[int, Any]], str | None]:
     """Run each rank's list with blocking exchanges: a send returns when its receive runs, and the other way round.
 
-    Returns (operations done, None) when all lists end, or (operations done, what is stuck).
+    Returns the (rank, operation) pairs in the order in which they ended, and None or what is stuck.
     """
     at = dict.fromkeys(ranks, 0)
-    done = 0
+    ran: list[tuple[int, Any]] = []
     moved = True
     while moved:
         moved = False
         for rank, ops in ranks.items():
             while at[rank] < len(ops) and ops[at[rank]].peer is None:
+                ran.append((rank, ops[at[rank]]))
                 at[rank] += 1
-                done += 1
                 moved = True
             if at[rank] == len(ops):
                 continue
             op = ops[at[rank]]
-            peer = ranks[op.peer]
-            if at[op.peer] < len(peer) and _match(op, rank, peer[at[op.peer]], op.peer):
+            there = ranks[op.peer]
+            if at[op.peer] < len(there) and _match(op, rank, there[at[op.peer]], op.peer):
+                ran += [(rank, op), (op.peer, there[at[op.peer]])]
                 at[rank] += 1
                 at[op.peer] += 1
-                done += 2
                 moved = True
     stuck = [f"{rank}: {ops[at[rank]]}" for rank, ops in ranks.items() if at[rank] < len(ops)]
-    return done, "; ".join(stuck) or None
+    return ran, "; ".join(stuck) or None
+
+
+def missing_data(ran: Sequence[tuple[int, Any]], stages: int) -> str | None:
+    """Return the first operation that ran before what it needs was on its rank, or None.
+
+    A forward needs its input, received or made by the stage before on the same rank; a backward its own forward and the
+    gradient; a send what it sends.
+    """
+    there: set[tuple[int, str, int, int]] = set()
+    for rank, op in ran:
+        s, m = op.stage, op.microbatch
+        made = {
+            "F": [] if s == 0 else [("F", s - 1), ("RECV_F", s)],
+            "B": [] if s == stages - 1 else [("B", s + 1), ("RECV_B", s)],
+            "SEND_F": [("F", s)],
+            "SEND_B": [("B", s)],
+        }.get(op.kind, [])
+        if made and not any((rank, kind, stage, m) in there for kind, stage in made):
+            return f"rank {rank}: {op}"
+        if op.kind == "B" and (rank, "F", s, m) not in there:
+            return f"rank {rank}: {op}"
+        there.add((rank, op.kind, s, m))
+    return None
 
 
 def _match(one: Any, rank: int, other: Any, peer: int) -> bool:
@@ -280,8 +303,3 @@ def least_starts(steps: dict[Any, list[tuple[Any, int]]]) -> dict[Any, int]:
         if not moved:
             return starts
     raise AssertionError("the steps wait for each other in a circle")
-
-
-def ratio(numerator: int, denominator: int) -> int:
-    """Return the quotient rounded up, by fractions."""
-    return ceil(Fraction(numerator, denominator))

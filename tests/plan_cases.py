@@ -40,11 +40,12 @@ def random_stages(
     """Return stages that cover ``layers`` layers on devices in order; ``shared`` puts several stages on one group."""
     groups = []
     free = list(range(devices))
-    while free and (not groups or rng.random() < 0.85):
-        count = min(len(free), rng.choice((1, 1, 2, 3)) if replicas else 1)
+    while free and (not groups or rng.random() < 0.95):
+        count = min(len(free), rng.choice((1, 1, 1, 2, 3)) if replicas else 1)
         groups.append(tuple(free[:count]))
         free = free[count:]
-    count = rng.randint(1, min(layers, len(groups) + (3 if shared else 0)))
+    most = min(layers, len(groups) + (3 if shared else 0))
+    count = max(rng.randint(1, most), rng.randint(1, most))
     cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
     homes = [rng.choice(groups) for _ in range(count)] if shared else groups[:count]
     return tuple(
@@ -60,6 +61,8 @@ def greedy_pattern(rng: random.Random, graph: StageGraph, period: int, slack: fl
     for v, op in enumerate(graph.operations):
         step = graph.resources[op.resource].replicas * period
         others = [(starts[u], graph.operations[u].duration_ns) for u in graph.on_resource[op.resource] if u < v]
+        if op.duration_ns > step:
+            return None
         delay = rng.randrange(step) if rng.random() < slack else 0
         for start in range(clock + delay, clock + delay + step):
             if all(length <= (start - begin) % step <= step - op.duration_ns for begin, length in others):
@@ -97,7 +100,8 @@ def random_plan(
     most_devices: int = 5,
 ) -> Plan:
     """Return a valid plan: any kind of chain, platform, policy, stages and order, often just fitting its memory."""
-    layers, devices = rng.randint(1, most_layers), rng.randint(1, most_devices)
+    layers = max(rng.randint(1, most_layers), rng.randint(1, most_layers))
+    devices = rng.randint(1, most_devices)
     chain = random_chain(rng, layers, edges=rng.random() < 0.5, saved=rng.random() < 0.5, optimizer=optimizer)
     if rng.random() < 0.15:  # synchronisation matters
         chain = replace(chain, layers=tuple(replace(x, weight_bytes=40 * x.weight_bytes) for x in chain.layers))

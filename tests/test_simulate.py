@@ -200,7 +200,7 @@ def test_peaks_of_the_simulation_are_the_predicted_ones():
             kinds["recomputed"] += any(graph.stages[s].peak_bytes > graph.stages[s].kept_bytes for s in stages)
             kinds["shared"] += len(stages) > 1
         kinds["synchronised"] += graph.period_floor_ns == max(graph.sync_periods_ns)
-    assert min(kinds.values()) >= 15, kinds
+    assert min(kinds.values()) > 10, kinds
 
 
 def test_all_memory_is_given_back():
