@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
@@ -59,6 +60,37 @@ def merge_zero_time(chain: Chain) -> Chain:
     cuts = [0]
     for start, stop in pairwise([0, *kept, len(chain)]):
         cuts += [stop] if _mergeable(chain, start, stop) else range(start + 1, stop + 1)
+    return _cut(chain, cuts)
+
+
+def merge_share(chain: Chain, share: Fraction) -> Chain:
+    """Return ``chain`` with neighbours merged until a layer takes ``share`` of the total time, as far as it is exact.
+
+    From the first layer on, a merged layer ends as soon as its forward and backward take the share. In a DAG it ends
+    only where one layer can stand for it exactly (every cut and every saved byte kept), and layers for which that is
+    nowhere before twice the share stay apart: a skip connection keeps its ends. Greedy, in one pass.
+    """
+    total = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    count = len(chain)
+    cuts = [0]
+    while cuts[-1] < count:
+        start = cuts[-1]
+        best, time = start + 1, 0
+        for stop in range(start + 1, count + 1):
+            layer = chain.layers[stop - 1]
+            time += layer.forward_ns + layer.backward_ns
+            if stop > start + 1 and time > 2 * share * total:
+                break
+            if _mergeable(chain, start, stop):
+                best = stop
+                if time >= share * total:
+                    break
+        cuts.append(best)
+    return _cut(chain, cuts)
+
+
+def _cut(chain: Chain, cuts: Sequence[int]) -> Chain:
+    """Return ``chain`` with the layers between ``cuts`` merged; each group must be :func:`_mergeable`."""
     layers = []
     for start, stop in pairwise(cuts):
         if stop - start == 1:

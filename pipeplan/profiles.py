@@ -11,7 +11,7 @@ from itertools import pairwise
 import networkx as nx
 
 from .errors import BadInput
-from .granularity import articulation_cuts, merge_articulation, merge_zero_time
+from .granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time
 from .problem import Chain, Layer
 from .units import ms_to_ns
 
@@ -20,6 +20,7 @@ __all__ = [
     "articulation_cuts",
     "check_chain",
     "merge_articulation",
+    "merge_share",
     "merge_zero_time",
     "read_graph_text",
 ]

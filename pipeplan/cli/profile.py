@@ -1,12 +1,19 @@
-"""``pipeplan profile``: what each layer of a torch model costs on this machine."""
+"""``pipeplan profile``: what each layer of a torch model costs on this machine, or on a GPU that isn't here."""
 
 from __future__ import annotations
 
 import datetime
+import re
+import sys
+from fractions import Fraction
+from typing import Any
 
 import click
 
+from ..problem import Chain
 from .model import ZOO, named_function, named_model
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @click.command()
@@ -14,30 +21,127 @@ from .model import ZOO, named_function, named_model
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Samples in a microbatch.")
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target) to measure with.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Measured steps after warm-up.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to measure.  [default: cpu]")
+@click.option(
+    "--estimate",
+    metavar="GPU",
+    help="Estimate for a GPU instead (a100, h100, v100, rtx4090, .. or FILE.json): no GPU and no memory needed.",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), help="Convert the model and its input.  [default: as built]")
+@click.option(
+    "--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), default="sgd", show_default=True, help="To time."
+)
+@click.option("--split-backward", is_flag=True, help="Tell the gradients of weights and of inputs apart.")
+@click.option(
+    "--hold",
+    type=click.Choice(["auto", "all", "one"]),
+    default="auto",
+    show_default=True,
+    help="Have all layers on the device at once, or one at a time; auto: one where all don't fit.",
+)
+@click.option(
+    "--granularity",
+    default="node",
+    show_default=True,
+    metavar="node|articulation|N%",
+    help="Keep every layer, merge between cuts of one tensor, or merge neighbours up to a share of the time.",
+)
 @click.option("--name", help="Name in the profile.  [default: MODEL's]")
 @click.option("-o", "--output", metavar="FILE", default="-", show_default=True, help="Where to write the profile.")
-def command(model: str, batch: int, data: str | None, steps: int, device: str, name: str | None, output: str) -> None:
+@click.option("-q", "--quiet", is_flag=True, help="No progress and no table of the layers on standard error.")
+def command(
+    model: str,
+    batch: int,
+    data: str | None,
+    device: str | None,
+    estimate: str | None,
+    dtype: str | None,
+    optimizer: str,
+    granularity: str,
+    name: str | None,
+    output: str,
+    quiet: bool,
+    **measuring: Any,
+) -> None:
     """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value or module:function.
 
     \b
-    Example: pipeplan profile zoo:gpt-tiny --batch 8 -o profile.json
+    Examples: pipeplan profile zoo:gpt-tiny --batch 8 -o profile.json
+              pipeplan profile zoo:llama-7b --batch 1 --estimate h100 --dtype bfloat16 -o profile.json
     """
+    merge = _granularity(granularity)
+    if estimate is not None and (device is not None or measuring["hold"] != "auto"):
+        raise click.UsageError("--estimate needs no device; leave out --device and --hold")
+
+    import torch
+
+    from ..errors import BadInput
     from ..files import profile_text, write_text
-    from ..runtime.profiler import profile_model
+    from ..profiles import merge_zero_time
+    from ..runtime.steps import optimizer_of
 
     build, batches = named_model(model, batch)
     if data is not None:
         batches = named_function(data, "--data")
-    chain = profile_model(
-        build,
-        batch,
-        name=name or model.removeprefix(ZOO),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        data=batches,
-        steps=steps,
-        device=device,
-    )
+    shared: dict[str, Any] = {
+        "name": name or model.removeprefix(ZOO),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "data": batches,
+        "dtype": None if dtype is None else getattr(torch, dtype),
+        "split_backward": measuring.pop("split_backward"),
+        "progress": None if quiet else _progress,
+    }
+    if estimate is not None:
+        from ..accelerators import accelerator
+        from ..runtime.estimate import estimate_model
+
+        measured = estimate_model(
+            build, batch, accelerator(estimate), optimizer=optimizer_of(optimizer, foreach=True), **shared
+        )
+    else:
+        from ..runtime.profiler import measure_model
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise BadInput("--device cuda: torch sees no GPU here; measure on the CPU or use --estimate GPU")
+        measured = measure_model(
+            build, batch, device=device or "cpu", optimizer=optimizer_of(optimizer), **shared, **measuring
+        )
+    chain = measured.chain if measured.chain.edges is None else merge_zero_time(measured.chain)
+    chain = merge(chain)
+    if not quiet:
+        from ..report.measurements import print_measurements
+
+        _progress("")
+        print_measurements(measured, chain)
     write_text(output, profile_text(chain))
     if output != "-":
         click.echo(f"{len(chain)} layers written to {output}")
+
+
+def _granularity(text: str) -> Any:
+    """Return the function on chains that ``--granularity`` names."""
+
+    def same(chain: Chain) -> Chain:
+        return chain
+
+    if text == "node":
+        return same
+    from ..profiles import merge_articulation, merge_share
+
+    if text == "articulation":
+        return merge_articulation
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if match is None or not 0 < Fraction(match[1]) < 100:
+        raise click.BadParameter(
+            f"{text!r} is not node, articulation or a share such as 1%", param_hint="--granularity"
+        )
+    share = Fraction(match[1]) / 100
+    return lambda chain: merge_share(chain, share)
+
+
+def _progress(text: str) -> None:
+    """Show one line at a time on a terminal; a log gets none but those that say what was decided."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+    elif text.startswith("holding"):
+        click.echo(text, err=True)

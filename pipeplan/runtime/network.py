@@ -200,13 +200,33 @@ def drop(values: dict[int, Any], network: Network, index: int) -> None:
 def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
     """Hold ``module`` on ``device``; with ``release`` only for the time being, so that one layer is there at once."""
     home = next((t.device for t in (*module.parameters(), *module.buffers())), None)
-    module.to(device)
+    place(module, device)
     try:
         yield
     finally:
         if release and home is not None and home != torch.device(device):
             module.zero_grad(set_to_none=True)
             module.to(home)
+
+
+def place(module: nn.Module, device: str) -> None:
+    """Move what is not there yet to ``device``; a module of fake tensors, which cannot be moved, is left alone."""
+    if any(t.device != torch.device(device) for t in (*module.parameters(), *module.buffers())):
+        module.to(device)
+
+
+def converted(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating-point parameters and buffers of ``module``; what was tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                setattr(part, name, made[id(parameter)])
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None and buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))
 
 
 def leaf(output: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from .network import (
     Named,
     Network,
     chain_network,
+    converted,
     final_outputs,
     kind_of,
     named_layers,
@@ -152,8 +153,7 @@ def built_network(
         example_input, target = data(0, seed)
     if dtype is not None:
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
-        for module in [layers] if isinstance(layers, nn.Module) else [m for _, m in named_layers(layers)]:
-            module.to(dtype)
+        converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential):
         from .trace import trace_module
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from .clock import Clock
-from .network import LOSS_NAME, LayerCode, Network, drop, leaf, resident
+from .network import LOSS_NAME, LayerCode, Network, drop, leaf, place, resident
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Progress = Callable[[str], None]
@@ -40,7 +40,7 @@ def all_at_once(
 ) -> tuple[list[Samples], list[int]]:
     """Measure whole steps of the network; return the samples and the output bytes of each layer."""
     for layer in network.layers:
-        layer.module.to(device)
+        place(layer.module, device)
     optimizers = [
         make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
     ]
@@ -183,3 +183,17 @@ def _roots(
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get gradients."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def optimizer_of(name: str, foreach: bool | None = None) -> MakeOptimizer:
+    """Return what makes the optimizer called ``sgd``, ``momentum`` or ``adam``, at rate 0: a step's work, no movement.
+
+    ``foreach`` forces one kernel over all tensors of a layer, as on a GPU.
+    """
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if name == "adam":
+            return torch.optim.Adam(parameters, lr=0.0, foreach=foreach)
+        return torch.optim.SGD(parameters, lr=0.0, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
+
+    return make

@@ -7,10 +7,13 @@ another Python version has a slightly different edition.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..errors import BadInput
 from .model import Data, mixed_seed
@@ -40,16 +43,16 @@ def pictures(batch: int, size: int, classes: int, channels: int = 3) -> Data:
 
 
 def _windows(batch: int, sequence: int, index: int, seed: int) -> tuple[Tensor, Tensor]:
-    characters = corpus()
-    generator = torch.Generator().manual_seed(mixed_seed(seed, index))
-    with torch.device("cpu"):
+    with _real():
+        characters = corpus()
+        generator = torch.Generator().manual_seed(mixed_seed(seed, index))
         starts = torch.randint(len(characters) - sequence, (batch, 1), generator=generator)
         window = characters[starts + torch.arange(sequence + 1)]
     return _placed(window[:, :-1]), _placed(window[:, 1:])
 
 
 def _translations(batch: int, sequence: int, windows: Data, index: int, seed: int) -> tuple[Tensor, Tensor]:
-    with torch.device("cpu"):
+    with _real():
         source, _ = windows(index, seed)
         lower = (source >= ord("a")) & (source <= ord("z"))
         target = torch.where(lower, source - (ord("a") - ord("A")), source)
@@ -58,8 +61,8 @@ def _translations(batch: int, sequence: int, windows: Data, index: int, seed: in
 
 
 def _pictures(batch: int, size: int, classes: int, channels: int, index: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(mixed_seed(seed, index))
-    with torch.device("cpu"):
+    with _real():
+        generator = torch.Generator().manual_seed(mixed_seed(seed, index))
         labels = torch.randint(classes, (batch,), generator=generator)
         noise = torch.randn(batch, channels, size, size, generator=generator)
         tiles = torch.stack([_pattern(int(label), channels) for label in labels])
@@ -71,6 +74,13 @@ def _pattern(label: int, channels: int) -> Tensor:
     """Return the tiles of a class: the same whatever the seed, so that the classes mean the same in every run."""
     generator = torch.Generator().manual_seed(mixed_seed(label))
     return torch.randn(channels, _PATTERN, _PATTERN, generator=generator)
+
+
+@contextmanager
+def _real() -> Iterator[None]:
+    """Make real tensors on the CPU: also in a build on fake tensors, which have no values."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
 
 
 def _placed(tensor: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""The table of a measured model on standard error: each layer's costs and how steady its times were."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..problem import Chain
+from ..units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from ..runtime.profiler import Measured
+
+UNSTEADY = 0.25  # spread over median above which a layer's time is called unsteady
+
+
+def print_measurements(measured: Measured, chain: Chain) -> None:
+    """Print one row per layer as it was measured, totals, and what the reader should know about the numbers."""
+    out = Console(stderr=True, highlight=False, width=None if Console(stderr=True).is_terminal else 120)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("layer", no_wrap=True, max_width=36)
+    for name in ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.caption, table.caption_style, table.caption_justify = "times in ms, ± width of the middle half", "dim", "left"
+    unsteady = 0
+    for index, x in enumerate(measured.layers):
+        layer, kept = x.layer, int(measured.chain.saved_bytes(index, index + 1))
+        time, spread = layer.forward_ns + layer.backward_ns, x.forward_spread_ns + x.backward_spread_ns
+        unsteady += spread > UNSTEADY * time
+        times = (layer.forward_ns, x.forward_spread_ns, layer.backward_ns, x.backward_spread_ns, layer.optimizer_ns)
+        sizes = (layer.weight_bytes, kept, layer.output_bytes)
+        table.add_row(escape(layer.name), *(f"{t / 1e6:.3f}" for t in times), *(format_bytes(s) for s in sizes))
+    out.print(table)
+    whole = measured.chain.sums
+    out.print(
+        f"{escape(chain.name)} on {escape(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "
+        f"{format_ns(int(whole.backward_ns[-1]))}, optimizer {format_ns(int(whole.optimizer_ns[-1]))}; weights "
+        f"{format_bytes(int(whole.weight_bytes[-1]))}, saved {format_bytes(int(chain.saved_bytes(0, len(chain))))}"
+    )
+    for one, other in chain.tied:
+        names = escape(chain.layers[one].name), escape(chain.layers[other].name)
+        out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts")
+    if unsteady:
+        out.print(
+            f"note: times of {unsteady} of {len(measured.layers)} layers spread over more than {UNSTEADY:.0%}; "
+            "measure again with more --steps on a quieter machine"
+        )
+    if len(chain) != len(measured.layers):
+        out.print(f"note: {len(measured.layers)} layers were merged into {len(chain)}")
