@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from .bounds import any_bound
 from .judge import Judge, period_cost
-from .partition import madpipe
 from .partition.balance import balance
 from .partition.contiguous import contiguous
 from .partition.local_search import local_search
+from .partition.madpipe import decide, one_special_bound, smallest_period
 from .plan import Allocation, Bound
 from .problem import Problem
 
@@ -75,13 +75,13 @@ def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Alloc
     """
     if not periods:
         return
-    low = madpipe.one_special_bound(problem)
+    low = one_special_bound(problem)
     if low is None:
         return
     judge.bounds.append(Bound("one-special", False, "none", low))
     if judge.limit is not None and low >= judge.limit:
         return
-    first = madpipe.smallest_period(problem, "full")
+    first = smallest_period(problem, "full")
     if first is not None:
         yield first
     high = judge.limit
@@ -94,6 +94,6 @@ def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Alloc
         if judge.limit is not None and period >= judge.limit:
             return
         for charge in ("full", "tight"):
-            found = madpipe.decide(problem, period, charge)
+            found = decide(problem, period, charge)
             if found is not None:
                 yield found
