@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -137,8 +138,6 @@ def _shaken(simulations: list[Any], jitter: float, seeds: range) -> list[Any]:
     """Return the simulations with their runs under jitter, showing progress on standard error."""
     from ..report.simulation import under_jitter
 
-    progress: Any = click.progressbar(
-        length=len(simulations) * len(seeds), label="jitter", file=click.get_text_stream("stderr")
-    )
+    progress: Any = click.progressbar(length=len(simulations) * len(seeds), label="jitter", file=sys.stderr)
     with progress as bar:
         return [under_jitter(simulation, jitter, seeds, partial(bar.update, 1)) for simulation in simulations]

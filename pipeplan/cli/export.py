@@ -1,0 +1,53 @@
+"""``pipeplan export``: a plan in the terms of another runtime."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from .options import JSON, PLAN
+
+
+@click.command()
+@PLAN
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Choice(["torch-csv", "torchtitan", "megatron", "deepspeed", "torchgpipe"]),
+    help="The runtime.",
+)
+@click.option("--schedule", default="pattern", show_default=True, metavar="NAME", help="As in simulate.")
+@click.option("--microbatches", type=click.IntRange(1, 10**6), help="Per mini-batch.  [default: as in simulate]")
+@click.option("--chunks", type=click.IntRange(1), help="interleaved: stages per GPU.  [default: 2]")
+@click.option("-o", "--output", default="-", metavar="FILE", help="Where to write it; - is standard output.")
+@JSON
+def command(
+    plan: str, target: str, schedule: str, microbatches: int | None, output: str, as_json: bool, **options: Any
+) -> None:
+    """Write PLAN for another runtime: torch's schedule CSV, torchtitan, Megatron-LM, DeepSpeed, torchgpipe.
+
+    What the runtime cannot express is refused with the reason (exit 1).
+
+    \b
+    Example: pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv
+    """
+    from ..export import TARGETS, notes
+    from ..files import load_plan, write_text
+    from ..report.simulation import simulate_plan
+    from ..schedules import SCHEDULES, schedule_stages
+
+    if schedule not in SCHEDULES:
+        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    loaded = load_plan(plan)
+    stages = schedule_stages(loaded, schedule, options["chunks"] or 2)
+    run = simulate_plan(loaded, microbatches, schedule, options).timeline
+    text = TARGETS[target].export(loaded, stages, run)
+    said = notes(loaded, target, stages)
+    if as_json:
+        text = json.dumps({"target": target, "text": text, "notes": said}, indent=1) + "\n"
+    write_text(output, text)
+    for note in said:
+        click.echo(f"note: {note}", err=True)

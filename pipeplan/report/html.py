@@ -1,0 +1,267 @@
+"""The HTML report: one self-contained page with a plan's table, its pattern, a simulated run, memory and bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+
+from ..evaluate import Evaluation, evaluate, gap
+from ..plan import Plan, Stage
+from ..units import format_bandwidth, format_bytes, format_ns
+from .gantt import Row, pattern_window, timeline_rows
+from .page import SCRIPT, STYLE
+from .simulation import Simulation
+from .tables import bound_class
+
+ROW_PIXELS = 20
+LABEL_PIXELS = 7.0  # per character, on a chart about 1200 pixels wide
+CHART_PIXELS = 1200.0
+MOST_OPERATIONS = 8000  # of the GPUs, in the run that the page shows; more would make it slow
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weight gradient",
+    "SEND_F": "activation sent",
+    "SEND_B": "gradient sent",
+}
+
+
+def microbatches_shown(plan: Plan, wanted: int) -> int:
+    """Return how many microbatches the page's run has: ``wanted``, or fewer where that would be too many operations."""
+    return max(1, min(wanted, MOST_OPERATIONS // (2 * len(plan.allocation.stages))))
+
+
+def report_html(simulation: Simulation) -> str:
+    """Return the page for a plan and one simulated run of it; it needs nothing but itself.
+
+    Every operation and every instant of memory answers to the mouse. Same input, same bytes.
+    """
+    plan, timeline = simulation.plan, simulation.timeline
+    result = evaluate(plan)
+    run = [row for row in timeline_rows(timeline) if row.device is not None and row.bars]
+    name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
+    data = {"makespan_ns": timeline.makespan_ns, "memory": _memory_data(simulation)}
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{escape(plan.chain.name)}: pipeline plan</title><style>{STYLE}</style></head><body>",
+        _head(plan, result),
+        "<h2>Period against lower bounds</h2>",
+        _bounds(plan, result),
+        "<h2>Stages</h2>",
+        _stages(plan, result),
+    ]
+    if plan.pattern is not None:
+        rows, start, end = pattern_window(plan)
+        periods = (end - start) // plan.pattern.period_ns
+        parts += [
+            f"<h2>Steady state: {'one period' if periods == 1 else f'{periods} periods'}</h2>",
+            '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
+            _legend(rows),
+            _chart("pattern", rows, start, end, labels=True),
+        ]
+    parts += [
+        f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(name)}</h2>",
+        f'<p class="soft">{format_ns(simulation.makespan_ns)} in all, {format_ns(simulation.per_microbatch_ns)} per '
+        f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. "
+        'Zoom <input type="range" data-zoom="run" min="1" max="20" step="0.5" value="1" aria-label="zoom"></p>',
+        _legend(run),
+        _chart("run", run, 0, timeline.makespan_ns, labels=False),
+        "<h2>Memory over the run</h2>",
+        '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
+        _memory(simulation),
+        _provenance(plan),
+        '<div id="tip"></div>',
+        f"<script>const DATA = {json.dumps(data, separators=(',', ':'))};{SCRIPT}</script>",
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _head(plan: Plan, result: Evaluation) -> str:
+    chain, platform = plan.chain, plan.platform
+    alone = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    used = len({device for stage in plan.allocation.stages for device in stage.devices})
+    network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
+    memory = sorted({device.memory_bytes for device in platform.devices})
+    cards = [
+        (format_ns(result.period_ns), "per microbatch"),
+        (f"{1e9 * chain.microbatch / result.period_ns:.2f}/s", "microbatches" if chain.microbatch == 1 else "samples"),
+        (f"{alone / result.period_ns:.2f}x", "as fast as one GPU (if that had the memory)"),
+    ]
+    if plan.lower_bounds:
+        best = max(bound.period_ns for bound in plan.lower_bounds)
+        cards.append((f"{result.period_ns / best - 1:.2%}", "above the best lower bound"))
+    shown = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
+    return (
+        f"<h1>{escape(chain.name)} on {len(platform)} GPUs</h1>"
+        f'<p class="soft">{len(chain)} layers, {format_bytes(int(chain.sums.weight_bytes[-1]))} of weights, '
+        f"{format_ns(alone)} forward and backward; GPUs of {format_bytes(memory[0])}"
+        f"{f' to {format_bytes(memory[-1])}' if len(memory) > 1 else ''}, joined {escape(network)}; "
+        f"{len(plan.allocation.stages)} stages on {used} GPUs; weights {plan.policy.weights}, an update every "
+        f"{plan.policy.accumulate} microbatches</p>"
+        f'<div class="cards">{shown}</div>'
+    )
+
+
+def _bounds(plan: Plan, result: Evaluation) -> str:
+    entries = [("this plan", result.period_ns, "plan", "")]
+    entries += [
+        (f"bound, class {bound_class(bound)}", bound.period_ns, "", f", gap {gap(result.period_ns, bound):.2%}")
+        for bound in plan.lower_bounds
+    ]
+    longest = max(period for _, period, _, _ in entries)
+    rows = [
+        f'<div class="left">{escape(name)}: {format_ns(period)}{extra}</div>'
+        f'<div class="track"><div class="fill {kind}" style="width:{100 * period / longest:.3f}%"></div></div>'
+        for name, period, kind, extra in entries
+    ]
+    return f'<div class="bounds">{"".join(rows)}</div>'
+
+
+def _stages(plan: Plan, result: Evaluation) -> str:
+    head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", "in flight")
+    memory = ("weights GB", "activations GB", "buffers GB", "peak GB", "of GB")
+    rows = []
+    for s, stage in enumerate(plan.allocation.stages):
+        cost, use = result.graph.stages[s], result.devices[stage.devices[0]]
+        together = result.graph.stages_on(cost.resource)
+        sizes = (use.weights_bytes, use.activation_bytes, use.buffer_bytes, use.peak_bytes, use.memory_bytes)
+        cells = [
+            str(s),
+            _layers(plan, stage),
+            _numbers(stage.devices),
+            f"{cost.forward_ns / 1e6:.3f}",
+            f"{cost.backward_ns / 1e6:.3f}",
+            f"{sum(stop - start for start, stop in stage.checkpoint)} of {stage.stop - stage.start}",
+            str(use.in_flight[together.index(s)]),
+        ]
+        if together[0] == s:
+            cells += [f"{size / 1e9:.3f}" for size in sizes]
+        else:
+            cells += [f"with stage {together[0]}", "", "", "", ""]
+        rows.append(
+            "<tr>"
+            + "".join(f"<td{' class=left' if i in (1, 2) else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells))
+            + "</tr>"
+        )
+    titles = "".join(
+        f"<th{' class=left' if i in (1, 2) else ''}>{escape(name)}</th>" for i, name in enumerate((*head, *memory))
+    )
+    return f'<div class="wide"><table id="stages"><tr>{titles}</tr>{"".join(rows)}</table></div>'
+
+
+def _layers(plan: Plan, stage: Stage) -> str:
+    first, last = plan.chain.layers[stage.start].name, plan.chain.layers[stage.stop - 1].name
+    names = first if first == last else f"{first} to {last}"
+    return f"{stage.start}-{stage.stop - 1}  {names if len(names) <= 60 else names[:59] + '…'}"
+
+
+def _numbers(devices: Sequence[int]) -> str:
+    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    return ", ".join(map(str, devices))
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    found = {(bar.kind, bar.chunk > 0) for row in rows for bar in row.bars}
+    spans = [
+        f'<span><i style="background:var(--{kind}{"2" if later else ""})"></i>{name}'
+        f"{', later stages of the GPU' if later else ''}</span>"
+        for kind, name in KINDS.items()
+        for later in (False, True)
+        if (kind, later) in found
+    ]
+    return f'<div class="legend">{"".join(spans)}</div>'
+
+
+def _chart(name: str, rows: Sequence[Row], start_ns: int, end_ns: int, labels: bool) -> str:
+    """One SVG with coordinates in per cent of its width, so that zooming it stretches bars and not letters."""
+    span = max(1, end_ns - start_ns)
+    shapes = []
+    for i, row in enumerate(rows):
+        for bar in row.bars:
+            left = max(bar.start_ns, start_ns)
+            width = min(bar.end_ns, end_ns) - left
+            x, share = 100 * (left - start_ns) / span, 100 * width / span
+            later = " later" if bar.chunk else ""
+            shapes.append(
+                f'<rect class="op {bar.kind}{later}" x="{x:.4f}%" y="{i * ROW_PIXELS + 2}" width="{share:.4f}%" '
+                f'height="{ROW_PIXELS - 4}" data-row="{i}" '
+                f'data-op="{bar.kind},{bar.stage},{bar.microbatch},{bar.start_ns},{bar.end_ns - bar.start_ns}"/>'
+            )
+            if labels and share / 100 * CHART_PIXELS > LABEL_PIXELS * len(bar.label) + 4:
+                shapes.append(
+                    f'<text class="{later.strip()}" x="{x + share / 2:.4f}%" y="{i * ROW_PIXELS + ROW_PIXELS / 2}">'
+                    f"{bar.label}</text>"
+                )
+    height = ROW_PIXELS * len(rows)
+    names = "".join(f"<div>{escape(row.name)}</div>" for row in rows)
+    ticks = "".join(
+        f'<span style="left:{100 * k / 8:.2f}%">{(start_ns + span * k / 8) / 1e6:.2f} ms</span>' for k in range(8)
+    )
+    return (
+        f'<div class="chart" data-rows="{escape("|".join(row.name for row in rows))}">'
+        f'<div class="names">{names}</div><div class="scroll"><div class="stretch" id="{name}">'
+        f'<svg height="{height}" role="img" aria-label="{name}">{"".join(shapes)}</svg>'
+        f'<div class="axis">{ticks}</div></div></div></div>'
+    )
+
+
+def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
+    timeline, devices = simulation.timeline, simulation.plan.platform.devices
+    return {
+        str(lane.device): {
+            "static": timeline.static_bytes(i),
+            "limit": devices[lane.device].memory_bytes,
+            "steps": list(timeline.memory_steps(i)),
+        }
+        for i, lane in enumerate(timeline.program.lanes)
+        if lane.device is not None and lane.steps
+    }
+
+
+def _memory(simulation: Simulation) -> str:
+    """One small chart per GPU, all on one scale: 100 units wide, 1000 units for the highest peak or limit."""
+    timeline = simulation.timeline
+    figures = []
+    lanes = [
+        (i, lane.device) for i, lane in enumerate(timeline.program.lanes) if lane.device is not None and lane.steps
+    ]
+    memory = {device: simulation.plan.platform.devices[device].memory_bytes for _, device in lanes}
+    top = max([timeline.peak_bytes(i) for i, _ in lanes] + list(memory.values()), default=1) * 1.05
+    span = max(1, timeline.makespan_ns)
+    for i, device in lanes:
+        static, peak = timeline.static_bytes(i), timeline.peak_bytes(i)
+        path: list[str] = []
+        last = 0.0
+        for at, held in timeline.memory_steps(i):
+            x, y = 100 * at / span, 1000 * (1 - (static + held) / top)
+            path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
+            last = y
+        path.append(f"L100 {last:.1f}L100 1000Z")
+        limit = 1000 * (1 - memory[device] / top)
+        over = ' class="over"' if peak > memory[device] else ""
+        figures.append(
+            f"<figure><figcaption{over}>GPU {device}: peak {format_bytes(peak)} of {format_bytes(memory[device])}"
+            f'</figcaption><svg data-device="{device}" viewBox="0 0 100 1000" preserveAspectRatio="none">'
+            f'<path class="held" d="{"".join(path)}"/>'
+            f'<rect class="static" x="0" width="100" y="{1000 * (1 - static / top):.1f}" '
+            f'height="{1000 * static / top:.1f}"/>'
+            f'<line class="limit" x1="0" x2="100" y1="{limit:.1f}" y2="{limit:.1f}"/></svg></figure>'
+        )
+    return f'<div class="memory">{"".join(figures)}</div>'
+
+
+def _provenance(plan: Plan) -> str:
+    origin = plan.provenance
+    facts = [f"planned by {origin.algorithm}"]
+    facts += [f"{name} {value}" for name, value in origin.options.items()]
+    facts += [
+        f"{name} {value}" for name, value in (("solver", origin.solver), ("status", origin.solver_status)) if value
+    ]
+    facts += [f"pipeplan {origin.version}"] if origin.version else []
+    facts += [f"profile from {plan.chain.source}"] if plan.chain.source else []
+    return f'<p class="soft" style="margin-top:32px">{escape("; ".join(facts))}</p>'
