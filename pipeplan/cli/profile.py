@@ -73,12 +73,9 @@ def command(
     if estimate is not None and (device is not None or measuring["hold"] != "auto"):
         raise click.UsageError("--estimate needs no device; leave out --device and --hold")
 
-    import torch
-
-    from ..errors import BadInput
     from ..files import profile_text, write_text
     from ..profiles import merge_zero_time
-    from ..runtime.steps import optimizer_of
+    from ..runtime.steps import check_device, dtype_of, optimizer_of
 
     build, batches = named_model(model, batch)
     if data is not None:
@@ -87,7 +84,7 @@ def command(
         "name": name or model.removeprefix(ZOO),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "data": batches,
-        "dtype": None if dtype is None else getattr(torch, dtype),
+        "dtype": None if dtype is None else dtype_of(dtype),
         "split_backward": measuring.pop("split_backward"),
         "progress": None if quiet else _progress,
     }
@@ -101,8 +98,7 @@ def command(
     else:
         from ..runtime.profiler import measure_model
 
-        if device == "cuda" and not torch.cuda.is_available():
-            raise BadInput("--device cuda: torch sees no GPU here; measure on the CPU or use --estimate GPU")
+        check_device(device or "cpu")
         measured = measure_model(
             build, batch, device=device or "cpu", optimizer=optimizer_of(optimizer), **shared, **measuring
         )

@@ -126,11 +126,11 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class RooflineClock(TorchDispatchMode):
+class RooflineClock(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
     """A clock that every operation seen advances by its roofline time on ``device``; marks are nanoseconds."""
 
     def __init__(self, device: Accelerator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.device = device
         self.now_ns = 0.0
 
@@ -180,7 +180,7 @@ class RooflineClock(TorchDispatchMode):
     def _lstm(self, args: Sequence[Any], read: list[Tensor], made: list[Tensor], backward: bool) -> float:
         """Return the time of an LSTM layer: one product with all inputs, then step by step with the states."""
         x, inputs, states = args[0], args[1], args[2]
-        steps, batch = x.shape[0], x.shape[1]
+        steps, batch = int(x.shape[0]), int(x.shape[1])
         factor = 2 if backward else 1  # gradients of the operand and of the weights
         whole = max(
             self._compute(2 * factor * steps * batch * inputs.numel(), x),
@@ -212,10 +212,11 @@ def _touched(x: Tensor) -> int:
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     if packet in _ATTENTION:
-        return _ATTENTION[packet] * _attention_flops(*args[:3], causal=_argument(packet, args, kwargs, "is_causal"))
+        causal = bool(_argument(packet, args, kwargs, "is_causal"))
+        return _ATTENTION[packet] * _attention_flops(args[0], args[1], args[2], causal)
     if packet in _ATTENTION_BACKWARD:
-        causal = _argument(packet, args, kwargs, "is_causal")
-        return _ATTENTION_BACKWARD[packet] * _attention_flops(*args[1:4], causal=causal)
+        causal = bool(_argument(packet, args, kwargs, "is_causal"))
+        return _ATTENTION_BACKWARD[packet] * _attention_flops(args[1], args[2], args[3], causal)
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 

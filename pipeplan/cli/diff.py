@@ -1,0 +1,66 @@
+"""``pipeplan diff``: two profiles of one network, and what a plan made from the first is worth on the second."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..problem import Platform, Problem
+from ..units import parse_bandwidth, parse_bytes
+from .options import DEFAULT_BANDWIDTH, JSON
+
+
+@click.command()
+@click.argument("one", metavar="A")
+@click.argument("other", metavar="B")
+@click.option("--plan", metavar="FILE", help="A plan made from A: does it hold for B?")
+@click.option("--gpus", type=click.IntRange(1, 2**20), help="Instead of --plan: plan A for so many equal GPUs.")
+@click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
+@click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
+@click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
+@JSON
+def command(
+    one: str,
+    other: str,
+    plan: str | None,
+    gpus: int | None,
+    mem: str | None,
+    bandwidth: str,
+    every: bool,
+    as_json: bool,
+) -> None:
+    """Compare profile B with profile A, layer by layer; exit 1 when the plan doesn't hold for B.
+
+    A layer moved when its share of the time changed: B may be measured on a faster device as a whole.
+
+    \b
+    Example: pipeplan diff measured.json estimated.json --plan plan.json
+    """
+    if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
+        raise click.UsageError("say either --plan, or --gpus and --mem")
+
+    from ..differences import carried, matching_chain, paired_layers
+    from ..files import load_plan, read_profile
+    from ..report.differences import difference_figures, print_carried, print_differences
+
+    before, after = read_profile(one), read_profile(other)
+    pairs = paired_layers(before, after)
+    result = loaded = None
+    if plan is not None:
+        loaded = load_plan(plan)
+    elif gpus is not None and mem is not None:
+        from ..planner import make_plan
+
+        platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
+        loaded = make_plan(Problem(before, platform))
+    if loaded is not None:
+        result = carried(loaded, matching_chain(loaded, before, after))
+    if as_json:
+        click.echo(json.dumps(difference_figures(before, after, pairs, loaded, result), indent=1))
+    else:
+        print_differences(before, after, pairs, every)
+        if loaded is not None and result is not None:
+            print_carried(loaded, result)
+    if result is not None and result.violations:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,172 @@
+"""Two profiles side by side as tables and figures, and a plan carried from the one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..differences import Carried, LayerPair, rank_correlation, time_ns
+from ..evaluate import evaluate, gap
+from ..plan import Plan
+from ..problem import Chain
+from ..units import format_bytes, format_ns
+from .tables import bound_class, console
+
+MOST_ROWS = 30
+
+
+def difference_figures(
+    before: Chain, after: Chain, pairs: Sequence[LayerPair], plan: Plan | None, result: Carried | None
+) -> dict[str, Any]:
+    """Return the figures of ``diff --json``; times in ns, sizes in bytes, ratios of B over A."""
+    figures: dict[str, Any] = {
+        "totals": [_totals(before), _totals(after)],
+        "rank_correlation": _correlation(pairs),
+        "layers": [
+            {
+                "name": pair.name,
+                "indices": pair.indices,
+                "time_ns": [None if x is None else time_ns(x) for x in (pair.before, pair.after)],
+                "share_change": _share_change(pair, before, after),
+                **{
+                    field: [None if x is None else getattr(x, field) for x in (pair.before, pair.after)]
+                    for field in ("weight_bytes", "output_bytes")
+                },
+                "saved_bytes": _saved(pair, before, after),
+            }
+            for pair in pairs
+        ],
+    }
+    if plan is not None and result is not None:
+        figures["plan"] = {
+            "holds": not result.violations,
+            "period_ns": [evaluate(plan).period_ns, result.period_ns],
+            "violations": list(result.violations),
+            "other_order_ns": result.other_order_ns,
+        }
+    return figures
+
+
+def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], every: bool) -> None:
+    """Print totals, and the layers whose share of the time changed most, in the order of the network."""
+    out = console()
+    for label, chain in (("A", before), ("B", after)):
+        out.print(
+            f"[bold]{label}[/bold] {escape(chain.name)}: {len(chain)} layers, microbatch {chain.microbatch}, "
+            f"{escape(chain.dtype)}, {escape(chain.device)}; {escape(chain.source)}"
+        )
+    if before.microbatch != after.microbatch:
+        out.print(f"note: microbatches of {before.microbatch} and {after.microbatch} samples are compared as they are")
+    totals = _totals(before), _totals(after)
+    for name, form in (("forward_ns", format_ns), ("backward_ns", format_ns), ("optimizer_ns", format_ns),
+                       ("weight_bytes", format_bytes), ("saved_bytes", format_bytes)):  # fmt: skip
+        one, other = totals[0][name], totals[1][name]
+        change = f"{other / one - 1:+.1%}" if one else ""
+        out.print(f"{name.rsplit('_', 1)[0]:10} {form(one):>14} -> {form(other):>14}  {change}")
+    correlation = _correlation(pairs)
+    if correlation is not None:
+        out.print(f"rank correlation of the layers' times: {correlation:.3f}")
+    moved = [pair for pair in pairs if _differs(pair, before, after)]
+    if not moved:
+        out.print("no layer differs")
+        return
+    shown = moved
+    if not every and len(moved) > MOST_ROWS:
+        by_size = sorted(moved, key=lambda pair: -abs(_share_change(pair, before, after) or 1.0))
+        keep = {id(pair) for pair in by_size[:MOST_ROWS]}
+        shown = [pair for pair in moved if id(pair) in keep]
+    out.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("layer", no_wrap=True, max_width=36)
+    for name in ("A ms", "B ms", "B/A", "share", "weights", "saved", "output"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.caption = "share: of all time, B minus A in points; sizes are B minus A"
+    table.caption_style, table.caption_justify = "dim", "left"
+    for pair in shown:
+        table.add_row(*_row(pair, before, after))
+    out.print(table)
+    if len(shown) < len(moved):
+        out.print(f"{len(moved) - len(shown)} more layers differ; --all lists them")
+
+
+def print_carried(plan: Plan, result: Carried) -> None:
+    """Print whether the plan holds: its period before and after, or the rules that it would break."""
+    out = console()
+    period = evaluate(plan).period_ns
+    out.print()
+    if result.period_ns is not None:
+        out.print(
+            f"the plan holds for B: period {format_ns(period)} -> {format_ns(result.period_ns)} "
+            f"({result.period_ns / period - 1:+.1%}), same stages, same order, within memory"
+        )
+        bound = result.plan.lower_bounds[0]
+        out.print(
+            f"no plan for B is shorter than {format_ns(bound.period_ns)} (class {bound_class(bound)}), "
+            f"a gap of {gap(result.period_ns, bound):.2%}"
+        )
+        return
+    out.print("[bold]the plan does not hold for B[/bold]:")
+    for sentence in result.violations:
+        out.print(f"- {escape(sentence)}")
+    if result.other_order_ns is not None:
+        out.print(f"its stages can run in another order, with fewer in flight, at {format_ns(result.other_order_ns)}")
+
+
+def _row(pair: LayerPair, before: Chain, after: Chain) -> list[str]:
+    times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
+    if pair.before is None or pair.after is None:
+        return [escape(pair.name), *times, "only in A" if pair.after is None else "only in B", "", "", "", ""]
+    ratio, change, saved = pair.time_ratio, _share_change(pair, before, after), _saved(pair, before, after)
+    sizes = [
+        (pair.before.weight_bytes, pair.after.weight_bytes),
+        (saved[0] or 0, saved[1] or 0),
+        (pair.before.output_bytes, pair.after.output_bytes),
+    ]
+    return [
+        escape(pair.name),
+        *times,
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if change is None else f"{100 * change:+.2f}",
+        *("=" if a == b else f"{'+' if b > a else '-'}{format_bytes(abs(b - a))}" for a, b in sizes),
+    ]
+
+
+def _differs(pair: LayerPair, before: Chain, after: Chain) -> bool:
+    if pair.before is None or pair.after is None:
+        return True
+    saved = _saved(pair, before, after)
+    sizes = [(x.weight_bytes, x.output_bytes) for x in (pair.before, pair.after)]
+    return sizes[0] != sizes[1] or saved[0] != saved[1] or time_ns(pair.before) != time_ns(pair.after)
+
+
+def _saved(pair: LayerPair, before: Chain, after: Chain) -> list[int | None]:
+    return [
+        None if index is None else int(chain.saved_bytes(index, index + 1))
+        for index, chain in zip(pair.indices, (before, after), strict=True)
+    ]
+
+
+def _share_change(pair: LayerPair, before: Chain, after: Chain) -> float | None:
+    """Return the layer's share of all forward and backward time in B minus that in A."""
+    if pair.before is None or pair.after is None:
+        return None
+    shares = [
+        time_ns(x) / int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+        for x, chain in ((pair.before, before), (pair.after, after))
+    ]
+    return shares[1] - shares[0]
+
+
+def _correlation(pairs: Sequence[LayerPair]) -> float | None:
+    both = [(time_ns(x.before), time_ns(x.after)) for x in pairs if x.before is not None and x.after is not None]
+    return rank_correlation([a for a, _ in both], [b for _, b in both]) if len(both) > 1 else None
+
+
+def _totals(chain: Chain) -> dict[str, int]:
+    names = ("forward_ns", "backward_ns", "optimizer_ns", "weight_bytes")
+    return {name: int(getattr(chain.sums, name)[-1]) for name in names} | {
+        "saved_bytes": int(chain.saved_bytes(0, len(chain)))
+    }
