@@ -185,6 +185,18 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's type of that name, such as ``bfloat16``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def check_device(device: str) -> None:
+    """Raise BadInput when ``device`` is a GPU and torch sees none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch sees no GPU here; measure on the CPU or use --estimate GPU")
+
+
 def optimizer_of(name: str, foreach: bool | None = None) -> MakeOptimizer:
     """Return what makes the optimizer called ``sgd``, ``momentum`` or ``adam``, at rate 0: a step's work, no movement.
 
