@@ -78,10 +78,12 @@ def structure_violations(plan: Plan) -> list[str]:
 def schedule_violations(plan: Plan) -> list[str]:
     """Return where the kind of schedule and the weights policy contradict each other."""
     schedule, policy = plan.schedule, plan.policy
-    if schedule.kind == "pattern" and policy.weights == "flush":
-        return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]
-    if schedule.kind != "flush":
+    if schedule.kind == "pattern":
+        if policy.weights == "flush":
+            return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]
         return []
+    if schedule.kind != "flush":
+        return [f"a plan's schedule is a pattern or flush; the pattern says nothing about {schedule.kind}"]
     if policy.weights != "flush":
         return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
     if schedule.microbatches is None or schedule.microbatches < 1:

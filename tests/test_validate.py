@@ -161,6 +161,8 @@ def test_tied_layers_part_under_flush_only():
         ("flush", Schedule("flush", 0), ["0 microbatches"]),
         ("flush", Schedule("flush", 7), ["of 7 microbatches", "every 8"]),
         ("stash", Schedule("flush", 8), ["for weights flush", "stash"]),
+        ("latest", Schedule("nf1b", 8), ["a pattern or flush", "nothing about nf1b"]),
+        ("latest", Schedule("message-driven", 8, 4), ["nothing about message-driven"]),
         ("flush", Schedule("flush", 8), None),
         ("latest", Schedule(), None),
     ],
