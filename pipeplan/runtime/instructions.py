@@ -1,0 +1,241 @@
+"""Instructions: what one rank does, in order, with the version of every pass and the place of every update decided.
+
+Made from the program alone, before the run and without torch; the executor only walks the list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..errors import InvalidPlan
+from ..program import Program, RankOp, Step, lower
+from ..stages import StageGraph
+from .weights import WeightPolicy
+
+Pass = Literal["F", "B"]
+Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), and the stage that sends them
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run a stage forward with weights ``version``."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run a stage backward; ``version`` is what it differentiates (and recomputes) with."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send what ``stage`` made in pass ``kind`` to rank ``peer``."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+    peer: int
+
+    @property
+    def edge(self) -> Edge:
+        """The edge that it uses."""
+        return self.kind, self.stage
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receive from rank ``peer`` what ``stage`` needs for pass ``kind``."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+    peer: int
+
+    @property
+    def edge(self) -> Edge:
+        """The edge that it uses."""
+        return edge_into(self.kind, self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum the gradients of a stage's replicas before it makes ``version``."""
+
+    stage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Make ``version`` of a stage's weights from the gradient that has been accumulated."""
+
+    stage: int
+    version: int
+
+
+Instruction = Forward | Backward | Send | Receive | Reduce | Update
+
+
+def edge_into(kind: Pass, stage: int) -> Edge:
+    """Return the edge on which ``stage`` gets its input (``F``) or the gradient of its output (``B``)."""
+    return kind, stage - 1 if kind == "F" else stage + 1
+
+
+def sentence(instruction: Instruction) -> str:
+    """Return how messages name an instruction: ``the forward of microbatch 3 on stage 1``."""
+    match instruction:
+        case Forward(stage, microbatch, _):
+            return f"the forward of microbatch {microbatch} on stage {stage}"
+        case Backward(stage, microbatch, _):
+            return f"the backward of microbatch {microbatch} on stage {stage}"
+        case Send(kind, stage, microbatch, peer):
+            return f"stage {stage}'s send of {_what(kind)} of microbatch {microbatch} to rank {peer}"
+        case Receive(kind, stage, microbatch, peer):
+            return f"stage {stage}'s receive of {_what(kind)} of microbatch {microbatch} from rank {peer}"
+        case Reduce(stage, version):
+            return f"the gradient sum over the replicas of stage {stage} for update {version}"
+        case Update(stage, version):
+            return f"update {version} of stage {stage}"
+
+
+def _what(kind: Pass) -> str:
+    return "the activations" if kind == "F" else "the gradient"
+
+
+def lowered(
+    program: Program,
+    start_ns: Sequence[Sequence[int]],
+    policy: WeightPolicy,
+    interval: int,
+    ranks: Mapping[int, int],
+) -> list[list[Instruction]]:
+    """Return the instructions of every rank (``ranks``: device to rank) for ``program``, updates and versions included.
+
+    Mini-batch j is microbatches ``[j * interval, (j + 1) * interval)``. The order is the program's total order, which
+    ``start_ns[microbatch][position]`` gives: passes and exchanges as :func:`pipeplan.program.lower` places them, and an
+    update on all replicas of a stage right after the stage's last backward of a mini-batch, wherever that ran. So
+    collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need
+    weights that are not made yet, or more versions than the policy keeps.
+    """
+    graph = program.graph
+    orders = lower(program, start_ns)
+    moments = {device: [_moment(graph, start_ns, op) for op in operations] for device, operations in orders.items()}
+    entries: dict[int, list[tuple[_Moment, int, Instruction]]] = {device: [] for device in orders}
+    for s, stage in enumerate(graph.stages):
+        devices = graph.resources[stage.resource].devices
+        passes = sorted(
+            (moment, device, index)
+            for device in devices
+            for index, (moment, op) in enumerate(zip(moments[device], orders[device], strict=True))
+            if op.stage == s and op.kind in ("F", "B")
+        )
+        made = 0
+        used: dict[int, int] = {}  # microbatch -> version of its forward
+        finished: Counter[int] = Counter()
+        needs: list[tuple[int, int]] = []  # (updates made, version) of each pass in order
+        for moment, device, index in passes:
+            op = orders[device][index]
+            minibatch = op.microbatch // interval
+            if op.kind == "F":
+                used[op.microbatch] = version = policy.forward_version(minibatch, made)
+                entries[device].append((moment, index, Forward(s, op.microbatch, version)))
+            else:
+                version = policy.backward_version(used[op.microbatch], made)
+                entries[device].append((moment, index, Backward(s, op.microbatch, version)))
+                finished[minibatch] += 1
+            needs.append((made, version))
+            if op.kind == "B" and finished[minibatch] == interval:
+                made += 1
+                for replica in devices:
+                    place = len(orders[replica]) + 2 * made
+                    if len(devices) > 1:
+                        entries[replica].append((moment, place - 1, Reduce(s, made)))
+                    entries[replica].append((moment, place, Update(s, made)))
+        _check_versions(s, needs, policy, interval)
+    for device, operations in orders.items():
+        for index, (moment, op) in enumerate(zip(moments[device], operations, strict=True)):
+            if op.kind not in ("F", "B"):
+                assert op.peer is not None, "an exchange has a peer"
+                kind: Pass = "F" if op.kind.endswith("_F") else "B"
+                make = Send if op.kind.startswith("SEND") else Receive
+                entries[device].append((moment, index, make(kind, op.stage, op.microbatch, ranks[op.peer])))
+    lists: list[list[Instruction]] = [[] for _ in ranks]
+    for device, rank in ranks.items():
+        lists[rank] = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
+    return lists
+
+
+_Moment = tuple[int, int, Step]
+
+
+def _moment(graph: StageGraph, start_ns: Sequence[Sequence[int]], op: RankOp) -> _Moment:
+    """Return the place in the total order of ``lower``: (start, duration, step) of the step that ``op`` belongs to."""
+    match op.kind:
+        case "F" | "B":
+            position = graph.position[op.kind, op.stage]
+        case "SEND_F" | "RECV_F":
+            sender = op.stage - (op.kind == "RECV_F")
+            position = graph.position.get(("SEND_F", sender), graph.position["F", sender])
+        case "SEND_B" | "RECV_B":
+            sender = op.stage + (op.kind == "RECV_B")
+            position = graph.position.get(("SEND_B", sender), graph.position["B", sender])
+    start = start_ns[op.microbatch][position]
+    return start, graph.operations[position].duration_ns, Step(op.microbatch, position)
+
+
+def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: WeightPolicy, interval: int) -> None:
+    """Raise InvalidPlan unless every version exists when it is used and the policy keeps enough of them."""
+    last_use = {version: place for place, (_, version) in enumerate(needs)}
+    live: set[int] = set()  # versions that this pass or a later one uses
+    newest = -1
+    for place, (made, version) in enumerate(needs):
+        if version > made:
+            raise InvalidPlan([f"stage {stage} would need version {version} of its weights after {made} updates"])
+        while newest < made:
+            newest += 1
+            if last_use.get(newest, -1) >= place:
+                live.add(newest)
+        count = len(live | {newest})
+        if policy.most_versions is not None and count > policy.most_versions:
+            raise InvalidPlan(
+                [
+                    f"stage {stage} would need {count} weight versions at once, but {policy.most_versions} are kept; "
+                    f"{interval} microbatches per update are too few for what is in flight"
+                ]
+            )
+        if last_use[version] == place:
+            live.discard(version)
+
+
+def repeated(instructions: Sequence[Instruction], microbatches: int, times: int) -> list[Instruction]:
+    """Return ``times`` mini-batches of a drained schedule one after the other, microbatches and versions counted on."""
+    return [_later(x, t * microbatches, t) for t in range(times) for x in instructions]
+
+
+def _later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
+    match instruction:
+        case Forward() | Backward():
+            return replace(
+                instruction,
+                microbatch=instruction.microbatch + microbatches,
+                version=instruction.version + versions,
+            )
+        case Send() | Receive():
+            return replace(instruction, microbatch=instruction.microbatch + microbatches)
+        case Reduce() | Update():
+            return replace(instruction, version=instruction.version + versions)
+
+
+def version_uses(instructions: Sequence[Instruction], stage: int) -> Counter[int]:
+    """Return how many passes of ``stage`` use each version: when the last is over, the version can be overwritten."""
+    return Counter(x.version for x in instructions if isinstance(x, Forward | Backward) and x.stage == stage)

@@ -1,0 +1,59 @@
+"""Weight policies: which version of the weights each pass of a microbatch uses. The only way in which they differ.
+
+Versions are numbered from 0, the initial weights; update j makes version j + 1 from mini-batch j. A policy says which
+version a forward and a backward get; when a version may be overwritten follows from the instructions (see
+``versions``). So a policy has no state, and all of a run's versions are known before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import BadInput
+from ..problem import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPolicy:
+    """Two rules. ``made`` is the number of updates that the stage has made when the operation's turn comes.
+
+    ``forward_version(minibatch, made)`` gives the version of a forward, ``backward_version(forward, made)`` that of
+    the backward whose forward used version ``forward``. ``most_versions`` is how many may be needed at once, None
+    when the schedule decides. With ``drains`` the pipeline empties before every update.
+    """
+
+    drains: bool
+    most_versions: int | None
+    forward_version: Callable[[int, int], int]
+    backward_version: Callable[[int, int], int]
+
+
+def _newest(minibatch: int, made: int) -> int:
+    return made
+
+
+def _delayed_by_one(minibatch: int, made: int) -> int:
+    return max(minibatch - 1, 0)
+
+
+def _as_forward(forward: int, made: int) -> int:
+    return forward
+
+
+WEIGHT_POLICIES = {
+    # GPipe, 1F1B with flush: every pass of a mini-batch uses the weights that all mini-batches before it have made
+    "flush": WeightPolicy(drains=True, most_versions=1, forward_version=_newest, backward_version=_as_forward),
+    # PipeDream-2BW: W(t+1) = W(t) - lr * grad f(W(t-1)), in both passes (ALGORITHMS sections 3 and 10.6)
+    "2bw": WeightPolicy(drains=False, most_versions=2, forward_version=_delayed_by_one, backward_version=_as_forward),
+}
+
+
+def weight_policy(policy: Policy) -> WeightPolicy:
+    """Return the rules of ``policy.weights``; BadInput names what cannot be run yet."""
+    if policy.weights not in WEIGHT_POLICIES:
+        raise BadInput(
+            f"plan: runs with --weights {' or '.join(WEIGHT_POLICIES)} only so far, and this plan has "
+            f"{policy.weights!r}"
+        )
+    return WEIGHT_POLICIES[policy.weights]

@@ -1,0 +1,272 @@
+"""What is decided before a run: orders, versions, updates, and that no order deadlocks. No torch."""
+
+import random
+from collections import Counter, deque
+from dataclasses import replace
+
+import pytest
+from cases import random_problem
+
+from pipeplan.errors import BadInput, InvalidPlan
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.program import unroll
+from pipeplan.runtime.instructions import (
+    Backward,
+    Forward,
+    Receive,
+    Reduce,
+    Send,
+    Update,
+    lowered,
+    repeated,
+    sentence,
+    version_uses,
+)
+from pipeplan.runtime.prepare import prepare
+from pipeplan.runtime.weights import WEIGHT_POLICIES, weight_policy
+from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
+from pipeplan.simulate import simulate
+from pipeplan.stages import make_pattern, most_in_flight, stage_graph, starts_of
+
+
+def chain_of(times, output=0):
+    layers = tuple(Layer(f"layer{i}", f, b, 4, output) for i, (f, b) in enumerate(times))
+    return Chain("by hand", layers, 4)
+
+
+def lists_of(chain, stages, *, weights, interval, microbatches):
+    """The stage graph, and every rank's instructions in the order of 1F1B*."""
+    devices = 1 + max(d for stage in stages for d in stage.devices)
+    platform = Platform.flat(devices, 10**12, 10**9)
+    graph = stage_graph(chain, platform, Policy("flush", accumulate=interval), stages)
+    pattern = best_one_f_one_b_star(graph)
+    program = unroll(graph, pattern, microbatches)
+    start_ns = simulate(program).start_ns
+    return graph, lowered(program, start_ns, WEIGHT_POLICIES[weights], interval, {d: d for d in range(devices)})
+
+
+def short(instructions):
+    """``F0v0 B0v0 U1``: a list as a staircase would be drawn."""
+    words = []
+    for x in instructions:
+        match x:
+            case Forward(_, m, v):
+                words.append(f"F{m}v{v}")
+            case Backward(_, m, v):
+                words.append(f"B{m}v{v}")
+            case Reduce(_, v):
+                words.append(f"R{v}")
+            case Update(_, v):
+                words.append(f"U{v}")
+            case Send(kind, _, m, peer):
+                words.append(f"{kind.lower()}{m}>{peer}")
+            case Receive(kind, _, m, peer):
+                words.append(f"{kind.lower()}{m}<{peer}")
+    return " ".join(words)
+
+
+TWO_STAGES = [Stage(0, 1, (0,)), Stage(1, 2, (1,))]
+
+
+ENDLESS = Schedule()
+
+
+def test_flush_of_two_stages_is_1f1b():
+    _, lists = lists_of(chain_of([(1, 2), (1, 2)]), TWO_STAGES, weights="flush", interval=3, microbatches=3)
+    assert short(lists[0]) == "F0v0 f0>1 F1v0 f1>1 b0<1 B0v0 b1<1 F2v0 f2>1 B1v0 b2<1 B2v0 U1"
+    assert short(lists[1]) == "f0<0 F0v0 f1<0 B0v0 b0>0 F1v0 B1v0 b1>0 f2<0 F2v0 B2v0 b2>0 U1"
+
+
+def test_2bw_of_two_stages():
+    _, lists = lists_of(chain_of([(1, 2), (1, 2)]), TWO_STAGES, weights="2bw", interval=2, microbatches=6)
+    passes = [[x for x in rank if not isinstance(x, Send | Receive)] for rank in lists]
+    assert short(passes[0]) == "F0v0 F1v0 B0v0 F2v0 B1v0 U1 F3v0 B2v0 F4v1 B3v0 U2 F5v1 B4v1 B5v1 U3"
+    assert short(passes[1]) == "F0v0 B0v0 F1v0 B1v0 U1 F2v0 B2v0 F3v0 B3v0 U2 F4v1 B4v1 F5v1 B5v1 U3"
+
+
+def test_replicas_sum_and_update_at_one_place_of_the_total_order():
+    stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2,))]
+    _, lists = lists_of(chain_of([(2, 4), (1, 2)]), stages, weights="flush", interval=4, microbatches=4)
+    for rank in (0, 1):
+        words = short(lists[rank]).split()
+        assert words[-2:] == ["R1", "U1"]
+        assert Counter(w[:2] for w in words if w[0] in "FB") == Counter(
+            {f"{kind}{m}": 1 for kind in "FB" for m in range(rank, 4, 2)}
+        )
+    assert "R1" not in short(lists[2])
+
+
+def test_repeated_counts_microbatches_and_versions_on():
+    body = [Forward(0, 1, 0), Send("F", 0, 1, 1), Backward(0, 1, 0), Reduce(0, 1), Update(0, 1)]
+    assert repeated(body, 2, 2)[5:] == [
+        Forward(0, 3, 1),
+        Send("F", 0, 3, 1),
+        Backward(0, 3, 1),
+        Reduce(0, 2),
+        Update(0, 2),
+    ]
+
+
+def test_sentences_name_the_operation():
+    assert sentence(Forward(1, 7, 0)) == "the forward of microbatch 7 on stage 1"
+    assert sentence(Receive("B", 0, 3, 1)) == "stage 0's receive of the gradient of microbatch 3 from rank 1"
+    assert sentence(Update(2, 5)) == "update 5 of stage 2"
+
+
+def deadlocks(lists):
+    """Walk all lists as if every send waited for its receive and every sum for all replicas; True when they get stuck.
+
+    The strictest reading of any transport: a run that ends under it ends under every other.
+    """
+    queues = [deque(rank) for rank in lists]
+
+    def heads():
+        return [queue[0] if queue else None for queue in queues]
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, head in enumerate(heads()):
+            match head:
+                case Forward() | Backward() | Update():
+                    queues[rank].popleft()
+                    moved = True
+                case Send(kind, stage, m, peer):
+                    back = stage + 1 if kind == "F" else stage - 1
+                    if queues[peer] and queues[peer][0] == Receive(kind, back, m, rank):
+                        queues[rank].popleft()
+                        queues[peer].popleft()
+                        moved = True
+                case Reduce():
+                    holders = [r for r, q in enumerate(queues) if head in q]
+                    if all(queues[r][0] == head for r in holders):
+                        for r in holders:
+                            queues[r].popleft()
+                        moved = True
+    return any(queues)
+
+
+def random_stages(rng, layers, devices):
+    """Contiguous stages, some replicated, on all of ``devices`` devices."""
+    count = rng.randint(1, min(layers, devices))
+    cuts = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
+    marks = [0, *sorted(rng.sample(range(1, devices), count - 1)), devices]
+    return [Stage(cuts[i], cuts[i + 1], tuple(range(marks[i], marks[i + 1]))) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_plans_follow_the_rules_of_versions_and_never_deadlock(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randint(2, 6), rng.randint(1, 5))
+    stages = random_stages(rng, len(problem.chain), len(problem.platform))
+    platform = Platform.flat(len(problem.platform), 10**12, 10**9)
+    graph = stage_graph(problem.chain, platform, Policy("flush", accumulate=1), stages)
+    pattern = best_one_f_one_b_star(graph)
+    assert pattern is not None
+    interval = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    program = unroll(graph, pattern, 4 * interval)
+    start_ns = simulate(program).start_ns
+    for weights in ("2bw", "flush"):
+        if weights == "flush":
+            program = unroll(graph, pattern, interval)
+            start_ns = simulate(program).start_ns
+        lists = lowered(program, start_ns, WEIGHT_POLICIES[weights], interval, {d: d for d in range(len(platform))})
+        assert not deadlocks(lists)
+        for rank in lists:
+            for x in rank:
+                if isinstance(x, Forward | Backward):
+                    k = x.microbatch + 1  # the field counts from 1 here
+                    assert x.version == (max((k - 1) // interval - 1, 0) if weights == "2bw" else 0)
+            for s in {x.stage for x in rank if isinstance(x, Update)}:
+                assert [x.version for x in rank if isinstance(x, Update) and x.stage == s] == list(
+                    range(1, program.microbatches // interval + 1)
+                )
+                assert sum(version_uses(rank, s).values()) == sum(
+                    isinstance(x, Forward | Backward) and x.stage == s for x in rank
+                )
+                assert live_versions(rank, s) <= (2 if weights == "2bw" else 1)
+
+
+def live_versions(instructions, stage):
+    """The most versions that one rank must keep: those that later passes use, and the newest."""
+    own = [x for x in instructions if not isinstance(x, Send | Receive | Reduce) and x.stage == stage]
+    newest, most = 0, 1
+    for place, x in enumerate(own):
+        if isinstance(x, Update):
+            newest = x.version
+        later = {y.version for y in own[place + 1 :] if not isinstance(y, Update) and y.version <= newest}
+        most = max(most, len(later | {newest}))
+    return most
+
+
+def test_too_few_microbatches_per_update_are_refused():
+    with pytest.raises(InvalidPlan, match="would need"):
+        lists_of(
+            chain_of([(1, 2)] * 4),
+            [Stage(i, i + 1, (i,)) for i in range(4)],
+            weights="2bw",
+            interval=1,
+            microbatches=12,
+        )
+
+
+def plan_of(chain, stages, policy, schedule=ENDLESS):
+    platform = Platform.flat(1 + max(d for stage in stages for d in stage.devices), 10**12)
+    graph = stage_graph(chain, platform, policy, stages)
+    pattern = make_pattern(
+        graph,
+        [sum(op.duration_ns for op in graph.operations[:i]) for i in range(len(graph.operations))],
+        graph.path_ns,
+    )
+    return Plan(chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("by hand"), schedule)
+
+
+def test_prepare_maps_ranks_to_used_devices():
+    stages = [Stage(0, 1, (1,)), Stage(1, 2, (3,))]
+    script = prepare(plan_of(chain_of([(1, 2), (1, 2)]), stages, Policy("2bw", accumulate=1)), 3)
+    assert script.devices == (1, 3)
+    assert script.microbatches == 3
+    assert [script.stages_of(rank) for rank in (0, 1)] == [[0], [1]]
+    assert [script.ranks_of(s) for s in (0, 1)] == [[0], [1]]
+    assert {x.peer for x in script.instructions[0] if isinstance(x, Send)} == {1}
+
+
+def test_prepare_of_a_drained_schedule_repeats_its_mini_batch():
+    chain = chain_of([(1, 2), (1, 2)])
+    plan = plan_of(chain, TWO_STAGES, Policy("flush", accumulate=2), Schedule("flush", 2))
+    script = prepare(plan, 3)
+    assert script.drains
+    assert script.program.microbatches == 2
+    assert [x.version for x in script.instructions[0] if isinstance(x, Update)] == [1, 2, 3]
+    assert script.planned_period_ns == 6  # one at a time, in this pattern
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"policy": Policy("stash", accumulate=1)}, "'stash'"),
+        ({"policy": Policy("2bw")}, "accumulate is not decided"),
+        ({"policy": Policy("2bw", 1, precision="mixed")}, "'mixed'"),
+        ({"policy": Policy("2bw", 1, offload=True)}, "offloaded"),
+        ({"pattern": None}, "schedules of kind 'pattern'"),
+        ({"schedule": Schedule("message-driven")}, "'message-driven'"),
+        ({"chain": replace(chain_of([(1, 2), (1, 2)]), edges=((0, 1),))}, "skip connections"),
+        ({"chain": replace(chain_of([(1, 2), (1, 2)]), tied=((0, 1),))}, r"layers 0 \(layer0\) and 1 \(layer1\)"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(change, words):
+    plan = plan_of(chain_of([(1, 2), (1, 2)]), TWO_STAGES, Policy("2bw", accumulate=1))
+    with pytest.raises(BadInput, match=words):
+        prepare(replace(plan, **change), 1)
+
+
+def test_steps_must_be_positive():
+    plan = plan_of(chain_of([(1, 2), (1, 2)]), TWO_STAGES, Policy("2bw", accumulate=1))
+    with pytest.raises(BadInput, match="steps: 0"):
+        prepare(plan, 0)
+
+
+def test_weight_policies_are_refused_by_name():
+    with pytest.raises(BadInput, match="flush or 2bw"):
+        weight_policy(Policy("latest"))
