@@ -1,0 +1,171 @@
+"""The model that a run trains: found by name, built on every rank, and checked against the profile of the plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BadInput
+from ..problem import Chain
+from ..zoo import load
+from ..zoo.model import Model
+from .profiler import LOSS_NAME, Loss, checked_model
+
+Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model to train and on what, as the user typed it; every rank finds both for itself.
+
+    ``build`` is a name of the zoo (with options: ``gpt-tiny,blocks=8``) or ``module:function`` of the model contract,
+    ``data`` is ``module:function`` of the data contract; None stands for the data that belongs to a zoo model.
+    """
+
+    build: str
+    data: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of the tensor that crosses a cut; both ends must agree before anything is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one such tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A built model: its layers with names, what goes into it, its loss and its data.
+
+    ``boundaries[i]`` is the tensor before layer i; the last one is the output. ``keys[i]`` is the prefix of layer i's
+    entries in the whole model's state, as ``nn.Sequential`` names them.
+    """
+
+    layers: list[tuple[str, nn.Module]]
+    keys: list[str]
+    loss: Loss
+    data: Data
+    boundaries: list[TensorSpec]
+
+
+def load_model(spec: ModelSpec, batch: int, seed: int) -> LoadedModel:
+    """Find and build the model of ``spec`` for microbatches of ``batch`` samples; BadInput says what is wrong with it.
+
+    ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one.
+    """
+    build = find(spec.build) if ":" in spec.build else load(spec.build)
+    if spec.data is not None:
+        data = find(spec.data)
+    elif isinstance(build, Model):
+        data = build.data(batch)
+    else:
+        raise BadInput(f"model {spec.build}: needs data to train on; name a data(index, seed) as module:function")
+    torch.manual_seed(seed)
+    result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
+    layers, example_input, loss = checked_model(result)
+    for _, module in layers:
+        module.train()
+    return LoadedModel(
+        layers=layers,
+        keys=_keys(result[0]),
+        loss=loss,
+        data=data,
+        boundaries=_boundaries([module for _, module in layers], example_input),
+    )
+
+
+def find(text: str) -> Any:
+    """Import what ``module:function`` names, also from the working directory; BadInput if there is no such function."""
+    module_name, _, attribute = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise BadInput(f"{text}: {error}") from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise BadInput(f"{text}: module {module_name} has no {attribute!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise BadInput(f"{text}: is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _keys(layers: Any) -> list[str]:
+    if isinstance(layers, nn.Sequential):
+        return list(layers._modules)
+    return [str(index) for index in range(len(layers))]
+
+
+def _boundaries(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
+    """Return the tensors between layers, from one pass in evaluation mode, which leaves no trace in the modules."""
+    x = example_input
+    specs = [TensorSpec(tuple(x.shape), x.dtype)]
+    training = [(part, part.training) for module in layers for part in module.modules()]
+    for module in layers:
+        module.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for index, module in enumerate(layers):
+            try:
+                x = module(x)
+            except Exception as error:
+                raise BadInput(f"layers[{index}]: failed on {specs[-1]}: {error}") from error
+            if not isinstance(x, Tensor):
+                raise BadInput(f"layers[{index}]: returned a {type(x).__name__}; a layer takes and returns one tensor")
+            specs.append(TensorSpec(tuple(x.shape), x.dtype))
+    for part, mode in training:
+        part.training = mode
+    return specs
+
+
+def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
+    """Raise BadInput, naming the first difference, unless ``model`` is what ``chain`` is the profile of.
+
+    Compared are the number of layers, their parameters, and the sizes of the tensors between them. ``cuts`` are the
+    layers at which stages begin; what crosses there must carry gradients.
+    """
+    count = len(model.layers)
+    if len(chain) != count + 1 or chain.layers[-1].weight_bytes:
+        raise BadInput(
+            f"model: has {count} layers; the plan's profile {chain.name} has {len(chain)}, and should have "
+            f"{count + 1}, of which the last is the {LOSS_NAME}"
+        )
+    if model.boundaries[0].nbytes != chain.input_bytes:
+        raise BadInput(
+            f"model: its example input has {model.boundaries[0].nbytes} bytes; the plan's profile says "
+            f"{chain.input_bytes} for microbatches of {chain.microbatch}"
+        )
+    for index, ((name, module), layer) in enumerate(zip(model.layers, chain.layers, strict=False)):
+        weights = sum(parameter.nbytes for parameter in module.parameters())
+        if weights != layer.weight_bytes:
+            raise BadInput(
+                f"model: layer {index} ({name}) has {weights} bytes of parameters; the plan's profile says "
+                f"{layer.weight_bytes} ({layer.name})"
+            )
+        output = model.boundaries[index + 1]
+        if output.nbytes != layer.output_bytes:
+            raise BadInput(
+                f"model: layer {index} ({name}) puts out {output.nbytes} bytes, {output}; the plan's profile says "
+                f"{layer.output_bytes} ({layer.name})"
+            )
+    for cut in cuts:
+        if not model.boundaries[cut].dtype.is_floating_point:
+            raise BadInput(f"model: {model.boundaries[cut]} crosses the cut before layer {cut} and carries no gradient")

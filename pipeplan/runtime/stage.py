@@ -1,0 +1,267 @@
+"""One stage on one rank: forwards and backwards of microbatches, with recomputed segments and several in flight.
+
+A stage is cut into pieces: runs of stored layers and recomputed segments. Each piece has a graph of its own, so a
+backward goes piece by piece and frees each as soon as it is done, which is how the memory model counts (ALGORITHMS
+section 3). A recomputed piece keeps its input and the random state, and runs again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..errors import RunFailed
+from .account import Account, Holding
+from .model import TensorSpec
+from .profiler import Loss
+from .versions import Versions
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring layers that are stored or recomputed together; the loss, if it is among them, comes last."""
+
+    modules: tuple[nn.Module, ...]
+    loss: Loss | None
+    recompute: bool
+
+    def run(self, x: Tensor, target: Tensor | None) -> Tensor:
+        """Return the output for input ``x``."""
+        for module in self.modules:
+            x = module(x)
+        if self.loss is not None:
+            assert target is not None, "the stage with the loss gets targets"
+            x = self.loss(x, target)
+        return x
+
+
+@dataclass
+class Held:
+    """What a piece keeps of one microbatch.
+
+    A stored piece keeps the end of its graph, a recomputed one its input and the random state. ``gradient`` is where
+    the gradient of the input arrives, if anybody asks for it.
+    """
+
+    wants_gradient: bool
+    end: GradientEdge | None = None
+    again: tuple[Tensor, Tensor] | None = None
+    gradient: list[Tensor] = field(default_factory=list)
+    holding: Holding = field(default_factory=dict)
+
+
+class _Entry(torch.autograd.Function):
+    """The identity at a piece's entry, which catches the gradient.
+
+    A leaf would do the same, but keep the input in memory even where no operation saves it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, caught: list[Tensor]) -> Tensor:
+        ctx.caught = caught
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.caught.append(gradient)
+        return None, None, None
+
+
+@dataclass
+class InFlight:
+    """What a stage keeps of one microbatch between its forward and its backward."""
+
+    version: int
+    target: Tensor | None
+    pieces: list[Held]
+    accounted: bool
+
+
+class StageModule:
+    """Layers ``start..stop`` of the model, with ``checkpoint`` segments of it recomputed.
+
+    ``layers`` are the stage's own, without the loss; ``loss`` is None on all stages but the one that holds it. The
+    gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        start: int,
+        stop: int,
+        layers: Sequence[nn.Module],
+        loss: Loss | None,
+        checkpoint: Sequence[tuple[int, int]],
+        versions: Versions,
+        account: Account,
+        divisor: int,
+        boundaries: tuple[TensorSpec, TensorSpec | None],
+    ) -> None:
+        self.index = index
+        self.versions = versions
+        self.losses: dict[int, float] = {}
+        self._account = account
+        self._seed = torch.tensor(1 / divisor)
+        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd follow what enters
+        self._input, self._output = boundaries
+        self._pieces = _pieces(start, stop, layers, loss, checkpoint)
+        self._modules = layers
+        self._in_flight: dict[int, InFlight] = {}
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether the stage computes the loss."""
+        return self._pieces[-1].loss is not None
+
+    def forward(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, accounted: bool) -> Tensor:
+        """Return what the stage puts out for ``x``; it keeps what the backward needs.
+
+        Of the loss it puts out the value, which also goes into :attr:`losses`.
+        """
+        self._check(microbatch, "gets", x, self._input)
+        self.versions.install(version)
+        flight = InFlight(version, target, [], accounted)
+        wants_gradient = self.index > 0  # the stage before waits for one, whether or not it trains anything
+        for piece in self._pieces:
+            held = Held(wants_gradient)
+            flight.pieces.append(held)
+            if piece.recompute:
+                held.again = x, torch.get_rng_state()
+                if accounted:
+                    self._account.hold(held.holding, x)
+                with torch.no_grad():
+                    x = piece.run(x, target)
+                wants_gradient = wants_gradient or _trains(piece)
+            else:
+                with self._saving(held.holding, accounted):
+                    out = piece.run(self._entered(x, held), target)
+                held.end = get_gradient_edge(out) if out.requires_grad else None
+                wants_gradient = out.requires_grad
+                x = out.detach()
+                del out  # from here on nothing but autograd keeps its graph
+        self._in_flight[microbatch] = flight
+        self.versions.released(version)
+        if self.takes_targets:
+            self.losses[microbatch] = float(x)
+            self._seed = self._seed.to(x.dtype)
+        elif self._output is not None:
+            self._check(microbatch, "puts out", x, self._output)
+        return x
+
+    def backward(self, microbatch: int, version: int, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of the stage's input (None for the first stage) from that of its output.
+
+        ``gradient`` is None where the stage computes the loss. Parameters' gradients are added to what is there.
+        """
+        flight = self._in_flight.pop(microbatch)
+        self.versions.install(version)
+        self.versions.attach_gradient(version)
+        while flight.pieces:
+            piece, held = self._pieces[len(flight.pieces) - 1], flight.pieces.pop()
+            end = held.end if held.again is None else self._recomputed(piece, held, *held.again, flight)
+            if end is not None:
+                torch.autograd.backward(end, self._seed if piece.loss is not None else gradient)
+            if held.wants_gradient and not held.gradient:
+                raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
+            gradient = held.gradient[0] if held.wants_gradient else None
+            self._account.release(held.holding)
+        self.versions.detach_gradient(version)
+        self.versions.released(version)
+        return gradient
+
+    def _recomputed(
+        self, piece: Piece, held: Held, x: Tensor, random_state: Tensor, flight: InFlight
+    ) -> GradientEdge | None:
+        """Run a piece again on its input ``x``, with the randomness of the first time, and return its graph's end."""
+        with (
+            torch.random.fork_rng(devices=[]),
+            _buffers_kept(piece.modules),
+            self._saving(held.holding, flight.accounted),
+        ):
+            torch.set_rng_state(random_state)
+            out = piece.run(self._entered(x, held), flight.target)
+        return get_gradient_edge(out) if out.requires_grad else None
+
+    def _entered(self, x: Tensor, held: Held) -> Tensor:
+        if not held.wants_gradient:
+            return x
+        entered: Tensor = _Entry.apply(self._anchor, x, held.gradient)  # type: ignore[no-untyped-call]
+        return entered
+
+    @contextmanager
+    def _saving(self, holding: Holding, accounted: bool) -> Iterator[None]:
+        if not accounted:
+            yield
+            return
+        tensors = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+        permanent = self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in tensors}
+        with self._account.saving(holding, permanent):
+            yield
+
+    def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
+        """What is sent must be what the other end expects: gloo would reinterpret or abort."""
+        if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+            found = TensorSpec(tuple(x.shape), x.dtype)
+            raise RunFailed(
+                f"stage {self.index} {verb} {found} for microbatch {microbatch}; the model's example: {spec}"
+            )
+
+
+def _pieces(
+    start: int,
+    stop: int,
+    layers: Sequence[nn.Module],
+    loss: Loss | None,
+    checkpoint: Sequence[tuple[int, int]],
+) -> list[Piece]:
+    """Cut layers ``start..stop``, of which ``loss`` is the last if it is there, into stored and recomputed pieces."""
+    pieces = []
+    position = start
+
+    def add(first: int, last: int, recompute: bool) -> None:
+        with_loss = loss is not None and last == stop
+        modules = tuple(layers[first - start : (last - 1 if with_loss else last) - start])
+        pieces.append(Piece(modules, loss if with_loss else None, recompute))
+
+    for first, last in checkpoint:
+        if position < first:
+            add(position, first, False)
+        add(first, last, True)
+        position = last
+    if position < stop:
+        add(position, stop, False)
+    return pieces
+
+
+def _trains(piece: Piece) -> bool:
+    return any(parameter.requires_grad for module in piece.modules for parameter in module.parameters())
+
+
+def _names(piece: Piece) -> str:
+    names = [type(module).__name__ for module in piece.modules]
+    return ", ".join(names) if names else "the loss"
+
+
+@contextmanager
+def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
+    originals = [
+        (owner, name, buffer)
+        for module in dict.fromkeys(modules)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in originals:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in originals:
+            owner._buffers[name] = buffer

@@ -1,0 +1,127 @@
+"""The weights of one stage in all the versions that are still needed, their gradient, and the optimizer.
+
+A version is a list of parameters of its own, put into the stage's modules before a pass that uses it; autograd keeps
+what a forward used, so passes of several versions can be in flight. Parameters of a version share storage with the
+optimizer's until an update would overwrite weights that are still needed; then the update works on a copy. Device
+memory: needed versions, one gradient, the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..problem import Optimizer
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MOMENTUM = 0.9
+
+
+def optimizer_maker(name: Optimizer, lr: float) -> MakeOptimizer:
+    """Return what makes the optimizer of a stage: ``sgd``, ``momentum`` (0.9) or ``adam`` at learning rate ``lr``."""
+    match name:
+        case "sgd":
+            return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+        case "momentum":
+            return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM)
+        case "adam":
+            return lambda parameters: torch.optim.Adam(parameters, lr=lr)
+
+
+class Versions:
+    """Weight versions of the trainable parameters of ``modules``; version 0 is what they hold now.
+
+    ``uses`` counts the passes that each version will serve: a version that has served them all, and is not the newest,
+    gives its storage back for the next one. Tied parameters stay tied. Frozen ones are left alone.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], uses: Counter[int], make_optimizer: MakeOptimizer) -> None:
+        slots: dict[tuple[nn.Module, str], int] = {}  # a module may stand in the stage twice
+        leaves: list[nn.Parameter] = []
+        index: dict[nn.Parameter, int] = {}
+        for module in modules:
+            for owner in module.modules():
+                for name, parameter in owner._parameters.items():
+                    if parameter is None or not parameter.requires_grad:
+                        continue
+                    if parameter not in index:
+                        index[parameter] = len(leaves)
+                        leaves.append(parameter)
+                    slots[owner, name] = index[parameter]
+        self._slots = [(owner, name, place) for (owner, name), place in slots.items()]
+        self._uses = Counter(uses)
+        self._leaves = {0: leaves}
+        self._newest = self._installed = 0
+        self._masters = [nn.Parameter(leaf.data) for leaf in leaves]
+        self._spare: list[list[Tensor]] = []
+        self._gradients: list[Tensor | None] = [None] * len(leaves)
+        self._optimizer = make_optimizer(self._masters) if leaves else None
+        self.most = 1  # versions that were live at once
+
+    def install(self, version: int) -> None:
+        """Put ``version`` into the modules. By assignment, which modules that keep lists of their weights notice."""
+        if version == self._installed:
+            return
+        leaves = self._leaves[version]
+        for owner, name, index in self._slots:
+            setattr(owner, name, leaves[index])
+        self._installed = version
+
+    def storages(self) -> set[int]:
+        """Return the identities of the storages of all live versions."""
+        return {leaf.untyped_storage()._cdata for leaves in self._leaves.values() for leaf in leaves}
+
+    def attach_gradient(self, version: int) -> None:
+        """Let backward passes through ``version`` add to the stage's one gradient."""
+        for leaf, gradient in zip(self._leaves[version], self._gradients, strict=True):
+            leaf.grad = gradient
+
+    def detach_gradient(self, version: int) -> None:
+        """Take the gradient back from ``version``."""
+        for index, leaf in enumerate(self._leaves[version]):
+            self._gradients[index] = leaf.grad
+            leaf.grad = None
+
+    def released(self, version: int) -> None:
+        """Count one pass of ``version`` as over."""
+        self._uses[version] -= 1
+        if not self._uses[version] and version != self._newest:
+            self._spare.append([leaf.data for leaf in self._leaves.pop(version)])
+
+    def gradients(self) -> list[Tensor]:
+        """Return the accumulated gradient, zeros where no pass has made any, to be summed over replicas in place."""
+        for index, gradient in enumerate(self._gradients):
+            if gradient is None:
+                self._gradients[index] = torch.zeros_like(self._masters[index])
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def update(self, version: int) -> None:
+        """Make ``version`` from the newest one and the gradient, which is gone afterwards."""
+        old = self._newest
+        needed = self._uses[old] > 0
+        if needed:
+            spare = self._spare.pop() if self._spare else [torch.empty_like(m.data) for m in self._masters]
+            for master, storage in zip(self._masters, spare, strict=True):
+                storage.copy_(master.data)
+                master.data = storage
+        if self._optimizer is not None:
+            for master, gradient in zip(self._masters, self._gradients, strict=True):
+                master.grad = gradient
+            self._optimizer.step()
+            for master in self._masters:
+                master.grad = None
+        self._gradients = [None] * len(self._masters)
+        if needed:
+            self._leaves[version] = [nn.Parameter(master.data) for master in self._masters]
+        else:
+            self._leaves[version] = self._leaves.pop(old)
+            self._installed = version if self._installed == old else self._installed
+        self._newest = version
+        self.most = max(self.most, len(self._leaves))
+
+    def install_newest(self) -> None:
+        """Put the newest version into the modules, where the run's result is read."""
+        self.install(self._newest)

@@ -1,0 +1,256 @@
+"""Plans for real runs of small models, models that fail on purpose, and plain training to compare with.
+
+Importable by name, because ranks import what they train.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipeplan import zoo
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Chain, Platform, Policy
+from pipeplan.runtime.profiler import profile_model
+from pipeplan.runtime.versions import optimizer_maker
+from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
+from pipeplan.stages import make_pattern, most_in_flight, stage_graph, starts_of
+from pipeplan.validate import check
+
+
+def chain_of(model, batch, *, measured=False, data=None):
+    """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
+    steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
+    chain = profile_model(model, batch, name="test", date="today", data=data, **steps)
+    if measured:
+        return chain
+    layers = [replace(x, forward_ns=10**6, backward_ns=2 * 10**6, optimizer_ns=0) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**5, backward_ns=10**5)
+    return replace(chain, layers=tuple(layers))
+
+
+def zoo_chain(name, batch, *, measured=False):
+    model = zoo.load(name)
+    return chain_of(model, batch, measured=measured, data=model.data(batch))
+
+
+def plan_of(
+    chain: Chain,
+    stages: list[tuple[int, int, tuple[int, ...]] | Stage],
+    *,
+    weights="flush",
+    accumulate=None,
+    optimizer="sgd",
+) -> Plan:
+    """A valid plan with the 1F1B* pattern; one microbatch at a time where stages share devices."""
+    made = tuple(x if isinstance(x, Stage) else Stage(*x) for x in stages)
+    count = 1 + max(d for stage in made for d in stage.devices)
+    platform = Platform.flat(count, 10**12)
+    policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer)
+    graph = stage_graph(chain, platform, policy, made)
+    if graph.contiguous:
+        loose = stage_graph(chain, platform, replace(policy, weights="flush"), made)
+        pattern = best_one_f_one_b_star(loose)
+        assert pattern is not None
+    else:
+        starts = [sum(op.duration_ns for op in graph.operations[:i]) for i in range(len(graph.operations))]
+        pattern = make_pattern(graph, starts, graph.path_ns)
+    if accumulate is None:
+        accumulate = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+        return plan_of(chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer)
+    schedule = Schedule("flush", accumulate) if weights == "flush" else Schedule()
+    plan = Plan(chain, platform, policy, Allocation(made), pattern, (), Provenance("by hand"), schedule)
+    check(plan)
+    return plan
+
+
+def built(name, batch, seed):
+    """The layers as one module, loss and data of a zoo model."""
+    model = zoo.load(name)
+    layers, _, loss = model(batch, seed=seed)
+    return layers.train(), loss, model.data(batch)
+
+
+def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, delay=0):
+    """Train in one process; return (losses per microbatch, state).
+
+    With ``delay`` 1 the gradient of mini-batch j is taken at the weights that j - 1 updates made: 2BW, step by step.
+    """
+    layers, loss, data = built(name, batch, seed)
+    parameters = list(layers.parameters())
+    newest = [nn.Parameter(p.detach().clone()) for p in parameters]
+    stepper = optimizer_maker(optimizer, lr)(newest)
+    history = [[p.detach().clone() for p in newest]]
+    losses = []
+    for step in range(steps):
+        with torch.no_grad():
+            for p, value in zip(parameters, history[max(step - delay, 0)], strict=True):
+                p.copy_(value)
+        layers.zero_grad()
+        for k in range(accumulate):
+            x, target = data(step * accumulate + k, seed)
+            value = loss(layers(x), target)
+            losses.append(float(value.detach()))
+            (value / accumulate).backward()
+        for p, master in zip(parameters, newest, strict=True):
+            master.grad = p.grad.clone()
+        stepper.step()
+        history.append([p.detach().clone() for p in newest])
+    with torch.no_grad():
+        for p, value in zip(parameters, history[-1], strict=True):
+            p.copy_(value)
+    return losses, layers.state_dict()
+
+
+def largest_difference(one, other):
+    """Over all entries of two states, which must have the same keys."""
+    assert one.keys() == other.keys()
+    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+# --- models that go wrong, each in its fourth layer ------------------------------------------------------------------
+
+
+class Faulty(nn.Module):
+    """A linear layer with a fault when it trains for the fifth time."""
+
+    def __init__(self, fault, width=16):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.fault = fault
+        self.calls = 0
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            if self.calls == 5:
+                x = self.fault(x)
+        return self.linear(x)
+
+
+class BackwardFault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("no way back")
+
+
+def raise_value_error(x):
+    raise ValueError("a bad microbatch")
+
+
+def kill_process(x):
+    os.kill(os.getpid(), 9)
+
+
+def never_return(x):
+    while True:
+        time.sleep(3600)
+
+
+def run_out_of_backward(x):
+    return BackwardFault.apply(x)
+
+
+def shrink(x):
+    return x[:1]
+
+
+def faulty(fault, batch):
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), Faulty(fault), nn.Linear(16, 16)]
+    return layers, torch.zeros(batch, 16), nn.functional.mse_loss
+
+
+def raising(batch):
+    return faulty(raise_value_error, batch)
+
+
+def killed(batch):
+    return faulty(kill_process, batch)
+
+
+def hanging(batch):
+    return faulty(never_return, batch)
+
+
+def backward_raising(batch):
+    return faulty(run_out_of_backward, batch)
+
+
+def shrinking(batch):
+    return faulty(shrink, batch)
+
+
+def healthy(batch):
+    return faulty(torch.clone, batch)
+
+
+def vectors(index, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+
+
+not_a_function = 3
+
+
+# --- layers whose times are known, however busy the machine is -------------------------------------------------------
+
+FORWARD_S, BACKWARD_S = 0.01, 0.02
+
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD_S)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Pausing(nn.Module):
+    """A linear layer that takes its time but no processor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return Pause.apply(self.linear(x)) if self.training else self.linear(x)
+
+
+def pausing(batch):
+    return [Pausing() for _ in range(4)], torch.zeros(batch, 16), nn.functional.mse_loss
+
+
+class Announcing(nn.Module):
+    """A linear layer that prints its process's number when it first trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.announced = False
+
+    def forward(self, x):
+        if self.training and not self.announced:
+            self.announced = True
+            os.write(1, f"{os.getpid()}\n".encode())
+        return self.linear(x)
+
+
+def announcing(batch):
+    return [Announcing(), nn.Linear(16, 16), Announcing(), nn.Linear(16, 16)], torch.zeros(batch, 16), mean_square
+
+
+def mean_square(output, target):
+    return nn.functional.mse_loss(output, target)
