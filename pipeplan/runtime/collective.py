@@ -1,0 +1,110 @@
+"""What all ranks, or the replicas of a stage, do together outside the pipeline: agree, measure links, sum, gather."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RunFailed
+from .instructions import Edge
+from .model import TensorSpec
+from .prepare import Script
+from .transport import exchanging
+
+PINGS = 5
+
+Group = Any  # a process group; torch's type for it differs between versions
+
+
+def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
+    """Raise RunFailed unless all ranks see the same tensor at every cut: nobody must receive what it doesn't expect."""
+    mine = [str(spec) for spec in boundaries]
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    with exchanging("the comparison of models at the start"):
+        dist.all_gather_object(everybodys, mine)
+    for index, (here, there) in enumerate(zip(mine, everybodys[0], strict=False)):
+        if here != there:
+            raise RunFailed(f"its model has {here} before layer {index}; rank 0's has {there}")
+    if len(mine) != len(everybodys[0]):
+        raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(everybodys[0]) - 1}")
+
+
+def replica_groups(script: Script) -> dict[int, Group]:
+    """Return the process group of each replicated stage. All ranks make all groups, in one order, as torch wants it."""
+    groups: dict[int, Group] = {}
+    made: dict[tuple[int, ...], Group] = {}
+    with exchanging("the making of replica groups"):
+        for s, stage in enumerate(script.plan.allocation.stages):
+            if stage.replicas > 1:
+                ranks = tuple(script.ranks_of(s))
+                if ranks not in made:
+                    made[ranks] = dist.new_group(sorted(ranks))
+                groups[s] = made[ranks]
+    return groups
+
+
+def share_from(first: int, group: Group, tensors: Sequence[Tensor]) -> None:
+    """Give every rank of ``group`` the values that ``tensors`` have on rank ``first``."""
+    with exchanging("the sharing of initial weights"):
+        for tensor in tensors:
+            dist.broadcast(tensor, first, group=group)
+
+
+def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Sum ``tensors`` over the ranks of ``group`` in place: one flat message for each type."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_type.values():
+        flat = torch.cat([tensor.flatten() for tensor in same])
+        with exchanging("the sum of gradients"):
+            dist.all_reduce(flat, group=group)
+        for tensor, part in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec]) -> dict[Edge, int]:
+    """Measure how long the tensors of each cut take one way: half of a ping-pong between the first replicas.
+
+    Cuts are measured one after the other; the sender of each returns its times.
+    """
+    found: dict[Edge, int] = {}
+    for s in range(len(script.plan.allocation.stages) - 1):
+        here, there = script.ranks_of(s)[0], script.ranks_of(s + 1)[0]
+        if here == there or rank not in (here, there):
+            continue
+        tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype)
+        rounds = []
+        with exchanging(f"the measuring of the link between ranks {here} and {there}"):
+            for _ in range(PINGS + 1):  # the first connects
+                start = time.monotonic_ns()
+                if rank == here:
+                    dist.send(tensor, there)
+                    dist.recv(tensor, there)
+                else:
+                    dist.recv(tensor, here)
+                    dist.send(tensor, here)
+                rounds.append(time.monotonic_ns() - start)
+        if rank == here:
+            found["F", s] = found["B", s + 1] = round(statistics.median(rounds[1:])) // 2
+    return found
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    with exchanging("the barrier before the run"):
+        dist.barrier()
+
+
+def gathered(rank: int, value: Any) -> list[Any] | None:
+    """Return everybody's ``value`` in rank order on rank 0, None elsewhere."""
+    values: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    with exchanging("the gathering of results"):
+        dist.gather_object(value, values, dst=0)
+    return values

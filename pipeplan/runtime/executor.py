@@ -1,0 +1,143 @@
+"""The executor: one loop that walks a rank's instructions. It decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .instructions import (
+    Backward,
+    Edge,
+    Forward,
+    Instruction,
+    Pass,
+    Receive,
+    Reduce,
+    Send,
+    Update,
+    edge_into,
+    sentence,
+)
+from .measure import OpTime
+from .stage import StageModule
+
+
+class Transport(Protocol):
+    """What moves tensors between ranks."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def post(self, receive: Receive) -> None:
+        """Be ready for a message."""
+
+    def take(self, edge: Edge, microbatch: int) -> Tensor:
+        """Return a message, waiting for it."""
+
+    def send(self, send: Send, tensor: Tensor) -> None:
+        """Send a message."""
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+
+
+class OperationFailed(Exception):
+    """An instruction raised; the cause is chained."""
+
+    def __init__(self, instruction: Instruction) -> None:
+        self.instruction = instruction
+        super().__init__(sentence(instruction))
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """All that one rank needs to walk its instructions.
+
+    ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
+    and target, ``reduce(stage, tensors)`` sums over a stage's replicas, ``progress`` hears the index of each
+    instruction before it is carried out. Microbatches below ``accounted`` are accounted.
+    """
+
+    stages: Mapping[int, StageModule]
+    last: int
+    transport: Transport
+    data: Callable[[int], tuple[Tensor, Tensor]]
+    reduce: Callable[[int, list[Tensor]], None]
+    progress: Callable[[int], None]
+    accounted: int
+    clock: Callable[[], int] = time.monotonic_ns
+
+
+def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]:
+    """Carry out ``instructions`` in order and return when everything happened.
+
+    Raises OperationFailed with the instruction at which anything failed. A receive is posted at its place at the
+    latest, and waited for where it is used. Between stages of one rank tensors are handed over as they are.
+    """
+    times: list[OpTime] = []
+    made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
+    clock, transport = work.clock, work.transport
+
+    def arrived(kind: Pass, stage: int, microbatch: int) -> Tensor:
+        edge = edge_into(kind, stage)
+        if edge[1] in work.stages:
+            return made.pop((edge, microbatch))
+        start = clock()
+        tensor = transport.take(edge, microbatch)
+        times.append(OpTime("WAIT", stage, microbatch, start, clock()))
+        return tensor
+
+    def sample(stage: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        start = clock()
+        pair = work.data(microbatch)
+        times.append(OpTime("DATA", stage, microbatch, start, clock()))
+        return pair
+
+    def carry_out(instruction: Instruction) -> None:
+        match instruction:
+            case Forward(s, m, version):
+                stage = work.stages[s]
+                x = arrived("F", s, m) if s > 0 else None
+                target = None
+                if x is None or stage.takes_targets:
+                    entry, target = sample(s, m)
+                    x = entry if x is None else x
+                start = clock()
+                out = stage.forward(m, version, x, target if stage.takes_targets else None, m < work.accounted)
+                times.append(OpTime("F", s, m, start, clock()))
+                if s < work.last:
+                    made[("F", s), m] = out
+            case Backward(s, m, version):
+                gradient = arrived("B", s, m) if s < work.last else None
+                start = clock()
+                back = work.stages[s].backward(m, version, gradient)
+                times.append(OpTime("B", s, m, start, clock()))
+                if s > 0:
+                    assert back is not None, "later stages return the gradient of their input"
+                    made[("B", s), m] = back
+            case Send():
+                transport.send(instruction, made.pop((instruction.edge, instruction.microbatch)))
+            case Receive():
+                transport.post(instruction)
+            case Reduce(s, _):
+                start = clock()
+                work.reduce(s, work.stages[s].versions.gradients())
+                times.append(OpTime("REDUCE", s, -1, start, clock()))
+            case Update(s, version):
+                start = clock()
+                work.stages[s].versions.update(version)
+                times.append(OpTime("UPDATE", s, version, start, clock()))
+
+    transport.start()
+    for index, instruction in enumerate(instructions):
+        work.progress(index)
+        try:
+            carry_out(instruction)
+        except Exception as error:
+            raise OperationFailed(instruction) from error
+    transport.finish()
+    return times

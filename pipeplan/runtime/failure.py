@@ -1,0 +1,72 @@
+"""How a rank tells why it ended, and which of several ranks' reasons is the root cause."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from ..errors import BadInput, InvalidPlan, PipeplanError, RunFailed
+from .executor import OperationFailed
+from .instructions import sentence
+from .transport import PeerLost
+
+Kind = Literal["input", "failed", "died", "lost"]
+ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank ended early: the user's input, its own failure, its death, or the loss of another rank."""
+
+    rank: int
+    kind: Kind
+    message: str
+    trace: str = ""
+
+    def error(self) -> PipeplanError:
+        """Return the exception for the user; the rank's own traceback is a note on it."""
+        error: PipeplanError = BadInput(self.message) if self.kind == "input" else RunFailed(self.message)
+        if self.trace:
+            error.add_note(self.trace)
+        return error
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Return what to tell others about ``error``: one sentence with the rank and the operation."""
+    trace = f"On rank {rank}:\n" + "".join(traceback.format_exception(error))
+    place = ""
+    if isinstance(error, OperationFailed) and error.__cause__ is not None:
+        place, error = f" in {sentence(error.instruction)}", error.__cause__
+    if isinstance(error, BadInput | InvalidPlan):
+        return Failure(rank, "input", str(error), trace)
+    if isinstance(error, PeerLost):
+        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace)
+    what = str(error) if isinstance(error, PipeplanError) else f"{type(error).__name__}: {error}"
+    return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that caused the others: a rank that merely lost another one is never it, if there is a choice.
+
+    Among equals, the first one reported.
+    """
+    return min(failures, key=lambda failure: ROOT_FIRST.index(failure.kind))
+
+
+def told(failure: Failure, store: Any, grace_s: float) -> Failure:
+    """Tell the other ranks of ``failure`` through ``store``, which keeps the first root cause, and return that.
+
+    A rank that merely lost another one waits ``grace_s`` for the other's reason.
+    """
+    key = "failure"
+    try:
+        if failure.kind != "lost":
+            store.compare_set(key, "", json.dumps(asdict(failure)))
+        store.wait([key], timedelta(seconds=grace_s))
+        return Failure(**json.loads(store.get(key)))
+    except RuntimeError:  # nobody told a reason, or the store has gone too
+        return failure

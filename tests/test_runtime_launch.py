@@ -1,0 +1,191 @@
+"""Real runs in real processes over gloo, against plain training in one process."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import runtime_cases  # noqa: E402
+from runtime_cases import (  # noqa: E402
+    BACKWARD_S,
+    FORWARD_S,
+    chain_of,
+    largest_difference,
+    plan_of,
+    serial,
+    zoo_chain,
+)
+
+from pipeplan.errors import BadInput, RunFailed  # noqa: E402
+from pipeplan.plan import Stage  # noqa: E402
+from pipeplan.runtime.launch import run_plan  # noqa: E402
+from pipeplan.runtime.model import ModelSpec  # noqa: E402
+
+SECONDS = 60  # far more than anything here takes
+pytestmark = pytest.mark.timeout(4 * SECONDS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+TWO_STAGES = [(0, 3, (0,)), (3, 8, (1,))]
+RUNS = {
+    "flush, gpt": {"stages": TWO_STAGES, "weights": "flush", "accumulate": 4, "steps": 4},
+    "flush, batch norm": {
+        "name": "small-cnn",
+        "batch": 8,
+        "stages": [(0, 2, (0,)), (2, 6, (1,))],
+        "weights": "flush",
+        "accumulate": 4,
+        "steps": 4,
+    },
+    "2bw, momentum": {"stages": TWO_STAGES, "optimizer": "momentum", "steps": 20},
+    "2bw, batch norm": {
+        "name": "small-cnn",
+        "batch": 8,
+        "stages": [(0, 2, (0,)), (2, 6, (1,))],
+        "optimizer": "momentum",
+    },
+    "2bw, three stages, the loss alone": {
+        "stages": [(0, 3, (0,)), (3, 7, (1,)), (7, 8, (2,))],
+        "optimizer": "adam",
+        "lr": 0.002,
+    },
+    "2bw, checkpointed": {
+        "stages": [Stage(0, 3, (0,), ((1, 2),)), Stage(3, 8, (1,), ((3, 5), (6, 8)))],
+        "optimizer": "momentum",
+    },
+    "flush, batch norm, checkpointed": {
+        "name": "small-cnn",
+        "batch": 8,
+        "stages": [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 6, (1,), ((2, 4),))],
+        "weights": "flush",
+        "accumulate": 3,
+        "steps": 4,
+    },
+    "2bw, two replicas": {"stages": [(0, 5, (0, 1)), (5, 8, (2,))], "optimizer": "momentum"},
+    "flush, two stages on one device": {
+        "stages": [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))],
+        "weights": "flush",
+        "accumulate": 2,
+        "steps": 4,
+        "optimizer": "adam",
+        "lr": 0.002,
+    },
+    "one device": {"stages": [(0, 8, (0,))], "accumulate": 2, "optimizer": "momentum"},
+}
+DEFAULTS = {
+    "name": "gpt-tiny",
+    "batch": 2,
+    "weights": "2bw",
+    "accumulate": None,
+    "steps": 8,
+    "optimizer": "sgd",
+    "lr": 0.02,
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_equals_training_in_one_process(case, tmp_path):
+    options = DEFAULTS | RUNS[case]
+    name, batch, steps, lr, optimizer = (options[key] for key in ("name", "batch", "steps", "lr", "optimizer"))
+    plan = plan_of(
+        zoo_chain(name, batch),
+        options["stages"],
+        weights=options["weights"],
+        accumulate=options["accumulate"],
+        optimizer=optimizer,
+    )
+    saved = tmp_path / "state.pt"
+    report = run_plan(plan, ModelSpec(name), steps=steps, lr=lr, seed=1, save=saved)
+    losses, state = serial(
+        name,
+        batch,
+        steps=steps,
+        accumulate=plan.policy.accumulate,
+        optimizer=optimizer,
+        lr=lr,
+        seed=1,
+        delay=int(options["weights"] == "2bw"),
+    )
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert largest_difference(torch.load(saved), state) <= 1e-6
+    assert report.step_losses[-1] < report.step_losses[0]
+    expected = {"flush": 1, "2bw": 2}[options["weights"]]
+    assert {stage.versions for stage in report.stages if stage.update_ns > 10**4} <= {expected}
+    assert len(report.times) == len({d for stage in plan.allocation.stages for d in stage.devices})
+    if "batch norm" not in case:  # where a stage ends in ReLU, its output is kept as well, and planned elsewhere
+        assert [a.measured_bytes for a in report.activations] == [a.planned_bytes for a in report.activations]
+
+
+def test_a_pipeline_runs_at_the_period_that_its_operations_allow():
+    """Two stages of two pauses each: 60 ms per microbatch when they overlap, 120 ms when they don't."""
+    chain = chain_of(runtime_cases.pausing, 4)
+    layers = [replace(x, forward_ns=round(FORWARD_S * 1e9), backward_ns=round(BACKWARD_S * 1e9)) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**4, backward_ns=10**4)
+    plan = plan_of(replace(chain, layers=tuple(layers)), [(0, 2, (0,)), (2, 5, (1,))], weights="2bw")
+    model = ModelSpec("runtime_cases:pausing", "runtime_cases:vectors")
+    report = run_plan(plan, model, steps=15, lr=0.01)
+    for stage in report.stages:
+        assert stage.forward_ns >= 2e9 * FORWARD_S
+        assert stage.backward_ns >= 2e9 * BACKWARD_S
+    assert 0.8 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
+    assert 0.8 <= report.mean_period_ns / report.calibrated_period_ns <= 1.25
+    assert report.measured_period_ns >= 2e9 * (FORWARD_S + BACKWARD_S)
+    assert report.samples_per_s == pytest.approx(4e9 / report.measured_period_ns)
+
+
+FAULTS = {
+    "raising": "rank {rank} failed in the forward of microbatch 4 on stage {rank}: ValueError: a bad microbatch",
+    "backward_raising": "rank {rank} failed in the backward of microbatch 4 on stage {rank}: "
+    "ArithmeticError: no way back",
+    "killed": "rank {rank} died in the forward of microbatch 4 on stage {rank}: killed by SIGKILL",
+}
+
+
+def faulty_plan(cut):
+    return plan_of(chain_of(runtime_cases.healthy, 4), [(0, cut, (0,)), (cut, 6, (1,))], weights="2bw")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
+    """The fault is in layer 3; no rank waits for its timeout."""
+    model = ModelSpec(f"runtime_cases:{fault}", "runtime_cases:vectors")
+    with pytest.raises(RunFailed) as caught:
+        run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, steps=20, lr=0.01, timeout_s=10 * SECONDS)
+    assert str(caught.value).startswith(FAULTS[fault].format(rank=rank))
+    if fault == "raising":  # the rank's own traceback leads to the line
+        assert "in raise_value_error" in caught.value.__notes__[0]
+
+
+def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
+    model = ModelSpec("runtime_cases:hanging", "runtime_cases:vectors")
+    with pytest.raises(
+        RunFailed, match=r"rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost"
+    ):
+        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01, timeout_s=2)
+
+
+def test_a_microbatch_of_another_shape_fails_before_it_is_sent():
+    model = ModelSpec("runtime_cases:shrinking", "runtime_cases:vectors")
+    with pytest.raises(RunFailed, match=r"rank 0 failed .*stage 0 puts out float32 \(1, 16\) for microbatch 4"):
+        run_plan(faulty_plan(cut=4), model, steps=20, lr=0.01)
+
+
+def test_a_wrong_model_is_bad_input():
+    with pytest.raises(BadInput, match="model: has 6 layers; the plan's profile test has 6, and should have 7"):
+        run_plan(faulty_plan(cut=3), ModelSpec("gpt-tiny,blocks=3"), steps=1, lr=0.01)
+    with pytest.raises(BadInput, match="no model is named 'nothing'"):
+        run_plan(faulty_plan(cut=3), ModelSpec("nothing"), steps=1, lr=0.01)
+
+
+def test_a_missing_folder_is_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="there is no folder"):
+        run_plan(faulty_plan(cut=3), ModelSpec("gpt-tiny"), steps=1, lr=0.01, save=tmp_path / "no" / "state.pt")
