@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from ..errors import BadInput
 from ..plan import Plan
 from ..units import format_ns
-from .gantt import Bar, Row, pattern_window, timeline_rows
+from .gantt import Row, pattern_window, timeline_rows
 from .simulation import Simulation
 from .tables import headline
 
@@ -29,7 +30,11 @@ NAMES = {
 SUFFIXES = (".svg", ".png", ".pdf")
 INCH_PER_ROW = 0.28
 MOST_BARS = 40_000  # beyond that a picture takes long and shows nothing
+MOST_EDGES = 2000  # bars that get a white edge; more are too thin for one
 LABEL_POINTS = 6.5
+LABEL_SHARE = 0.45  # per cent of the chart's width that one character takes
+MOST_LINES = 8  # of memory in one chart
+MEMORY_COLUMNS = 1200
 
 
 def save_pattern(plan: Plan, path: str) -> None:
@@ -46,21 +51,13 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     rows = [row for row in timeline_rows(timeline) if row.device is not None]
     figure, (axes, memory) = _figure([len(rows), max(4, len(rows) // 2)])
     _draw(axes, rows, 0, timeline.makespan_ns)
-    limit = 0
-    for i, lane in enumerate(timeline.program.lanes):
-        if lane.device is not None and lane.steps:
-            static = timeline.static_bytes(i)
-            points = [*timeline.memory_steps(i), (timeline.makespan_ns, 0)]
-            times, sizes = [at / 1e6 for at, _ in points], [(static + held) / 1e9 for _, held in points]
-            memory.step(times, [*sizes[:-1], sizes[-1]], where="post", linewidth=0.9, label=f"GPU {lane.device}")
-            limit = max(limit, plan.platform.devices[lane.device].memory_bytes)
-    memory.axhline(limit / 1e9, color="#c0392b", linestyle="--", linewidth=1, label="memory")
+    if len(rows) > MOST_LINES:
+        _memory_rows(figure, memory, simulation)
+    else:
+        _memory_lines(memory, simulation)
     memory.set_xlim(0, timeline.makespan_ns / 1e6)
-    memory.set_ylim(0, None)
-    memory.set_ylabel("GB")
     memory.set_xlabel("ms")
     memory.spines[["top", "right"]].set_visible(False)
-    memory.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False, ncols=1 + len(rows) // 12)
     name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
     title = (
         f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {name}, "
@@ -69,27 +66,70 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     _finish(figure, axes, title, path)
 
 
+def _memory_lines(axes: Any, simulation: Simulation) -> None:
+    timeline, devices = simulation.timeline, simulation.plan.platform.devices
+    limit = 0
+    for i, device in _used(simulation):
+        static = timeline.static_bytes(i)
+        steps = [*timeline.memory_steps(i), (timeline.makespan_ns, 0)]
+        sizes = [(static + held) / 1e9 for _, held in steps]
+        axes.step([at / 1e6 for at, _ in steps], sizes, where="post", linewidth=0.9, label=f"GPU {device}")
+        limit = max(limit, devices[device].memory_bytes)
+    axes.axhline(limit / 1e9, color="#c0392b", linestyle="--", linewidth=1, label="memory")
+    axes.set_ylim(0, None)
+    axes.set_ylabel("GB")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
+
+
+def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
+    """One coloured row per device, its memory in use as a share of what it has; many lines would hide each other."""
+    timeline, devices = simulation.timeline, simulation.plan.platform.devices
+    used = _used(simulation)
+    instants = np.linspace(0, timeline.makespan_ns, MEMORY_COLUMNS, endpoint=False)
+    shares = np.zeros((len(used), MEMORY_COLUMNS))
+    for row, (i, device) in enumerate(used):
+        times, held = np.array(list(timeline.memory_steps(i))).T
+        at = np.searchsorted(times, instants, side="right") - 1
+        shares[row] = 100 * (timeline.static_bytes(i) + held[at]) / devices[device].memory_bytes
+    colours = mpl.colormaps["YlGnBu"].with_extremes(over="#c0392b")
+    extent = (0, timeline.makespan_ns / 1e6, len(used) - 0.5, -0.5)
+    shown = axes.imshow(shares, aspect="auto", cmap=colours, vmin=0, vmax=100, extent=extent, interpolation="nearest")
+    step = 1 + len(used) // 16
+    axes.set_yticks(range(0, len(used), step), [f"GPU {device}" for _, device in used[::step]], fontsize=7)
+    bar = figure.colorbar(shown, ax=axes, extend="max", pad=0.01)
+    bar.set_label("% of its memory", fontsize=8)
+
+
+def _used(simulation: Simulation) -> list[tuple[int, int]]:
+    """Return (lane, device) of the devices that do something."""
+    lanes = simulation.timeline.program.lanes
+    return [(i, lane.device) for i, lane in enumerate(lanes) if lane.device is not None and lane.steps]
+
+
 def _figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
     figure = Figure(figsize=(16, 1.3 + INCH_PER_ROW * sum(heights) + 0.5 * (len(heights) - 1)), layout="constrained")
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
 
 def _draw(axes: Any, rows: Sequence[Row], start_ns: int, end_ns: int) -> None:
-    if sum(len(row.bars) for row in rows) > MOST_BARS:
+    count = sum(len(row.bars) for row in rows)
+    edge = 0.3 if count <= MOST_EDGES else 0
+    if count > MOST_BARS:
         raise BadInput(f"a picture shows at most {MOST_BARS} operations; simulate fewer --microbatches")
     groups: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
     span = end_ns - start_ns
+    longest = max((len(bar.label) for row in rows for bar in row.bars), default=0)
     for i, row in enumerate(rows):
         for bar in row.bars:
             left, right = max(bar.start_ns, start_ns) / 1e6, min(bar.end_ns, end_ns) / 1e6
             corners = [(left, i - 0.42), (right, i - 0.42), (right, i + 0.42), (left, i + 0.42)]
             groups.setdefault((bar.kind, bar.chunk > 0), []).append(corners)
-            if 100 * (right - left) * 1e6 >= _label_share(bar) * span:
+            if 100 * (right - left) * 1e6 >= LABEL_SHARE * longest * span:
                 axes.text((left + right) / 2, i, bar.label, ha="center", va="center", fontsize=LABEL_POINTS)
     for (kind, later), shapes in sorted(groups.items(), key=lambda item: (list(NAMES).index(item[0][0]), item[0][1])):
         colour = LATER.get(kind, COLOURS[kind]) if later else COLOURS[kind]
         name = NAMES[kind] + (" (later stage)" if later else "")
-        axes.add_collection(PolyCollection(shapes, facecolors=colour, edgecolors="white", linewidths=0.3, label=name))
+        axes.add_collection(PolyCollection(shapes, facecolors=colour, edgecolors="white", linewidths=edge, label=name))
     axes.set_xlim(start_ns / 1e6, end_ns / 1e6)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
@@ -97,11 +137,6 @@ def _draw(axes: Any, rows: Sequence[Row], start_ns: int, end_ns: int) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel("ms")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
-
-
-def _label_share(bar: Bar) -> float:
-    """Per cent of the chart's width that the bar's label takes: about 0.45 per character on a 16 inch chart."""
-    return 0.45 * len(bar.label)
 
 
 def _finish(figure: Figure, axes: Any, title: str, path: str) -> None:

@@ -29,8 +29,9 @@ def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) 
 
     With replicas it is 1F1B-RR: a replica of stage s runs ceil(devices of stages s.. / replicas of s) forwards ahead.
     ``depth`` is the number of microbatches in flight at each input replica, :func:`noam` unless given. Less holds less
-    memory and leaves bubbles; more hides transfers, and later stages then run ahead in proportion. Stages may share
-    devices when none has replicas. Source: PipeDream section 3.2 and Figure 18.
+    memory and leaves bubbles; more hides transfers, and later stages then run ahead in proportion. Where a middle stage
+    has the most replicas, NOAM is too few (1-3-1: 7 are needed, not 5). Stages may share devices when none has
+    replicas. Source: PipeDream section 3.2 and Figure 18.
     """
     if depth is not None and depth < 1:
         raise BadInput(f"depth: {depth} is not positive")
@@ -58,13 +59,19 @@ def _straight(graph: StageGraph, microbatches: int, depth: int | None) -> Progra
 
 
 def _round_robin(graph: StageGraph, microbatches: int, depth: int | None) -> Program:
-    """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run."""
+    """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run.
+
+    A stage never runs further ahead than the one before it lets it: otherwise a replica's first backward would wait for
+    a forward that waits for this backward.
+    """
     stages = len(graph.stages)
     replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
     optimal = [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(stages)]
     depth = depth or optimal[0]
     most = max(depth, optimal[0]) - 1
-    ahead = [min(depth, 1 + ceil_div(most * (own - 1), max(1, optimal[0] - 1))) for own in optimal]
+    ahead = [min(depth, 1 + most * (own - 1) // max(1, optimal[0] - 1)) for own in optimal]
+    for s in range(1, stages):
+        ahead[s] = min(ahead[s], (ahead[s - 1] * replicas[s - 1] - 1) // replicas[s] + 1)
 
     def slot(kind: str, stage: int, m: int) -> int:
         if kind == "F":

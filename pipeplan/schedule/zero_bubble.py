@@ -20,16 +20,16 @@ def zb1p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction
     With 3 stages and 4 microbatches, ``I`` and ``W`` the two parts of the backward (balanced stages and F = I = W take
     3m + p - 1 slots)::
 
-        device 0  F0 F1 F2 .  .  I0 F3 W0 I1 W1 I2 W2 I3 W3
-        device 1  .  F0 F1 .  I0 F2 I1 F3 W0 I2 W1 I3 W2 W3
-        device 2  .  .  F0 I0 F1 I1 F2 I2 F3 W0 I3 W1 W2 W3
+        device 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        device 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        device 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.1; torch's ``ScheduleZBH1``.
     """
     one_stage_each(graph, "zb1p")
     stages = len(graph.stages)
     ahead, lag = [stages - s for s in range(stages)], list(range(stages))
-    return _program(graph, microbatches, ahead, lag, False, weight_keeps)
+    return _program(graph, microbatches, ahead, lag, True, weight_keeps)
 
 
 def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
