@@ -1,0 +1,56 @@
+"""What a run on torch measured, beside what the plan predicted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from ..plan import Plan
+from ..units import format_bytes, format_ns
+from .tables import console
+
+if TYPE_CHECKING:
+    from ..runtime.measure import RunReport
+
+
+def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
+    """Print losses, periods, and one row per stage: planned and measured times and activation peaks."""
+    out = console(width)
+    losses = report.step_losses
+    out.print(
+        f"{report.steps} updates of {report.microbatches // report.steps} microbatches in {report.seconds:.1f} s, "
+        f"{report.samples_per_s:.1f} samples/s; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+    )
+    out.print()
+    measured, calibrated = report.measured_period_ns, report.calibrated_period_ns
+    if measured is None or calibrated is None:
+        out.print("period      too few microbatches for a steady state; more --steps show one")
+    else:
+        out.print(f"period      [bold]{format_ns(measured)}[/bold] measured, median over the updates of the middle")
+        out.print(
+            f"            {format_ns(calibrated)} predicted with this run's own operation times: "
+            f"measured is {measured / calibrated - 1:+.1%}"
+        )
+        out.print(
+            f"            {format_ns(report.planned_period_ns)} planned from the profile: "
+            f"measured is {measured / report.planned_period_ns - 1:+.1%}"
+        )
+    out.print()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "forward", "planned", "backward", "planned"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage in report.stages:
+        table.add_row(
+            str(stage.stage),
+            format_ns(stage.forward_ns),
+            format_ns(stage.planned_forward_ns),
+            format_ns(stage.backward_ns),
+            format_ns(stage.planned_backward_ns),
+        )
+    out.print(table)
+    for device in report.activations:
+        out.print(
+            f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "
+            f"{format_bytes(device.planned_bytes)} predicted"
+        )
