@@ -18,6 +18,12 @@ from pipeplan.stages import StageGraph, device_uses, make_pattern, most_in_fligh
 WEIGHTS = ("2bw", "stash", "latest", "flush")
 
 
+def reading_the_input_late(rng: random.Random, chain: Chain) -> Chain:
+    """Return the DAG with the network's input, instead of what it read, for some layer beside the first."""
+    late = rng.randint(1, len(chain) - 1)
+    return replace(chain, edges=tuple(edge for edge in chain.edges or () if edge[1] != late))
+
+
 def random_checkpoint(rng: random.Random, start: int, stop: int) -> tuple[tuple[int, int], ...]:
     """Return random recomputed segments of ``layers[start:stop]``: often none, sometimes all of it."""
     if rng.random() < 0.4:
@@ -103,6 +109,8 @@ def random_plan(
     layers = max(rng.randint(1, most_layers), rng.randint(1, most_layers))
     devices = rng.randint(1, most_devices)
     chain = random_chain(rng, layers, edges=rng.random() < 0.5, saved=rng.random() < 0.5, optimizer=optimizer)
+    if chain.edges and rng.random() < 0.3:
+        chain = reading_the_input_late(rng, chain)
     if rng.random() < 0.15:  # synchronisation matters
         chain = replace(chain, layers=tuple(replace(x, weight_bytes=40 * x.weight_bytes) for x in chain.layers))
     platform = random_platform(rng, devices, levels=True, latency=True, speeds=True, duplex=duplex)

@@ -5,6 +5,7 @@ from math import ceil
 import numpy as np
 import pytest
 from cases import PUBLISHED, published, random_chain, random_platform
+from plan_cases import reading_the_input_late
 
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 
@@ -12,7 +13,8 @@ from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Prob
 def random_chains(count=150, **options):
     for seed in range(count):
         rng = random.Random(seed)
-        yield random_chain(rng, rng.randint(1, 8), edges=seed % 3 > 0, saved=seed % 2 > 0, **options)
+        chain = random_chain(rng, rng.randint(1, 8), edges=seed % 3 > 0, saved=seed % 2 > 0, **options)
+        yield reading_the_input_late(rng, chain) if chain.edges and seed % 5 < 2 else chain
 
 
 def tensors_read(chain, layer):
