@@ -61,11 +61,11 @@ def memory_bound(problem: Problem) -> int:
     low = load_bound(problem)
     menus = _menus(problem)
     held = menus[0].held / fastest
-    periods = []
-    for case in _cases(problem):
-        if case.room_bytes <= 0 and held:
-            continue
+    least: int | None = None
+    for case in reversed(_cases(problem)):  # many devices first: they allow the shortest periods
         bound = max(low, case.floor_ns)
+        if (case.room_bytes <= 0 and held) or (least is not None and max(bound, ceil(work / case.speed)) >= least):
+            continue
         for menu in menus:
 
             def enough(period: int, menu: _Menu = menu, case: _Case = case) -> bool | None:
@@ -75,8 +75,8 @@ def memory_bound(problem: Problem) -> int:
             high = max(bound, ceil(work / slowest), ceil(held / max(1, case.room_bytes)))
             found = smallest(enough, bound, high)
             bound = high if found is None else found[0]
-        periods.append(bound)
-    return min(periods, default=0)
+        least = bound if least is None else min(least, bound)
+    return least or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +123,16 @@ def _cases(problem: Problem) -> list[_Case]:
     weights = costs.weights_bytes(policy, weight_bytes, parameters, 1)
     gradient = costs.gradient_bytes(policy, weight_bytes, parameters)
     fastest_link = max(level.bandwidth for level in platform.levels)
+    memories, powers = list(accumulate(d.memory_bytes for d in devices)), list(accumulate(speeds))
     cases = []
     for r in range(1, len(platform) + 1 if problem.replicas else 2):
-        room = sum(device.memory_bytes for device in devices[:r]) - r * weights
         sync = costs.sync_period_ns(policy, gradient, r, fastest_link)
-        cases.append(_Case(room, sum(speeds[:r], Fraction(0)), sync))
+        cases.append(_Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = min(problem.chain.cut_bytes[1:-1])
         transfer = min(platform.transfer_ns(least_cut, k) for k in range(len(platform.levels)))
-        room = sum(device.memory_bytes for device in devices) - weights - 4 * least_cut
         floor = transfer if platform.full_duplex else 2 * transfer
-        cases.append(_Case(room, sum(speeds, Fraction(0)), floor))
+        cases.append(_Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
     return cases
 
 
