@@ -1,4 +1,4 @@
-"""Clocks that the profiler marks a step with: of the CPU, of a GPU, or an estimate's own (:mod:`.estimate`)."""
+"""Clocks that the profiler marks a step with: the device's, CPU time, or an estimate's own (:mod:`.estimate`)."""
 
 from __future__ import annotations
 
@@ -43,3 +43,18 @@ class DeviceClock:
     def between(self, start: Any, end: Any) -> int:
         """Return the nanoseconds between two marks."""
         return round(start.elapsed_time(end) * 1e6) if self._cuda else int(end - start)
+
+
+class ThreadClock:
+    """CPU time of the calling thread: one thread's work, whatever else the machine is busy with."""
+
+    def mark(self) -> int:
+        """Return the nanoseconds that this thread has run."""
+        return time.thread_time_ns()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def between(self, start: int, end: int) -> int:
+        """Return the nanoseconds between two marks."""
+        return end - start

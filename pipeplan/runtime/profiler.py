@@ -101,6 +101,7 @@ def measure_model(
     threads: int = 1,
     dtype: torch.dtype | None = None,
     hold: Hold = "auto",
+    clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Measured:
     """Build a model by the model contract and measure it (:func:`profile_network`).
@@ -123,6 +124,7 @@ def measure_model(
         device=device,
         threads=threads,
         hold=hold,
+        clock=clock,
         progress=progress,
     )
     how = ", one layer at a time" if one else ""
