@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .. import costs
 from ..groups import ceil_div, extend
-from ..stages import StageGraph
 from ..search import smallest
+from ..stages import StageGraph
 
 
 def group_counts(graph: StageGraph, period: int) -> tuple[list[int], int]:

@@ -241,15 +241,18 @@ class _Model:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
-            self.problem.solve(_SOLVERS[solver](pulp, max(0.01, time_limit_s)))
+            try:
+                self.problem.solve(_SOLVERS[solver](pulp, max(0.01, time_limit_s)))
+            except pulp.PulpSolverError as error:
+                raise PipeplanError(f"the solver {solver} failed: {error}") from error
         seconds = float(self.problem.solutionTime)
-        # PuLP calls a search that the clock ended "Optimal"; only sol_status tells, and the clock is asked as well
+        if self.problem.status == pulp.LpStatusInfeasible:
+            return _Answer(None, True, 2**62, seconds)
+        # PuLP's status calls a search that the clock ended "Optimal"; only sol_status tells, and the clock itself
         status = self.problem.sol_status
-        proved = status in (pulp.LpSolutionOptimal, pulp.LpSolutionInfeasible) and seconds < time_limit_s
+        proved = status == pulp.LpSolutionOptimal and seconds < time_limit_s
         found = status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and self.f.value()
         order = {pair: round(k.value() or 0) for pair, k in self.heights.items()} if found else None
-        if proved and not found:
-            return _Answer(None, True, 2**62, seconds)
         frequency = 1.0
         if proved:
             frequency = self.f.value()
@@ -260,7 +263,11 @@ class _Model:
 
 def _cbc(pulp: Any, time_limit_s: float) -> Any:
     seeds = ["randomSeed 1", "randomCbcSeed 1"]
-    return pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0, gapAbs=0, options=seeds)
+    # no threads option: CBC is single-threaded without it, and with "threads 1" now and then waits 10 s for itself
+    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=0, gapAbs=0, options=seeds)
+    if not solver.available():
+        raise PipeplanError("the solver CBC, which PuLP 3 brings along, does not run on this machine; choose highs")
+    return solver
 
 
 def _highs(pulp: Any, time_limit_s: float) -> Any:
