@@ -100,7 +100,7 @@ def carried(plan: Plan, chain: Chain) -> Carried:
     of no bytes), contiguous stages get their best 1F1B* instead. Exact for the order (:func:`.retime.retime`).
     """
     moved = replace(plan, chain=chain, pattern=None, lower_bounds=())
-    broken = structure_violations(moved)
+    broken = structure_violations(chain, plan.platform, plan.policy, plan.allocation.stages)
     if broken or plan.pattern is None:
         return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
     graphs = [stage_graph(c, plan.platform, plan.policy, plan.allocation.stages) for c in (plan.chain, chain)]

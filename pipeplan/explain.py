@@ -6,7 +6,6 @@ memory alone decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from .partition.contiguous import feasible
@@ -19,16 +18,15 @@ from .units import format_bytes
 MOST_GPUS = 1024
 
 
-def why_infeasible(problem: Problem, rejected: Sequence[Allocation] = ()) -> str:
+def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken: str | None = None) -> str:
     """Return one sentence: what binds, then what would help, each with numbers.
 
-    ``rejected`` are allocations that a partitioner proposed and no period made fit.
+    ``rejected`` is an allocation that a partitioner proposed and no period made fit, ``broken`` the rule that one broke.
     """
-    if rejected and possible(problem) is not None:
-        return (
-            f"no period makes the algorithm's split fit: {_worst(problem, rejected[0])}; "
-            f"--algorithm contiguous finds a plan that fits"
-        )
+    if (rejected or broken) and possible(problem) is not None:
+        over = f"no period makes the algorithm's split fit: {_worst(problem, rejected)}" if rejected else None
+        reason = over or f"the algorithm's split breaks a rule: {broken}"
+        return f"{reason}; --algorithm contiguous finds a plan that fits"
     remedies = _remedies(problem)
     advice = (
         f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
@@ -49,7 +47,7 @@ def longest_period_ns(problem: Problem) -> int:
     level = len(platform.levels) - 1
     moves = sum(2 * platform.transfer_ns(size, level) for size in problem.chain.cut_bytes)
     bandwidth, _ = platform.paths[level]
-    sync = 2 * int(sums.weight_bytes[-1]) * 10**9 // bandwidth
+    sync = 2 * max(int(sums.weight_bytes[-1]), 2 * int(sums.parameters[-1])) * 10**9 // bandwidth
     return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
 
 

@@ -16,6 +16,7 @@ from .schedule.group_bound import group_bound, may_reach
 from .schedule.ilp import IlpStatus, Solver, schedule_ilp
 from .schedule.one_f_one_b import best_one_f_one_b_star
 from .stages import StageGraph, stage_graph
+from .validate import structure_violations
 
 Cost = Callable[[StageGraph, Pattern], int]
 
@@ -51,7 +52,8 @@ class Verdict:
 class Judge:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
 
-    ``rejected`` holds the first allocation that no period makes fit; ``stopped`` says whether the clock cut anything
+    ``rejected`` holds the first allocation that no period makes fit, ``broken`` the first rule that one breaks
+    whatever its period (a cut between tied layers, say); ``stopped`` says whether the clock cut anything
     short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``.
     """
 
@@ -59,6 +61,7 @@ class Judge:
         self.problem, self.settings, self.cost = problem, settings, cost
         self.best: Verdict | None = None
         self.rejected: Allocation | None = None
+        self.broken: str | None = None
         self.stopped = False
         self.bounds: list[Bound] = []
         self.seen: set[tuple[Stage, ...]] = set()
@@ -77,10 +80,9 @@ class Judge:
 
     def promise(self, allocation: Allocation) -> int | None:
         """Return a lower bound on the allocation's period, or None when it was judged or cannot become the best."""
-        if allocation.stages in self.seen:
+        if allocation.stages in self.seen or self._breaks_rules(allocation):
             return None
-        problem = self.problem
-        graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+        graph = self._graph(allocation)
         if self.limit is not None and not may_reach(graph, self.limit - 1):
             return None
         return group_bound(graph)
@@ -99,8 +101,9 @@ class Judge:
         if allocation.stages in self.seen:
             return None
         self.seen.add(allocation.stages)
-        problem = self.problem
-        graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+        if self._breaks_rules(allocation):
+            return None
+        graph = self._graph(allocation)
         pattern, status = self._schedule(graph)
         if pattern is None:
             if status is None or status == "infeasible":
@@ -112,6 +115,17 @@ class Judge:
             if self.settings.progress:
                 self.settings.progress(f"best so far {cost / 1e6:.3f} ms")
         return cost
+
+    def _breaks_rules(self, allocation: Allocation) -> bool:
+        problem = self.problem
+        found = structure_violations(problem.chain, problem.platform, problem.policy, allocation.stages)
+        if found and self.broken is None:
+            self.broken = found[0]
+        return bool(found)
+
+    def _graph(self, allocation: Allocation) -> StageGraph:
+        problem = self.problem
+        return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
 
     def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
         if graph.contiguous:

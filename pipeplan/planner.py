@@ -51,7 +51,7 @@ def make_plan(
     else:
         problem, judge, status = _plan_pattern(problem, propose, settings)
     if judge.best is None:
-        raise Infeasible(why_infeasible(problem, [judge.rejected] if judge.rejected else []))
+        raise Infeasible(why_infeasible(problem, judge.rejected, judge.broken))
     allocation, pattern = judge.best.allocation, judge.best.pattern
     plan = Plan(
         chain=problem.chain,

@@ -6,12 +6,13 @@ times are integers), and imports no scheduler. Rules: ALGORITHMS section 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from . import costs
 from .errors import InvalidPlan
-from .plan import Pattern, Plan, TimedOp
-from .problem import Chain, Platform
+from .plan import Pattern, Plan, Stage, TimedOp
+from .problem import Chain, Platform, Policy
 from .stages import Operation, Resource, StageGraph, most_in_flight, resource_use, stage_graph, starts_of
 from .units import format_bytes
 
@@ -28,7 +29,10 @@ def violations(plan: Plan) -> list[str]:
 
     Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
     """
-    found = [*structure_violations(plan), *schedule_violations(plan)]
+    found = [
+        *structure_violations(plan.chain, plan.platform, plan.policy, plan.allocation.stages),
+        *schedule_violations(plan),
+    ]
     if found:
         return found
     graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
@@ -40,9 +44,8 @@ def violations(plan: Plan) -> list[str]:
     return [*pattern_violations(graph, plan.pattern), *bound_violations(plan)]
 
 
-def structure_violations(plan: Plan) -> list[str]:
+def structure_violations(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> list[str]:
     """Return what is wrong with the stages themselves: cover, devices, segments, empty stages, tied layers."""
-    chain, platform, stages = plan.chain, plan.platform, plan.allocation.stages
     if not stages:
         return ["the plan has no stages"]
     found = []
@@ -59,7 +62,7 @@ def structure_violations(plan: Plan) -> list[str]:
         found += _device_violations(s, stage.devices, platform)
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
         total = costs.forward_ns(chain, stage.start, stage.stop) + costs.backward_ns(
-            chain, plan.policy, stage.start, stage.stop
+            chain, policy, stage.start, stage.stop
         )
         if total == 0:
             found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
@@ -72,7 +75,7 @@ def structure_violations(plan: Plan) -> list[str]:
                 found.append(
                     f"device groups {list(one)} and {list(other)} overlap; stages that share a device share all of them"
                 )
-    return found + _tied_violations(chain, plan)
+    return found + _tied_violations(chain, policy, stages)
 
 
 def schedule_violations(plan: Plan) -> list[str]:
@@ -122,13 +125,13 @@ def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[i
     return found
 
 
-def _tied_violations(chain: Chain, plan: Plan) -> list[str]:
-    if plan.policy.weights == "flush":
+def _tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    if policy.weights == "flush":
         return []
     found = []
     for one, other in chain.tied:
         holders = [
-            next((s for s, stage in enumerate(plan.allocation.stages) if stage.start <= layer < stage.stop), None)
+            next((s for s, stage in enumerate(stages) if stage.start <= layer < stage.stop), None)
             for layer in (one, other)
         ]
         if holders[0] != holders[1]:

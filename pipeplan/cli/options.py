@@ -22,7 +22,7 @@ def problem_options(command: Command, gpus: Any = None) -> Command:
     for option in reversed(
         [
             click.argument("profile", metavar="PROFILE"),
-            click.option("--gpus", type=gpus or click.IntRange(1, 2**20), help="Number of equal GPUs."),
+            click.option("--gpus", type=gpus or click.IntRange(1, 4096), help="Number of equal GPUs."),
             click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
             click.option(
                 "--bandwidth",
