@@ -21,7 +21,7 @@ MOST_GPUS = 1024
 def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken: str | None = None) -> str:
     """Return one sentence: what binds, then what would help, each with numbers.
 
-    ``rejected`` is an allocation that a partitioner proposed and no period made fit, ``broken`` the rule that one broke.
+    ``rejected`` is an allocation that a partitioner proposed and no period made fit, ``broken`` a rule that one broke.
     """
     if (rejected or broken) and possible(problem) is not None:
         over = f"no period makes the algorithm's split fit: {_worst(problem, rejected)}" if rejected else None

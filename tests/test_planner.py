@@ -131,9 +131,9 @@ def test_flush_plans_for_the_drained_mini_batch() -> None:
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "densenet121", "gnmt", "alexnet"])
 def test_published_profiles_plan_optimally_on_eight_gpus(name: str) -> None:
     chain = published(name)
-    plan = make_plan(Problem(chain, Platform.flat(8, 16 * GB)))
+    plan = make_plan(Problem(chain, Platform.flat(8, 16 * GB)), "contiguous")
     result = evaluate(plan)
     assert result.period_ns < int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1]) / 3
     assert gap(result.period_ns, plan.lower_bounds[0]) == 0
-    merged = make_plan(Problem(merge_articulation(chain), Platform.flat(8, 16 * GB)))
+    merged = make_plan(Problem(merge_articulation(chain), Platform.flat(8, 16 * GB)), "contiguous")
     assert evaluate(merged).period_ns >= result.period_ns  # fewer places to cut
