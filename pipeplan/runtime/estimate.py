@@ -160,7 +160,7 @@ class RooflineClock(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if packet in (_LSTM, _LSTM_BACKWARD):
             return self._lstm(args, read, made, backward=packet is _LSTM_BACKWARD)
-        written = sum(map(_touched, made))
+        written = sum(map(_touched, made)) or sum(map(_touched, _changed(packet, args)))
         limit = written if packet in _GATHERS else None  # a look-up reads as much as it puts out
         moved = written + sum(_touched(x) if limit is None else min(_touched(x), limit) for x in read)
         flops = _flops(packet, args, kwargs, out)
@@ -203,6 +203,13 @@ def _is_free(func: Any, packet: Any) -> bool:
         return False
     alias = returns[0].alias_info
     return alias is not None and not alias.is_write  # a view
+
+
+def _changed(packet: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that an operation without results changes in place, such as an optimizer's."""
+    arguments = getattr(packet, packet.overloads()[0])._schema.arguments
+    given = [a for a, b in zip(args, arguments, strict=False) if b.alias_info is not None and b.alias_info.is_write]
+    return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
 
 def _touched(x: Tensor) -> int:

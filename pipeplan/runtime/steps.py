@@ -125,12 +125,16 @@ def _step(
     inputs_only: bool,
     leaves: dict[int, Tensor] | None = None,
 ) -> _Run:
-    """Run one training step with marks around each layer; ``leaves`` are the inputs of a network that is one layer."""
+    """Run one training step with marks around each layer.
+
+    ``leaves`` are the inputs of a network that is one layer alone; its backward then starts from ones. Gradients of
+    values are asked for, not left at leaves: there autograd would copy what several readers get.
+    """
     count = len(network)
-    alone = leaves is not None
     values = leaves if leaves is not None else dict(enumerate(network.inputs))
     run = _Run([None] * count, [None] * count, [None] * count, [0] * count)
     made: list[Sequence[Tensor]] = []
+    gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:
         layer.module.zero_grad(set_to_none=True)
     for index, layer in enumerate(network.layers):
@@ -141,25 +145,18 @@ def _step(
         run.output_bytes[index] = sum(out.nbytes for out in outputs)
         made.append(outputs)
         values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        if alone:
-            for value, out in zip(layer.makes, outputs, strict=True):
-                values[value].grad = torch.ones_like(out) if out.requires_grad else None
+        if _is_loss(layer):
+            gradients[layer.makes[0]] = None  # a scalar's is 1
+        elif leaves is not None:
+            gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
         del outputs, inputs
     for index in reversed(range(count)):
         layer, outputs = network.layers[index], made.pop()
-        roots = _roots(layer, outputs, values)
-        wanted = [values[v] for v in layer.reads if values[v].requires_grad]
-        tensors, gradients = [out for out, _ in roots], [gradient for _, gradient in roots]
-        if roots and (wanted or not inputs_only):
-            start = clock.mark()
-            torch.autograd.backward(tensors, gradients, inputs=wanted if inputs_only else None)
-            run.backward[index] = (start, clock.mark())
-            if network.chain and any(x.grad is None for x in wanted):
-                raise BadInput(f"{layer.place}: no gradient comes back to its input")
-        if not alone:
-            for value in layer.makes:
-                del values[value]
-        del outputs, roots, wanted, tensors, gradients
+        run.backward[index] = _backward(network, layer, outputs, values, gradients, clock, inputs_only)
+        for value in layer.makes:
+            values.pop(value)
+            gradients.pop(value, None)
+        del outputs
     entry.step()
     for index, optimizer in enumerate(optimizers):
         if optimizer is not None and not inputs_only:
@@ -170,14 +167,43 @@ def _step(
     return run
 
 
-def _roots(
-    layer: LayerCode, outputs: Sequence[Tensor], values: dict[int, Tensor]
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the outputs that a backward starts from, with their gradients; the loss has none of its own."""
-    if layer.name == LOSS_NAME and layer.place == LOSS_NAME:
-        return [(outputs[0], None)]
-    pairs = [(out, values[v].grad) for v, out in zip(layer.makes, outputs, strict=True) if out.requires_grad]
-    return [(out, gradient) for out, gradient in pairs if gradient is not None]
+def _backward(
+    network: Network,
+    layer: LayerCode,
+    outputs: Sequence[Tensor],
+    values: dict[int, Tensor],
+    gradients: dict[int, Tensor | None],
+    clock: Clock,
+    inputs_only: bool,
+) -> tuple[Any, Any] | None:
+    """Run the backward of one layer and add to ``gradients`` of what it reads; None if there is nothing to compute."""
+    roots = [
+        (out, gradients[value])
+        for value, out in zip(layer.makes, outputs, strict=True)
+        if out.requires_grad and value in gradients
+    ]
+    read = [v for v in layer.reads if values[v].requires_grad]
+    trained = [] if inputs_only else trained_parameters(layer.module)
+    if not roots or not (read or trained):
+        return None
+    tensors, starts = [out for out, _ in roots], [gradient for _, gradient in roots]
+    wanted = [*(values[v] for v in read), *trained]
+    start = clock.mark()
+    found = torch.autograd.grad(tensors, wanted, starts, allow_unused=True)
+    for value, gradient in zip(read, found, strict=False):
+        if gradient is not None:
+            before = gradients.get(value)
+            gradients[value] = gradient if before is None else before + gradient
+    end = clock.mark()
+    if network.chain and any(value not in gradients for value in read):
+        raise BadInput(f"{layer.place}: no gradient comes back to its input")
+    for parameter, gradient in zip(trained, found[len(read) :], strict=True):
+        parameter.grad = gradient
+    return start, end
+
+
+def _is_loss(layer: LayerCode) -> bool:
+    return layer.place == LOSS_NAME
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ made the tensor, with all in between. The shapes, the training mode and the batc
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -64,8 +65,10 @@ def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, An
     module.train()
     name = type(module).__name__
     try:
-        exported = torch.export.export(module, positional, keywords, strict=False)
-        graph = exported.module(check_guards=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*were assigned during export")  # an LSTM's own list of weights
+            exported = torch.export.export(module, positional, keywords, strict=False)
+            graph = exported.module(check_guards=False)
     except Exception as error:
         raise BadInput(f"{name} cannot be traced: {_reason(error)}. {_ADVICE}") from error
     assert isinstance(graph, fx.GraphModule)
