@@ -15,10 +15,13 @@ from torch import nn
 from pipeplan import zoo
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
+from pipeplan.program import Step, unroll
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.versions import optimizer_maker
+from pipeplan.schedule.ilp import schedule_ilp
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
-from pipeplan.stages import make_pattern, most_in_flight, stage_graph, starts_of
+from pipeplan.simulate import simulate
+from pipeplan.stages import most_in_flight, stage_graph, starts_of
 from pipeplan.validate import check
 
 
@@ -45,23 +48,22 @@ def plan_of(
     weights="flush",
     accumulate=None,
     optimizer="sgd",
+    vertical_sync=False,
 ) -> Plan:
-    """A valid plan with the 1F1B* pattern; one microbatch at a time where stages share devices."""
+    """A valid plan with the 1F1B* pattern, or the integer program's where stages share devices."""
     made = tuple(x if isinstance(x, Stage) else Stage(*x) for x in stages)
     count = 1 + max(d for stage in made for d in stage.devices)
     platform = Platform.flat(count, 10**12)
-    policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer)
+    policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync)
     graph = stage_graph(chain, platform, policy, made)
-    if graph.contiguous:
-        loose = stage_graph(chain, platform, replace(policy, weights="flush"), made)
-        pattern = best_one_f_one_b_star(loose)
-        assert pattern is not None
-    else:
-        starts = [sum(op.duration_ns for op in graph.operations[:i]) for i in range(len(graph.operations))]
-        pattern = make_pattern(graph, starts, graph.path_ns)
+    loose = stage_graph(chain, platform, replace(policy, weights="flush"), made)
+    pattern = best_one_f_one_b_star(loose) if graph.contiguous else schedule_ilp(loose).pattern
+    assert pattern is not None
     if accumulate is None:
-        accumulate = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
-        return plan_of(chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer)
+        accumulate = 1 if weights == "stash" else most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+        return plan_of(
+            chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync
+        )
     schedule = Schedule("flush", accumulate) if weights == "flush" else Schedule()
     plan = Plan(chain, platform, policy, Allocation(made), pattern, (), Provenance("by hand"), schedule)
     check(plan)
@@ -75,24 +77,26 @@ def built(name, batch, seed):
     return layers.train(), loss, model.data(batch)
 
 
-def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, delay=0):
+def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=()):
     """Train in one process; return (losses per microbatch, state).
 
-    With ``delay`` 1 the gradient of mini-batch j is taken at the weights that j - 1 updates made: 2BW, step by step.
+    ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, forward and
+    backward, where stages begin at layer 0 and at ``cuts``; without it, all updates before its own mini-batch.
     """
     layers, loss, data = built(name, batch, seed)
+    stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(layers) for p in layer.parameters()}
     parameters = list(layers.parameters())
     newest = [nn.Parameter(p.detach().clone()) for p in parameters]
     stepper = optimizer_maker(optimizer, lr)(newest)
     history = [[p.detach().clone() for p in newest]]
     losses = []
     for step in range(steps):
-        with torch.no_grad():
-            for p, value in zip(parameters, history[max(step - delay, 0)], strict=True):
-                p.copy_(value)
         layers.zero_grad()
-        for k in range(accumulate):
-            x, target = data(step * accumulate + k, seed)
+        for m in range(step * accumulate, (step + 1) * accumulate):
+            with torch.no_grad():
+                for i, p in enumerate(parameters):
+                    p.copy_(history[version(stage_of[p], m) if version else step][i])
+            x, target = data(m, seed)
             value = loss(layers(x), target)
             losses.append(float(value.detach()))
             (value / accumulate).backward()
@@ -104,6 +108,28 @@ def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, delay=0):
         for p, value in zip(parameters, history[-1], strict=True):
             p.copy_(value)
     return losses, layers.state_dict()
+
+
+def simulated_version(plan, microbatches, vertical_sync=False):
+    """The version that weight stashing uses, told from the simulated run: (stage, microbatch) -> int.
+
+    An update counts from when its mini-batch's last backward starts; only a stage's other replicas can tell that from
+    when it ends, and they wait for it.
+    """
+    graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+    interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
+    timeline = simulate(unroll(graph, plan.pattern, microbatches))
+
+    def begin(kind, stage, m):
+        step = Step(m, graph.position[kind, stage])
+        return timeline.begin_ns(step), graph.operations[step.position].duration_ns, step
+
+    def version(stage, microbatch):
+        stage = 0 if vertical_sync else stage
+        batches = (range(j, j + interval) for j in range(0, microbatches, interval))
+        return sum(max(begin("B", stage, m) for m in batch) < begin("F", stage, microbatch) for batch in batches)
+
+    return version
 
 
 def largest_difference(one, other):

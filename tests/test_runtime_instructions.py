@@ -24,10 +24,10 @@ from pipeplan.runtime.instructions import (
     version_uses,
 )
 from pipeplan.runtime.prepare import prepare
-from pipeplan.runtime.weights import WEIGHT_POLICIES, weight_policy
+from pipeplan.runtime.weights import VERTICAL_SYNC, WEIGHT_POLICIES, weight_policy
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
-from pipeplan.stages import make_pattern, most_in_flight, stage_graph, starts_of
+from pipeplan.stages import in_flight, make_pattern, most_in_flight, stage_graph, starts_of
 
 
 def chain_of(times, output=0):
@@ -43,7 +43,8 @@ def lists_of(chain, stages, *, weights, interval, microbatches):
     pattern = best_one_f_one_b_star(graph)
     program = unroll(graph, pattern, microbatches)
     start_ns = simulate(program).start_ns
-    return graph, lowered(program, start_ns, WEIGHT_POLICIES[weights], interval, {d: d for d in range(devices)})
+    rules = VERTICAL_SYNC if weights == "vertical" else WEIGHT_POLICIES[weights]
+    return graph, lowered(program, start_ns, rules, interval, {d: d for d in range(devices)})
 
 
 def short(instructions):
@@ -83,6 +84,36 @@ def test_2bw_of_two_stages():
     passes = [[x for x in rank if not isinstance(x, Send | Receive)] for rank in lists]
     assert short(passes[0]) == "F0v0 F1v0 B0v0 F2v0 B1v0 U1 F3v0 B2v0 F4v1 B3v0 U2 F5v1 B4v1 B5v1 U3"
     assert short(passes[1]) == "F0v0 B0v0 F1v0 B1v0 U1 F2v0 B2v0 F3v0 B3v0 U2 F4v1 B4v1 F5v1 B5v1 U3"
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+def test_stashing_uses_the_versions_of_the_paper(workers):
+    """Stage l (from 1) of n uses w^(t-n+l), with vertical sync w^(t-n+1); it stashes n-l+1 versions (PipeDream 3.3)."""
+    stages = [Stage(i, i + 1, (i,)) for i in range(workers)]
+    chain = chain_of([(10, 20)] * workers)
+    for weights in ("stash", "vertical"):
+        _, lists = lists_of(chain, stages, weights=weights, interval=1, microbatches=4 * workers)
+        for s, rank in enumerate(lists):
+            behind = workers - 1 - (s if weights == "stash" else 0)
+            for x in rank:
+                if isinstance(x, Forward | Backward):
+                    assert x.version == max(x.microbatch - behind, 0)
+            assert live_versions(rank, s) == (workers - s if weights == "stash" else workers)
+
+
+def test_stashing_of_two_stages():
+    chain = chain_of([(1, 2), (1, 2)])
+    _, lists = lists_of(chain, TWO_STAGES, weights="stash", interval=1, microbatches=4)
+    passes = [[x for x in rank if not isinstance(x, Send | Receive)] for rank in lists]
+    assert short(passes[0]) == "F0v0 F1v0 B0v0 U1 F2v1 B1v0 U2 F3v2 B2v1 U3 B3v2 U4"
+    assert short(passes[1]) == "F0v0 B0v0 U1 F1v1 B1v1 U2 F2v2 B2v2 U3 F3v3 B3v3 U4"
+
+
+def test_newest_weights_in_either_pass_keep_one_version():
+    chain = chain_of([(1, 2), (1, 2)])
+    _, lists = lists_of(chain, TWO_STAGES, weights="latest", interval=1, microbatches=4)
+    passes = [[x for x in rank if not isinstance(x, Send | Receive)] for rank in lists]
+    assert short(passes[0]) == "F0v0 F1v0 B0v0 U1 F2v1 B1v1 U2 F3v2 B2v2 U3 B3v3 U4"
 
 
 def test_replicas_sum_and_update_at_one_place_of_the_total_order():
@@ -188,6 +219,27 @@ def test_random_plans_follow_the_rules_of_versions_and_never_deadlock(seed):
                 assert live_versions(rank, s) <= (2 if weights == "2bw" else 1)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_stashing_keeps_a_version_for_each_microbatch_in_flight(seed):
+    """As the memory model counts; on replicas one more may be live, when an update comes while all are in flight."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randint(2, 6), rng.randint(1, 5))
+    stages = random_stages(rng, len(problem.chain), len(problem.platform))
+    platform = Platform.flat(len(problem.platform), 10**12, 10**9)
+    graph = stage_graph(problem.chain, platform, Policy("flush", accumulate=1), stages)
+    pattern = best_one_f_one_b_star(graph)
+    starts, period = starts_of(pattern), pattern.period_ns
+    interval = max(stage.replicas for stage in stages)
+    program = unroll(graph, pattern, 12 * interval)
+    ranks = {d: d for d in range(len(platform))}
+    lists = lowered(program, simulate(program).start_ns, WEIGHT_POLICIES["stash"], interval, ranks)
+    assert not deadlocks(lists)
+    for s, stage in enumerate(stages):
+        held = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
+        for d in stage.devices:
+            assert live_versions(lists[d], s) <= held + (stage.replicas > 1)
+
+
 def live_versions(instructions, stage):
     """The most versions that one rank must keep: those that later passes use, and the newest."""
     own = [x for x in instructions if not isinstance(x, Send | Receive | Reduce) and x.stage == stage]
@@ -245,7 +297,8 @@ def test_prepare_of_a_drained_schedule_repeats_its_mini_batch():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"policy": Policy("stash", accumulate=1)}, "'stash'"),
+        ({"policy": Policy("latest", accumulate=1)}, "latest differentiates with newer weights"),
+        ({"policy": Policy("2bw", 1, vertical_sync=True)}, "vertical sync goes with --weights stash"),
         ({"policy": Policy("2bw")}, "accumulate is not decided"),
         ({"policy": Policy("2bw", 1, precision="mixed")}, "'mixed'"),
         ({"policy": Policy("2bw", 1, offload=True)}, "offloaded"),
@@ -268,5 +321,6 @@ def test_steps_must_be_positive():
 
 
 def test_weight_policies_are_refused_by_name():
-    with pytest.raises(BadInput, match="flush or 2bw"):
+    with pytest.raises(BadInput, match="flush, 2bw and stash can"):
         weight_policy(Policy("latest"))
+    assert weight_policy(Policy("stash", vertical_sync=True)) is VERTICAL_SYNC

@@ -14,6 +14,7 @@ from runtime_cases import (  # noqa: E402
     largest_difference,
     plan_of,
     serial,
+    simulated_version,
     zoo_chain,
 )
 
@@ -35,9 +36,11 @@ def one_thread():
 
 
 TWO_STAGES = [(0, 3, (0,)), (3, 8, (1,))]
+SHARED = [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))]  # the first and the last stage on one device
 RUNS = {
-    "flush, gpt": {"stages": TWO_STAGES, "weights": "flush", "accumulate": 4, "steps": 4},
+    "flush, gpt": {"versions": [1, 1], "stages": TWO_STAGES, "weights": "flush", "accumulate": 4, "steps": 4},
     "flush, batch norm": {
+        "versions": [1, 1],
         "name": "small-cnn",
         "batch": 8,
         "stages": [(0, 2, (0,)), (2, 6, (1,))],
@@ -45,23 +48,27 @@ RUNS = {
         "accumulate": 4,
         "steps": 4,
     },
-    "2bw, momentum": {"stages": TWO_STAGES, "optimizer": "momentum", "steps": 20},
+    "2bw, momentum": {"versions": [2, 2], "stages": TWO_STAGES, "optimizer": "momentum", "steps": 20},
     "2bw, batch norm": {
+        "versions": [2, 2],
         "name": "small-cnn",
         "batch": 8,
         "stages": [(0, 2, (0,)), (2, 6, (1,))],
         "optimizer": "momentum",
     },
     "2bw, three stages, the loss alone": {
+        "versions": [2, 2, 2],
         "stages": [(0, 3, (0,)), (3, 7, (1,)), (7, 8, (2,))],
         "optimizer": "adam",
         "lr": 0.002,
     },
     "2bw, checkpointed": {
+        "versions": [2, 2],
         "stages": [Stage(0, 3, (0,), ((1, 2),)), Stage(3, 8, (1,), ((3, 5), (6, 8)))],
         "optimizer": "momentum",
     },
     "flush, batch norm, checkpointed": {
+        "versions": [1, 1],
         "name": "small-cnn",
         "batch": 8,
         "stages": [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 6, (1,), ((2, 4),))],
@@ -69,8 +76,9 @@ RUNS = {
         "accumulate": 3,
         "steps": 4,
     },
-    "2bw, two replicas": {"stages": [(0, 5, (0, 1)), (5, 8, (2,))], "optimizer": "momentum"},
+    "2bw, two replicas": {"versions": [2, 2], "stages": [(0, 5, (0, 1)), (5, 8, (2,))], "optimizer": "momentum"},
     "flush, two stages on one device": {
+        "versions": [1, 1, 1],
         "stages": [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))],
         "weights": "flush",
         "accumulate": 2,
@@ -78,7 +86,55 @@ RUNS = {
         "optimizer": "adam",
         "lr": 0.002,
     },
-    "one device": {"stages": [(0, 8, (0,))], "accumulate": 2, "optimizer": "momentum"},
+    "2bw, two stages on one device": {"versions": [2, 2, 2], "stages": SHARED, "optimizer": "momentum", "steps": 20},
+    "stash, momentum": {
+        "versions": [2, 1],
+        "stages": TWO_STAGES,
+        "weights": "stash",
+        "optimizer": "momentum",
+        "steps": 20,
+    },
+    "stash, two microbatches per update": {
+        "versions": [3, 2, 1],
+        "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))],
+        "weights": "stash",
+        "accumulate": 2,
+        "optimizer": "momentum",
+        "steps": 20,
+    },
+    "stash, two replicas": {
+        "versions": [2, 1],
+        "stages": [(0, 5, (0, 1)), (5, 8, (2,))],
+        "weights": "stash",
+        "optimizer": "momentum",
+        "steps": 20,
+    },
+    "stash, two stages on one device": {
+        "versions": [3, 2, 1],
+        "stages": SHARED,
+        "weights": "stash",
+        "optimizer": "momentum",
+        "steps": 20,
+    },
+    "stash, batch norm, vertical sync": {
+        "versions": [2, 2],
+        "name": "small-cnn",
+        "batch": 8,
+        "stages": [(0, 2, (0,)), (2, 6, (1,))],
+        "weights": "stash",
+        "vertical_sync": True,
+        "optimizer": "momentum",
+        "steps": 20,
+    },
+    "stash, three stages, vertical sync": {
+        "versions": [4, 4, 4],  # as many as the first stage has in flight
+        "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))],
+        "weights": "stash",
+        "vertical_sync": True,
+        "optimizer": "momentum",
+        "steps": 20,
+    },
+    "one device": {"versions": [2], "stages": [(0, 8, (0,))], "accumulate": 2, "optimizer": "momentum"},
 }
 DEFAULTS = {
     "name": "gpt-tiny",
@@ -88,6 +144,7 @@ DEFAULTS = {
     "steps": 8,
     "optimizer": "sgd",
     "lr": 0.02,
+    "vertical_sync": False,
 }
 
 
@@ -95,31 +152,41 @@ DEFAULTS = {
 def test_a_run_equals_training_in_one_process(case, tmp_path):
     options = DEFAULTS | RUNS[case]
     name, batch, steps, lr, optimizer = (options[key] for key in ("name", "batch", "steps", "lr", "optimizer"))
+    weights, vertical = options["weights"], options["vertical_sync"]
     plan = plan_of(
         zoo_chain(name, batch),
         options["stages"],
-        weights=options["weights"],
+        weights=weights,
         accumulate=options["accumulate"],
         optimizer=optimizer,
+        vertical_sync=vertical,
     )
+    stages = plan.allocation.stages
     saved = tmp_path / "state.pt"
     report = run_plan(plan, ModelSpec(name), steps=steps, lr=lr, seed=1, save=saved)
+    interval = report.microbatches // steps
+    assert interval == plan.policy.update_interval(max(stage.replicas for stage in stages))
+    versions = {
+        "flush": lambda stage, m: m // interval,
+        "2bw": lambda stage, m: max(m // interval - 1, 0),
+        "stash": simulated_version(plan, report.microbatches, vertical),
+    }
     losses, state = serial(
         name,
         batch,
         steps=steps,
-        accumulate=plan.policy.accumulate,
+        accumulate=interval,
         optimizer=optimizer,
         lr=lr,
         seed=1,
-        delay=int(options["weights"] == "2bw"),
+        version=versions[weights],
+        cuts=[stage.start for stage in stages[1:]],
     )
     assert report.losses == pytest.approx(losses, abs=1e-6)
     assert largest_difference(torch.load(saved), state) <= 1e-6
-    assert report.step_losses[-1] < report.step_losses[0]
-    expected = {"flush": 1, "2bw": 2}[options["weights"]]
-    assert {stage.versions for stage in report.stages if stage.update_ns > 10**4} <= {expected}
-    assert len(report.times) == len({d for stage in plan.allocation.stages for d in stage.devices})
+    assert min(report.step_losses) < report.step_losses[0]
+    assert [stage.versions for stage in report.stages] == options["versions"]
+    assert len(report.times) == len({d for stage in stages for d in stage.devices})
     if "batch norm" not in case:  # where a stage ends in ReLU, its output is kept as well, and planned elsewhere
         assert [a.measured_bytes for a in report.activations] == [a.planned_bytes for a in report.activations]
 

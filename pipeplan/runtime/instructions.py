@@ -131,6 +131,7 @@ def lowered(
     orders = lower(program, start_ns)
     moments = {device: [_moment(graph, start_ns, op) for op in operations] for device, operations in orders.items()}
     entries: dict[int, list[tuple[_Moment, int, Instruction]]] = {device: [] for device in orders}
+    entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
     for s, stage in enumerate(graph.stages):
         devices = graph.resources[stage.resource].devices
         passes = sorted(
@@ -147,7 +148,10 @@ def lowered(
             op = orders[device][index]
             minibatch = op.microbatch // interval
             if op.kind == "F":
-                used[op.microbatch] = version = policy.forward_version(minibatch, made)
+                used[op.microbatch] = version = policy.forward_version(
+                    minibatch, made, entered.get(op.microbatch, made)
+                )
+                entered.setdefault(op.microbatch, version)
                 entries[device].append((moment, index, Forward(s, op.microbatch, version)))
             else:
                 version = policy.backward_version(used[op.microbatch], made)

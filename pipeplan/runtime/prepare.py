@@ -91,6 +91,8 @@ def prepare(plan: Plan, steps: int) -> Script:
     interval = (plan.schedule.microbatches if policy.drains else None) or plan.policy.accumulate
     if interval is None:
         raise BadInput("plan: policy.accumulate is not decided, so nothing says when weights are updated")
+    if not policy.drains:  # a replica has one microbatch of each mini-batch at least, as costs charge it
+        interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
     graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}

@@ -18,27 +18,36 @@ from ..problem import Policy
 class WeightPolicy:
     """Two rules. ``made`` is the number of updates that the stage has made when the operation's turn comes.
 
-    ``forward_version(minibatch, made)`` gives the version of a forward, ``backward_version(forward, made)`` that of
-    the backward whose forward used version ``forward``. ``most_versions`` is how many may be needed at once, None
-    when the schedule decides. With ``drains`` the pipeline empties before every update.
+    ``forward_version(minibatch, made, entered)`` gives the version of a forward, where ``entered`` is the version with
+    which the first stage ran the microbatch forward; ``backward_version(forward, made)`` that of the backward whose
+    forward used version ``forward``. ``most_versions`` is how many may be needed at once, None when the schedule
+    decides. With ``drains`` the pipeline empties before every update.
     """
 
     drains: bool
     most_versions: int | None
-    forward_version: Callable[[int, int], int]
+    forward_version: Callable[[int, int, int], int]
     backward_version: Callable[[int, int], int]
 
 
-def _newest(minibatch: int, made: int) -> int:
+def _newest(minibatch: int, made: int, entered: int) -> int:
     return made
 
 
-def _delayed_by_one(minibatch: int, made: int) -> int:
+def _delayed_by_one(minibatch: int, made: int, entered: int) -> int:
     return max(minibatch - 1, 0)
+
+
+def _as_entered(minibatch: int, made: int, entered: int) -> int:
+    return entered
 
 
 def _as_forward(forward: int, made: int) -> int:
     return forward
+
+
+def _newest_again(forward: int, made: int) -> int:
+    return made
 
 
 WEIGHT_POLICIES = {
@@ -46,14 +55,27 @@ WEIGHT_POLICIES = {
     "flush": WeightPolicy(drains=True, most_versions=1, forward_version=_newest, backward_version=_as_forward),
     # PipeDream-2BW: W(t+1) = W(t) - lr * grad f(W(t-1)), in both passes (ALGORITHMS sections 3 and 10.6)
     "2bw": WeightPolicy(drains=False, most_versions=2, forward_version=_delayed_by_one, backward_version=_as_forward),
+    # PipeDream's weight stashing: the stage's newest weights, kept for the backward (PipeDream section 3.3)
+    "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_newest, backward_version=_as_forward),
+    # TiMePReSt without vertical sync: the newest weights in either pass, so one version
+    "latest": WeightPolicy(drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again),
 }
+# PipeDream's vertical sync: on every stage the version with which the microbatch entered the first
+VERTICAL_SYNC = WeightPolicy(
+    drains=False, most_versions=None, forward_version=_as_entered, backward_version=_as_forward
+)
 
 
 def weight_policy(policy: Policy) -> WeightPolicy:
     """Return the rules of ``policy.weights``; BadInput names what cannot be run yet."""
-    if policy.weights not in WEIGHT_POLICIES:
+    if policy.vertical_sync:
+        if policy.weights != "stash":
+            raise BadInput(f"plan: vertical sync goes with --weights stash; this plan has {policy.weights!r}")
+        return VERTICAL_SYNC
+    rules = WEIGHT_POLICIES[policy.weights]
+    if rules.backward_version is not _as_forward:
         raise BadInput(
-            f"plan: runs with --weights {' or '.join(WEIGHT_POLICIES)} only so far, and this plan has "
-            f"{policy.weights!r}"
+            f"plan: --weights {policy.weights} differentiates with newer weights than the forward used; that cannot be "
+            "run yet, flush, 2bw and stash can"
         )
-    return WEIGHT_POLICIES[policy.weights]
+    return rules
