@@ -13,6 +13,9 @@ import click
 from .options import JSON, PLAN
 
 
+MOST_RUNS = 10**4
+
+
 class Share(click.ParamType[float]):
     """A share such as ``5%``, as a fraction of one."""
 
@@ -53,8 +56,8 @@ class Share(click.ParamType[float]):
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
 )
 @click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="First seed of --jitter.")
-@click.option("--runs", type=click.IntRange(1, 10**4), default=20, show_default=True, help="Seeds of --jitter.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of --jitter.")
+@click.option("--runs", type=click.IntRange(1, MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
 @click.option("--width", type=click.IntRange(40), help="Columns.  [default: the terminal's]")
 @click.option("--links", is_flag=True, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")
@@ -104,7 +107,8 @@ def command(
     else:
         simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
     if jitter is not None:
-        simulations = _shaken(simulations, jitter, range(seed, seed + runs))
+        first = seed * MOST_RUNS  # so that two seeds share no run
+        simulations = _shaken(simulations, jitter, range(first, first + runs))
     if len(chosen) > 1 and (as_text or output or trace):
         raise BadInput("--text, --output and --trace show one schedule; name only one")
     if output is not None:
