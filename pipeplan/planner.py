@@ -45,6 +45,8 @@ def make_plan(
     far, if there is one.
     """
     settings, options = settings or Settings(), dict(options or {})
+    if algorithm == AUTO:
+        settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
     propose = _proposer(algorithm, options, effort)
     if problem.policy.weights == "flush":
         problem, judge, status = _plan_flush(problem, propose, settings, widen=algorithm in (AUTO, "contiguous"))

@@ -13,20 +13,24 @@ from .judge import Judge, period_cost
 from .partition.balance import balance
 from .partition.contiguous import contiguous
 from .partition.local_search import local_search
-from .partition.madpipe import decide, one_special_bound, smallest_period
+from .partition.madpipe import Charge, decide, one_special_bound, smallest_period
 from .plan import Allocation, Bound
 from .problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How many candidates to judge: periods tried between the one-special bound and the incumbent, local moves."""
+    """How many candidates to judge: periods tried between the one-special bound and the incumbent, local moves.
+
+    ``solver_s`` ends the integer program of one candidate; a plan whose search it cut short says ``time limit``.
+    """
 
     periods: int
     moves: int
+    solver_s: float
 
 
-EFFORTS = {"quick": Effort(0, 0), "normal": Effort(8, 1000), "high": Effort(24, 20000)}
+EFFORTS = {"quick": Effort(0, 0, 60), "normal": Effort(8, 800, 3), "high": Effort(24, 20000, 60)}
 
 
 def search(problem: Problem, judge: Judge, effort: Effort) -> None:
@@ -60,11 +64,14 @@ def _start(problem: Problem, judge: Judge) -> Allocation | None:
 
 
 def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
-    """Yield the exact contiguous optimum and leave its period with ``judge`` as the bound of its class."""
+    """Yield the best contiguous allocation and leave with ``judge`` the bound that its search has proved."""
     for allocation in contiguous(problem):
-        assert allocation.claimed_period_ns is not None
-        judge.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.claimed_period_ns))
+        assert allocation.lower_bound_ns is not None
+        judge.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns))
         yield allocation
+
+
+_CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
 
 
 def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Allocation]:
@@ -93,7 +100,7 @@ def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Alloc
         period = round(low * (high / low) ** (step / periods))
         if judge.limit is not None and period >= judge.limit:
             return
-        for charge in ("full", "tight"):
-            found = decide(problem, period, charge)
+        for charge, split in _CHARGES:
+            found = decide(problem, period, charge, split)
             if found is not None:
                 yield found

@@ -36,7 +36,7 @@ def local_search(
     ``done``, which ends it.
     """
     rng = random.Random(seed)
-    best = current = _normal(start.stages)
+    best = current = start.stages
     seen = {current}
     looked = 0
     while looked < budget and not done():
@@ -70,26 +70,14 @@ def local_search(
 
 
 def _neighbours(problem: Problem, stages: Stages, rng: random.Random) -> Iterator[Stages]:
-    """Yield the allocations one move away, each normalised, kind by kind."""
+    """Yield the allocations one move away, in random order."""
     moves = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
-    found = []
+    found: list[Stages] = []
     for move in moves:
-        found += [_normal(stages) for stages in move(problem, stages)]
+        found += move(problem, stages)
     rng.shuffle(found)
     limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
     yield from (stages for stages in found if len(stages) <= limit and _takes_time(problem, stages))
-
-
-def _normal(stages: Stages) -> Stages:
-    """Join neighbours on the same devices that are recomputed alike: one stage does what they do, without a seam."""
-    joined: list[Stage] = []
-    for stage in stages:
-        last = joined[-1] if joined else None
-        if last is not None and last.devices == stage.devices and bool(last.checkpoint) == bool(stage.checkpoint):
-            joined[-1] = _cut(last, last.start, stage.stop)
-        else:
-            joined.append(stage)
-    return tuple(joined)
 
 
 def _cut(stage: Stage, start: int, stop: int) -> Stage:
@@ -145,7 +133,10 @@ def _swapped(problem: Problem, stages: Stages) -> Iterator[Stages]:
 
 
 def _split(problem: Problem, stages: Stages) -> Iterator[Stages]:
-    """Give the head or the tail of a stage to other devices: an eighth, a quarter or half of its time."""
+    """Cut a stage at an eighth, a quarter or half of its time and give head or tail to other devices, or to its own.
+
+    On its own devices both parts can be interleaved with what else is there, which one stage cannot.
+    """
     total = problem.chain.sums.forward_ns + problem.chain.sums.backward_ns
     for s, stage in enumerate(stages):
         work = total[stage.stop] - total[stage.start]
@@ -156,8 +147,8 @@ def _split(problem: Problem, stages: Stages) -> Iterator[Stages]:
         for cut in sorted(cuts - {stage.start}):
             head, tail = _cut(stage, stage.start, cut), _cut(stage, cut, stage.stop)
             for home in _homes(problem, stages):
+                yield (*stages[:s], replace(head, devices=home), tail, *stages[s + 1 :])
                 if home != stage.devices:
-                    yield (*stages[:s], replace(head, devices=home), tail, *stages[s + 1 :])
                     yield (*stages[:s], head, replace(tail, devices=home), *stages[s + 1 :])
 
 
