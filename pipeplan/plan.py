@@ -33,10 +33,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Stages in chain order, and the period that the partitioner hoped for (None when it makes no claim)."""
+    """Stages in chain order, the period that the partitioner hoped for (None when it makes no claim), and a period
+    below which it has proved that no allocation of its class exists (None when it has proved nothing)."""
 
     stages: tuple[Stage, ...]
     claimed_period_ns: int | None = None
+    lower_bound_ns: int | None = None
 
     @property
     def contiguous(self) -> bool:

@@ -10,10 +10,9 @@ from cases import published, random_chain, random_problem
 from oracles import ContiguousJudge, contiguous_decision, contiguous_optimum
 
 from pipeplan import costs
-from pipeplan.errors import BadInput
-from pipeplan.partition.contiguous import contiguous, feasible, own_period, smallest_period
+from pipeplan.partition.contiguous import _on_lowest_devices, contiguous, feasible, own_period, smallest_period
 from pipeplan.partition.menus import in_flight_limit
-from pipeplan.plan import Allocation
+from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.profiles import merge_articulation
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
@@ -234,9 +233,24 @@ def test_limits_on_the_period() -> None:
     assert own_period(problem, best.stages, 1, 5) is None
 
 
-def test_segments_are_refused_rather_than_ignored() -> None:
-    with pytest.raises(BadInput, match="segments"):
-        smallest_period(Problem(unit_chain(2), Platform.flat(2, 100), checkpointing="segments"))
+def test_what_is_exact_proves_its_period() -> None:
+    for checkpointing in ("none", "stages"):
+        found = smallest_period(Problem(unit_chain(4), Platform.flat(2, 100), checkpointing=checkpointing))
+        assert found is not None
+        assert found.lower_bound_ns == found.claimed_period_ns
+
+
+def test_unused_devices_are_the_last_ones_where_all_are_alike() -> None:
+    (found,) = contiguous(Problem(unit_chain(3), Platform.flat(5, 100), replicas=False))
+    assert [stage.devices for stage in found.stages] == [(0,), (1,), (2,)]
+    platform = replace(Platform.flat(8, 100), levels=(Level(4, 10**9), Level(2, 10**6)))
+    stages = (Stage(0, 1, (1, 3)), Stage(1, 2, (5,)), Stage(2, 3, (7,)))
+    problem = Problem(unit_chain(3), platform)
+    moved = _on_lowest_devices(problem, stages)
+    assert [stage.devices for stage in moved] == [(0, 1), (4,), (5,)]
+    assert own_period(problem, moved, 1, 10**9) == own_period(problem, stages, 1, 10**9)
+    mixed = replace(platform, devices=(*platform.devices[:7], replace(platform.devices[7], speed=Fraction(2))))
+    assert _on_lowest_devices(replace(problem, platform=mixed), stages) == stages
 
 
 def test_a_thousand_layers_on_many_devices() -> None:

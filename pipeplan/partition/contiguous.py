@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,15 +19,34 @@ from ..problem import Ints, Problem
 from ..search import smallest
 from .delays import decide
 from .device_counts import device_counts, shortest_delays
+from .fronts import Resolution
 from .ground import Ground, ground
 from .menus import NEVER, in_flight_limit
+from .segments import Effort, with_lean_segments, with_segments
+
+_MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
+_LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
+_COARSE = Effort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
+_FINE = Effort(
+    (
+        Resolution(exact=8192),
+        Resolution(exact=256, cost_buckets=60, peak_buckets=16),
+        Resolution(exact=64, cost_buckets=40, peak_buckets=10),
+    ),
+    _LAST,
+    work=10**7,
+)
+_QUICK = Effort((Resolution(exact=8192), Resolution(exact=64, cost_buckets=40, peak_buckets=10)), _LAST, work=10**6)
 
 
 def contiguous(problem: Problem) -> Iterator[Allocation]:
     """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
 
-    Exact; ``claimed_period_ns`` is the smallest integer period. The decision for one period is a dynamic program over
-    (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices before pruning.
+    ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
+    segments only while the fronts of their labels stay small enough to be kept whole, as they do for chains of up to
+    about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The decision for one
+    period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices
+    before pruning.
     """
     best = smallest_period(problem)
     if best is not None:
@@ -37,13 +57,23 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
     """Return a contiguous allocation that has a valid pattern of ``period`` ns, or None when there is none.
 
     Of those that have, one with the smallest delay at its first stage, so the first to drain. The allocation claims its
-    own smallest period, which may be shorter.
+    own smallest period, which may be shorter. With segments that holds while the fronts of their labels stay small;
+    beyond, a plan may be missed or drain later, but never when the period is so long that memory alone decides.
     """
     if not len(problem.chain) or period < 1:
         return None
-    period = min(period, _unhurried(problem))
-    tables = ground(problem)
-    stages = decide(tables, period, _plain_delays(tables))
+    longest = _unhurried(problem)
+    period = min(period, longest)
+    offered: Ground | None = ground(problem)
+    assert offered is not None
+    tail = _plain_delays(offered)
+    if problem.checkpointing == "segments":
+        if period == longest:
+            offered = with_lean_segments(offered, period, longest)
+        else:
+            found = with_segments(offered, period, period, longest, tail, _QUICK)
+            offered = None if found is None else found[0]
+    stages = None if offered is None else decide(offered, period, tail)
     return None if stages is None else _claim(problem, stages, 1, period)
 
 
@@ -52,6 +82,7 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
 
     ``lower`` is a period known to be a lower bound; the search starts there. Periods are bisected with the decision;
     first among few cuts, then among those near the best ones found, so that the exact search starts from a narrow gap.
+    The result's ``lower_bound_ns`` is what has been proved; it is optimal where that equals ``claimed_period_ns``.
     """
     if not len(problem.chain):
         return None
@@ -61,17 +92,61 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
     if high < 1 or device_counts(tables, high, tail) is None:
         return None
     low = _least_possible(tables, max(1, lower or 1), high, tail)
+    if problem.checkpointing == "segments":
+        return _with_segments(tables, tail, low, high)
     best = None
-    for index, tolerance in ((_spread_cuts(tables), 32), (None, 256)):
+    for index, tolerance in ((_spread_cuts(tables, max(32, 4 * len(problem.platform))), 32), (None, 256)):
         if index is None:
-            index = _near(tables, best)
+            index = _near(tables, best, 24)
         if index is not None:
             best = _search(tables.select(index), tail[index], low, high, best, tolerance)
     if best is not None:
         high = _claimed(best)
         tail = np.maximum(tail, shortest_delays(tables, high))
         low = _least_possible(tables, low, high, tail)
-    return _search(tables, tail, low, high, best, None)
+    return _proved(_search(tables, tail, low, high, best, None))
+
+
+def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocation | None:
+    """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments").
+
+    The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so the
+    fronts of labels; a search on few buckets bounds it tighter, and the last ones are exact where they need no buckets.
+    Chains of many cuts are searched between some of them, with segments that begin and end there, which is never exact.
+    """
+    problem, longest = tables.problem, _unhurried(tables.problem)
+    best = smallest_period(replace(problem, checkpointing="stages"), high, low)
+    if best is None:
+        best = _search(with_lean_segments(tables, low, longest), tail, low, high, None, 256)
+    spread = None
+    if len(tables.cuts) > _MOST_CUTS:
+        spread = _spread_cuts(tables, max(64, len(problem.platform)))
+    proved = False
+    repeats = 3 if spread is None else 1  # a better plan leaves recomputation less time, and fronts less to hold
+    for effort, tolerance in ((_COARSE, 256), *((_FINE, None),) * repeats):
+        upper = high if best is None else _claimed(best) - 1
+        if upper < low:
+            return _proved(best)
+        index = spread
+        if spread is not None and best is not None:
+            near = _near(tables, best, 64 // len(best.stages))
+            index = spread if near is None else np.union1d(spread, near)
+        some = tables if index is None else tables.select(index)
+        ends = tail if index is None else tail[index]
+        found = with_segments(some, upper, low, longest, ends, effort)
+        proved, before = index is None and (found is None or found[1]), best
+        if found is not None:
+            best = _search(found[0], ends, low, upper, best, tolerance)
+        if effort is _FINE and (proved or best is before):
+            break
+    if best is None:
+        return None
+    return _proved(best) if proved else replace(best, lower_bound_ns=low)
+
+
+def _proved(best: Allocation | None) -> Allocation | None:
+    """Return the allocation as one that no other beats."""
+    return None if best is None else replace(best, lower_bound_ns=best.claimed_period_ns)
 
 
 def _search(
@@ -147,26 +222,30 @@ def _least_possible(tables: Ground, low: int, high: int, tail: Ints) -> int:
     return low
 
 
-def _spread_cuts(tables: Ground) -> Ints | None:
-    """Return the indices of a few cuts with small transfers, spread over the chain's time; None for a short chain."""
-    bins = max(32, 4 * len(tables.problem.platform))
+def _spread_cuts(tables: Ground, bins: int) -> Ints | None:
+    """Return the indices of up to ``bins`` cuts with small transfers, spread over the chain's time; None where that is
+    most of the cuts."""
     count = len(tables.cuts)
     if 3 * count < 4 * bins:
         return None
     chain = tables.problem.chain
-    time = (chain.sums.forward_ns + chain.sums.backward_ns)[tables.cuts]
-    place = time * bins // max(1, int(time[-1]) + 1)
+    time, saved = (chain.sums.forward_ns + chain.sums.backward_ns)[tables.cuts], chain.sums.saved[tables.cuts]
+    share = time / max(1, int(time[-1]))
+    if tables.problem.checkpointing == "segments":  # which need cuts where bytes are saved, too
+        share = (share + saved / max(1, int(saved[-1]))) / 2
+    place = np.minimum((share * bins).astype(np.int64), bins - 1)
     order = np.lexsort((np.arange(count), tables.round_trips[0], place))
     first = order[np.concatenate([[True], np.diff(place[order]) > 0])]
     return np.unique(np.concatenate([[0], first, [count - 1]]))
 
 
-def _near(tables: Ground, best: Allocation | None) -> Ints | None:
-    """Return the indices of the cuts of ``best`` and their neighbours; None where those are most of the cuts."""
+def _near(tables: Ground, best: Allocation | None, most: int) -> Ints | None:
+    """Return the indices of the cuts of ``best`` and up to ``most`` neighbours on each side; None where those are most
+    of the cuts."""
     if best is None:
         return None
     count = len(tables.cuts)
-    width = max(2, min(24, count // (8 * len(best.stages))))
+    width = min(most, max(2, count // (8 * len(best.stages))))
     at = np.searchsorted(tables.cuts, [stage.start for stage in best.stages] + [len(tables.problem.chain)])
     near = np.unique(np.clip(at[:, None] + np.arange(-width, width + 1), 0, count - 1))
     return None if 4 * len(near) > 3 * count else near
@@ -176,7 +255,28 @@ def _claim(problem: Problem, stages: Sequence[Stage], low: int, high: int) -> Al
     """Return ``stages`` with their smallest period, known to lie in ``low..high``."""
     period = own_period(problem, stages, low, high)
     assert period is not None
-    return Allocation(tuple(stages), period)
+    return Allocation(_on_lowest_devices(problem, stages), period)
+
+
+def _on_lowest_devices(problem: Problem, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
+
+    The used units inside every unit of a level move to its front, so every pair of devices stays joined by its level.
+    """
+    platform = problem.platform
+    if len(set(platform.devices)) > 1:
+        return tuple(stages)
+    used = [d for stage in stages for d in stage.devices]
+    moved = dict.fromkeys(used, 0)
+    size = 1
+    for level in platform.levels:
+        groups: dict[int, list[int]] = {}
+        for unit in dict.fromkeys(d // size for d in used):
+            groups.setdefault(unit // level.count, []).append(unit)
+        for d in used:
+            moved[d] += size * groups[d // size // level.count].index(d // size)
+        size *= level.count
+    return tuple(replace(stage, devices=tuple(moved[d] for d in stage.devices)) for stage in stages)
 
 
 def own_period(problem: Problem, stages: Sequence[Stage], low: int, high: int) -> int | None:

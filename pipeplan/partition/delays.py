@@ -15,7 +15,7 @@ from ..plan import Stage
 from ..problem import Device, Ints
 from .device_counts import Counts, device_counts
 from .ground import Ground, closed, longest_delay
-from .menus import NEVER, work
+from .menus import NEVER
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 
@@ -129,14 +129,12 @@ class _Sweep:
         """Return the delay before each stage from cut ``i`` to a column's cut, NEVER where the stage cannot be."""
         device_class = self.ground.classes[kind]
         stops = self.cut[columns]
-        replicas = (
-            device_class.replicas[rows][:, self.boundary[columns]] if len(device_class.menu.times[0]) > 1 else stops
-        )
-        options = device_class.menu.row(i, stops, replicas)
+        replicas = device_class.replicas[rows][:, self.boundary[columns]] if device_class.menu.by_replicas else stops
+        work = device_class.menu.work(i, stops, replicas)
         group, delay, end = (table[kind, rows, columns] for table in (self.group, self.delay, self.end))
-        stay = work(options, group)
+        stay = work(group)
         stay += delay
-        opened = work(options, group + 1)
+        opened = work(group + 1)
         opened += end
         np.copyto(opened, stay, where=stay <= end)
         opened[opened > self.limit[kind, rows, columns]] = NEVER
@@ -237,8 +235,7 @@ class _Sweep:
         devices = self._members(device_class.device, first, b)
         in_flight = int(ceil_div(int(value), len(devices) * self.period))
         start_layer, stop_layer = int(self.ground.cuts[i]), int(self.ground.cuts[stop])
-        recompute = device_class.menu.option(i, stop, in_flight) > 0
-        checkpoint = ((start_layer, stop_layer),) if recompute else ()
+        checkpoint = device_class.menu.checkpoint(i, stop, in_flight)
         return Stage(start_layer, stop_layer, devices, checkpoint), kind, row, column
 
     def _members(self, least: Device, first: int, boundary: int) -> tuple[int, ...]:

@@ -39,13 +39,13 @@ def device_counts(ground: Ground, period: int, tail: Ints) -> Counts | None:
     enter = tail + closed(ground, ground.round_trips[0], period)
     need = np.full((size, size), _TOO_MANY, dtype=np.int32)
     cap = longest_delay(problem, period)
-    for tables, limit in zip(ground.best.times, ground.best.limits, strict=True):
-        delay = tables[0] + enter
+    for time, limit in ground.best.relaxed():
+        delay = time + enter
         groups = ceil_div(np.minimum(delay, NEVER), period)
         if most == 1:
-            need[(tables[0] <= period) & (groups <= limit) & (delay <= cap)] = 1
+            need[(time <= period) & (groups <= limit) & (delay <= cap)] = 1
         else:
-            replicas = np.maximum(np.ceil(groups / np.maximum(limit, 1)), ceil_div(tables[0], period))
+            replicas = np.maximum(np.ceil(groups / np.maximum(limit, 1)), ceil_div(time, period))
             replicas[(delay > cap) | (limit == 0)] = _TOO_MANY
             np.minimum(need, np.minimum(replicas, _TOO_MANY).astype(np.int32), out=need)
     if most > 1:
@@ -87,8 +87,8 @@ def shortest_delays(ground: Ground, period: int) -> Ints:
     """
     most = len(ground.problem.platform) if ground.problem.replicas else 1
     least = np.full_like(ground.gradients, NEVER)
-    for tables, limit in zip(ground.best.times, ground.best.limits, strict=True):
-        np.minimum(least, np.where((limit > 0) & (tables[0] <= most * period), tables[0], NEVER), out=least)
+    for time, limit in ground.best.relaxed():
+        np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
     enter = closed(ground, ground.round_trips[0], period)
     delay = np.zeros(len(ground.cuts), dtype=np.int64)
     for i in range(len(delay) - 2, -1, -1):

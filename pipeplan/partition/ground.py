@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import costs
-from ..errors import BadInput
 from ..problem import Device, Ints, Platform, Problem
-from .menus import NEVER, Menu, stage_limits, stage_times
+from .menus import NEVER, Menu, OptionMenu, stage_limits, stage_times
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,14 @@ class Ground:
     problem: Problem
     cuts: Ints
     classes: tuple[DeviceClass, ...]
-    best: Menu  # on a device as fast as the fastest and as large as the largest
+    best: Menu  # on ``best_device``
+    best_device: Device  # as fast as the fastest and as large as the largest
     gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
     round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take, over each level
     spans: Ints  # like replicas: the level that joins devices a..b-1
     outer_spans: Ints  # the level that joins devices a-1..b-1: what the cut before a stage spans at least
     uniform: bool  # whether only the number of devices counts
+    complete: bool = True  # whether all legal cuts are here
 
     def select(self, index: Ints) -> Ground:
         """Return the same ground with the cuts ``index`` alone."""
@@ -54,16 +55,16 @@ class Ground:
             best=self.best.select(index),
             gradients=self.gradients[np.ix_(index, index)],
             round_trips=self.round_trips[:, index],
+            complete=self.complete and len(index) == len(self.cuts),
         )
 
 
 def ground(problem: Problem) -> Ground:
-    """Return the tables of ``problem`` over all its legal cuts."""
+    """Return the tables of ``problem`` over all its legal cuts.
+
+    Where segments are allowed the menus are a relaxation, and their labels have to be put in their place.
+    """
     chain, platform = problem.chain, problem.platform
-    if problem.checkpointing == "segments":
-        raise BadInput(
-            "checkpointing: 'segments' is not searched by contiguous partitioning; choose 'stages' or 'none'"
-        )
     legal = np.ones(len(chain) + 1, dtype=np.bool_)
     if problem.policy.weights != "flush":
         for i, j in chain.tied:
@@ -90,11 +91,13 @@ def ground(problem: Problem) -> Ground:
     limits = {x: stage_limits(problem, cuts, x) for x in {x.memory_bytes for x in platform.devices}}
 
     def menu_of(device: Device) -> Menu:
-        return Menu(times[device.speed], limits[device.memory_bytes])
+        return OptionMenu(cuts, times[device.speed], limits[device.memory_bytes])
 
     classes = tuple(DeviceClass(menu_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
     uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
-    return Ground(problem, cuts, classes, menu_of(best), np.asarray(gradients), round_trips, level_of, outer, uniform)
+    return Ground(
+        problem, cuts, classes, menu_of(best), best, np.asarray(gradients), round_trips, level_of, outer, uniform
+    )
 
 
 def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:

@@ -6,8 +6,10 @@ tables over pairs of cuts, computed once per class of devices by the one cost mo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +20,58 @@ from ..problem import IntLike, Ints, Problem
 NEVER = 2**61  # ns; above every time, and two of them still fit into an int64
 UNLIMITED = 2**20  # microbatches; more than any schedule keeps in flight
 
-Row = tuple[Ints, Ints]  # times and in-flight limits of one option
+Work = Callable[[Ints], Ints]  # least times of some stages, given how many microbatches they hold
+Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Menu:
-    """The options of the stages ``layers[cuts[i]:cuts[j]]`` on devices of one class, the quickest option first.
+class Menu(Protocol):
+    """What the stages between cuts offer on devices of one class."""
 
-    Option o takes ``times[o][r][i, j]`` ns per microbatch with r + 1 replicas, and fits while at most
-    ``limits[o][i, j]`` microbatches are in flight (0: never). Where the time doesn't depend on the replicas there is
-    one entry r = 0.
-    """
-
-    times: tuple[tuple[Ints, ...], ...]
-    limits: tuple[Ints, ...]
+    @property
+    def by_replicas(self) -> bool:
+        """Whether a stage's time depends on its replicas."""
 
     def select(self, index: Ints) -> Menu:
         """Return the menu of the stages between the cuts ``index`` alone."""
+
+    def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
+        """Return a function from in-flight counts to the least times of the stages from cut ``start`` to ``stops``,
+        NEVER where they don't fit; ``replicas`` and the counts have the shape of ``stops`` last."""
+
+    def checkpoint(self, start: int, stop: int, in_flight: int) -> Ranges:
+        """Return the recomputed segments with which a stage is quickest while it holds ``in_flight`` microbatches."""
+
+    def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
+        """Return options (times with one replica, in-flight limits), tables over pairs of cuts, that bound the menu:
+        no stage is quicker than the quickest option that its count allows."""
+
+
+@dataclass(frozen=True)
+class OptionMenu:
+    """A few options for every stage ``layers[cuts[i]:cuts[j]]`` on devices of one class, the quickest first.
+
+    Option o takes ``times[o][r][i, j]`` ns per microbatch with r + 1 replicas, and fits while at most
+    ``limits[o][i, j]`` microbatches are in flight (0: never). Where the time doesn't depend on the replicas there is
+    one entry r = 0. Option 0 stores everything, option 1 recomputes the whole stage.
+    """
+
+    cuts: Ints
+    times: tuple[tuple[Ints, ...], ...]
+    limits: tuple[Ints, ...]
+
+    @property
+    def by_replicas(self) -> bool:
+        """Whether a stage's time depends on its replicas."""
+        return len(self.times[0]) > 1
+
+    def select(self, index: Ints) -> OptionMenu:
+        """Return the menu of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
         times = tuple(tuple(table[both] for table in tables) for tables in self.times)
-        return Menu(times, tuple(limit[both] for limit in self.limits))
+        return OptionMenu(self.cuts[index], times, tuple(limit[both] for limit in self.limits))
 
-    def row(self, start: int, stops: Ints, replicas: Ints) -> list[Row]:
-        """Return the options of the stages from cut ``start`` to ``stops``; ``replicas`` has their shape last."""
+    def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
+        """Return the least time of stages as a function of what they hold (see :class:`Menu`)."""
         rows = []
         for tables, limit in zip(self.times, self.limits, strict=True):
             if len(tables) == 1:
@@ -48,20 +79,24 @@ class Menu:
             else:
                 time = np.stack([table[start] for table in tables])[np.maximum(replicas, 1) - 1, stops]
             rows.append((time, limit[start][stops]))
-        return rows
 
-    def option(self, start: int, stop: int, in_flight: int) -> int:
-        """Return the index of the quickest option that can hold ``in_flight`` microbatches."""
-        return next(o for o, limit in enumerate(self.limits) if in_flight <= limit[start, stop])
+        def least(in_flight: Ints) -> Ints:
+            time, limit = rows[-1]
+            least: Ints = np.where(in_flight <= limit, time, NEVER)
+            for time, limit in rows[-2::-1]:
+                np.copyto(least, time, where=in_flight <= limit)
+            return least
 
+        return least
 
-def work(options: list[Row], in_flight: Ints) -> Ints:
-    """Return the least time of stages that hold ``in_flight`` microbatches, NEVER where they don't fit."""
-    time, limit = options[-1]
-    least: Ints = np.where(in_flight <= limit, time, NEVER)
-    for time, limit in options[-2::-1]:
-        np.copyto(least, time, where=in_flight <= limit)
-    return least
+    def checkpoint(self, start: int, stop: int, in_flight: int) -> Ranges:
+        """Return what the quickest option that can hold ``in_flight`` microbatches recomputes: nothing or all."""
+        option = next(o for o, limit in enumerate(self.limits) if in_flight <= limit[start, stop])
+        return ((int(self.cuts[start]), int(self.cuts[stop])),) if option else ()
+
+    def relaxed(self) -> list[tuple[Ints, Ints]]:
+        """Return the options themselves, with one replica."""
+        return [(tables[0], limit) for tables, limit in zip(self.times, self.limits, strict=True)]
 
 
 def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[Ints, ...], ...]:
@@ -69,8 +104,7 @@ def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[In
     chain, policy = problem.chain, problem.policy
     start, stop = cuts[:, None], cuts[None, :]
     forward = costs.forward_ns(chain, start, stop, speed)
-    by_replicas = policy.accumulate is not None and problem.replicas and int(chain.sums.optimizer_ns[-1]) > 0
-    counts = range(1, len(problem.platform) + 1) if by_replicas else [1]
+    counts = replica_counts(problem)
     options = []
     for _, _, recompute in _choices(problem, start, stop):
         tables = [
@@ -80,6 +114,12 @@ def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[In
             table[(stop <= start) | (table == 0)] = NEVER  # a stage without work would leave orders ambiguous
         options.append(tuple(tables))
     return tuple(options)
+
+
+def replica_counts(problem: Problem) -> range:
+    """Return the replica counts between which a stage's time differs: all, or one alone where it never does."""
+    pays = problem.policy.accumulate is not None and problem.replicas
+    return range(1, len(problem.platform) + 1) if pays and int(problem.chain.sums.optimizer_ns[-1]) > 0 else range(1, 2)
 
 
 def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[Ints, ...]:
@@ -94,7 +134,12 @@ def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[Ints, ...]:
 
 
 def _choices(problem: Problem, start: Ints, stop: Ints) -> list[tuple[IntLike, IntLike, IntLike]]:
-    """Return (kept, peak, recompute ns) of ``layers[start:stop]`` stored and, where allowed, recomputed."""
+    """Return (kept, peak, recompute ns) of ``layers[start:stop]`` stored and, where allowed, recomputed.
+
+    Where segments are allowed, one choice stands for all: nothing to hold and nothing to recompute, a relaxation.
+    """
+    if problem.checkpointing == "segments":
+        return [(0, 0, 0)]
     kept = problem.chain.saved_bytes(start, stop)
     choices = [(kept, kept, 0)]
     if problem.checkpointing == "stages":
@@ -111,17 +156,17 @@ def in_flight_limit(
     What a stage holds is linear in that number: each one more costs ``kept`` and, where every microbatch has its own
     weights, another version.
     """
+    first = fixed_bytes(problem, start, stop, 1) + costs.held_bytes(kept, peak, 1)
+    more = fixed_bytes(problem, start, stop, 2) + costs.held_bytes(kept, peak, 2) - first
+    room = memory - first
+    limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
+    return np.where(room < 0, 0, np.minimum(limit, UNLIMITED)).astype(np.int64)
+
+
+def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: int) -> IntLike:
+    """Return what ``layers[start:stop]`` take beside activations: weights with ``in_flight`` versions, and buffers."""
     chain, policy = problem.chain, problem.policy
     total, parameters = chain.sums.weight_bytes, chain.sums.parameters
     cut = np.array((0, *chain.cut_bytes[1:-1], 0), dtype=np.int64)  # the chain's two ends are no cuts
     size, count = total[stop] - total[start], parameters[stop] - parameters[start]
-
-    def held(in_flight: int) -> IntLike:
-        weights = costs.weights_bytes(policy, size, count, in_flight)
-        return weights + costs.held_bytes(kept, peak, in_flight) + 2 * (cut[start] + cut[stop])
-
-    first = held(1)
-    more = held(2) - first
-    room = memory - first
-    limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
-    return np.where(room < 0, 0, np.minimum(limit, UNLIMITED)).astype(np.int64)
+    return costs.weights_bytes(policy, size, count, in_flight) + 2 * (cut[start] + cut[stop])
