@@ -82,11 +82,9 @@ def test_noam_is_too_few_where_a_middle_stage_has_the_most_replicas():
 def test_depth_trades_memory_for_throughput():
     graph = balanced(4, 10, 20)
     runs = {depth: simulate(one_f_one_b(graph, 64, depth)) for depth in (1, 2, 3, 4, 6)}
-    assert [held(runs[d]) for d in runs] == [[1, 1, 1, 1], [2, 2, 1, 1], [3, 2, 1, 1], [4, 3, 2, 1], [6, 4, 3, 1]]
+    assert [held(runs[d]) for d in runs] == [[1, 1, 1, 1], [2, 2, 2, 1], [3, 3, 2, 1], [4, 3, 2, 1], [6, 4, 2, 1]]
     periods = [runs[depth].steady_period_ns() for depth in runs]
-    assert periods[0] == 120
-    assert periods == sorted(periods, reverse=True)
-    assert periods[3] == periods[4] == 30
+    assert periods == pytest.approx([120, 60, 40, 30, 30], rel=0.01)
 
 
 def test_more_depth_hides_transfers():

@@ -12,7 +12,6 @@ import click
 
 from .options import JSON, PLAN
 
-
 MOST_RUNS = 10**4
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from ..errors import BadInput
 from ..groups import ceil_div
-from ..program import Program
+from ..program import Arrival, Decide, Program, make_program
 from ..stages import StageGraph
 from .staircase import staircase
 
@@ -28,54 +31,90 @@ def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) 
         device 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
     With replicas it is 1F1B-RR: a replica of stage s runs ceil(devices of stages s.. / replicas of s) forwards ahead.
-    ``depth`` is the number of microbatches in flight at each input replica, :func:`noam` unless given. Less holds less
-    memory and leaves bubbles; more hides transfers, and later stages then run ahead in proportion. Where a middle stage
-    has the most replicas, NOAM is too few (1-3-1: 7 are needed, not 5). Stages may share devices when none has
-    replicas. Source: PipeDream section 3.2 and Figure 18.
+    ``depth`` is the number of microbatches in flight at each input replica, :func:`noam` unless given. With more, which
+    hides transfers, later stages run ahead in proportion. With fewer there is nothing to alternate with at times, so
+    devices take what has come, backwards first, and balanced stages reach depth / NOAM of the throughput. Where a
+    middle stage has the most replicas, NOAM is too few (1-3-1: 7 are needed, not 5). Stages may share devices when none
+    has replicas. Source: PipeDream section 3.2 and Figure 18.
     """
     if depth is not None and depth < 1:
         raise BadInput(f"depth: {depth} is not positive")
-    if all(graph.resources[stage.resource].replicas == 1 for stage in graph.stages):
-        return _straight(graph, microbatches, depth)
-    if not graph.contiguous:
+    if not graph.contiguous and any(graph.resources[stage.resource].replicas > 1 for stage in graph.stages):
         raise BadInput("1F1B-RR gives each stage its GPUs for itself; in this plan some replicated stages share GPUs")
-    return _round_robin(graph, microbatches, depth)
+    ahead = _ahead(graph)
+    depth = depth or ahead[0]
+    if depth < ahead[0]:
+        return _eager(graph, microbatches, depth, ahead)
+    if not graph.contiguous:
+        return _shared(graph, microbatches, depth)
+    return _alternate(graph, microbatches, depth, ahead)
 
 
-def _straight(graph: StageGraph, microbatches: int, depth: int | None) -> Program:
-    """Slots of one microbatch every 2 units, or fewer where the depth doesn't allow that; see the docstring above."""
+def _ahead(graph: StageGraph) -> list[int]:
+    """Return how many forwards a replica of each stage runs before its first backward, when nothing limits it."""
     stages = len(graph.stages)
-    depth = depth or stages
-    period = max(2, ceil_div(2 * stages, depth))
-    more = max(0, depth - stages)
-
-    def slot(kind: str, stage: int, m: int) -> int:
-        if kind == "F":
-            return period * m + stage
-        later = stages - 1 - stage
-        return period * m + stages + later + ceil_div(2 * more * later, max(1, stages - 1))
-
-    return staircase(graph, microbatches, slot)
+    if not graph.contiguous:
+        return [stages - s for s in range(stages)]
+    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    return [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(stages)]
 
 
-def _round_robin(graph: StageGraph, microbatches: int, depth: int | None) -> Program:
+def _alternate(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
     """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run.
 
     A stage never runs further ahead than the one before it lets it: otherwise a replica's first backward would wait for
     a forward that waits for this backward.
     """
-    stages = len(graph.stages)
     replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    optimal = [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(stages)]
-    depth = depth or optimal[0]
-    most = max(depth, optimal[0]) - 1
-    ahead = [min(depth, 1 + most * (own - 1) // max(1, optimal[0] - 1)) for own in optimal]
-    for s in range(1, stages):
-        ahead[s] = min(ahead[s], (ahead[s - 1] * replicas[s - 1] - 1) // replicas[s] + 1)
+    deeper = [1 + (depth - 1) * (own - 1) // max(1, ahead[0] - 1) for own in ahead]
+    for s in range(1, len(deeper)):
+        deeper[s] = min(deeper[s], (deeper[s - 1] * replicas[s - 1] - 1) // replicas[s] + 1)
 
     def slot(kind: str, stage: int, m: int) -> int:
         if kind == "F":
-            return slot("B", stage, m - ahead[stage] * replicas[stage]) + 1
+            return slot("B", stage, m - deeper[stage] * replicas[stage]) + 1
         return 2 * m - stage
 
     return staircase(graph, microbatches, slot)
+
+
+def _shared(graph: StageGraph, microbatches: int, depth: int) -> Program:
+    """A microbatch every two slots, and every microbatch passes its path in increasing slots.
+
+    So stages that share a device cannot wait for each other. Backwards come later where the depth is more than needed.
+    """
+    stages = len(graph.stages)
+
+    def slot(kind: str, stage: int, m: int) -> int:
+        if kind == "F":
+            return 2 * m + stage
+        later = stages - 1 - stage
+        return 2 * m + stages + later + 2 * (depth - stages) * later // max(1, stages - 1)
+
+    return staircase(graph, microbatches, slot)
+
+
+def _eager(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
+    """What has come, backwards first; no replica holds more than ``depth``, or than it would with the full depth."""
+    most = [min(depth, own) for own in ahead]
+
+    def rule() -> Decide:
+        held: Counter[int] = Counter()
+
+        def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
+            allowed = (x for x in announced if x.has_come(now_ns) and (x.kind == "B" or held[x.stage] < most[x.stage]))
+            chosen = min(allowed, key=lambda x: (x.kind != "B", -x.stage, x.step), default=None)
+            if chosen is not None:
+                held[chosen.stage] += 1 if chosen.kind == "F" else -1
+            return chosen
+
+        return decide
+
+    limit = depth * graph.resources[graph.stages[0].resource].replicas
+    rules = {
+        (index, replica): rule
+        for index, resource in enumerate(graph.resources)
+        if not resource.is_link
+        for replica in range(resource.replicas)
+    }
+    return make_program(graph, microbatches, {}, rules=rules, limit=limit)
