@@ -109,11 +109,11 @@ def carried(plan: Plan, chain: Chain) -> Carried:
         return Carried(
             moved, None, ("no period lets the stages run in the order of the plan",), _other_order(graphs[1])
         )
-    problem = Problem(chain, plan.platform, plan.policy, True, "segments")
-    moved = replace(moved, pattern=pattern, lower_bounds=(any_bound(problem),))
+    moved = replace(moved, pattern=pattern)
     found = violations(moved)
     if found:
         return Carried(moved, None, tuple(found), _other_order(graphs[1]))
+    moved = replace(moved, lower_bounds=(any_bound(Problem(chain, plan.platform, plan.policy, True, "segments")),))
     return Carried(moved, evaluate(moved).period_ns, ())
 
 

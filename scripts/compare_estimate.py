@@ -1,8 +1,9 @@
 """Compare estimated with measured profiles on this CPU, layer by layer, for what the roofline is worth.
 
     python scripts/compare_estimate.py [--layers] [--save cpu.json] [MODEL BATCH]...
+    python scripts/compare_estimate.py --published FOLDER
 
-First the CPU's own entry of the accelerator table is measured on one thread: the peak from products of large matrices,
+The first form compares on this CPU, the second with PipeDream's published profiles (``*.graph.txt``) of a V100. The CPU's own entry of the accelerator table is measured on one thread: the peak from products of large matrices,
 the bandwidth from copies of tensors far larger than the caches, the launch time from additions of a few numbers. Then
 each model is measured and estimated, as its own layers and as a traced DAG. Printed: the rank correlation (Spearman)
 of the layers' forward and backward times, the total error, what remains of it layer by layer after scaling by one
@@ -16,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,9 +25,10 @@ import torch
 from torch import nn
 
 from pipeplan import zoo
-from pipeplan.accelerators import Accelerator
+from pipeplan.accelerators import Accelerator, accelerator
 from pipeplan.differences import rank_correlation, time_ns
 from pipeplan.problem import Chain
+from pipeplan.profiles import read_graph_text
 from pipeplan.runtime.clock import ThreadClock
 from pipeplan.runtime.estimate import estimate_model
 from pipeplan.runtime.profiler import device_name, measure_model
@@ -103,12 +106,43 @@ def rows(estimated: Chain, measured: Chain) -> None:
         )
 
 
+PUBLISHED = [("vgg16", 128), ("resnet50", 128), ("densenet121", 64)]  # batches inferred from the activations' sizes
+
+
+def compare_published(folder: Path) -> None:
+    """Compare estimates for a V100 with what PipeDream measured on one, in total and for convolutions and products."""
+    print(f"{'model':12} {'batch':>5} {'measured ms':>22} {'estimated ms':>22} {'total':>7}  rank of layers")
+    for name, batch in PUBLISHED:
+        path = folder / f"{name}.graph.txt"
+        measured = read_graph_text(path.read_text(encoding="utf-8"), name, path.name)
+        model = zoo.load(name)
+
+        def build(size: int, model: Any = model) -> Any:
+            layers, x, loss = model(size)
+            return Whole(layers), x, loss
+
+        shared: dict[str, Any] = {"name": name, "date": "", "data": model.data(batch)}
+        estimated = estimate_model(build, batch, accelerator("v100"), **shared).chain
+        sums = [chain.sums for chain in (measured, estimated)]
+        times = [(int(x.forward_ns[-1]) / 1e6, int(x.backward_ns[-1]) / 1e6) for x in sums]
+        shown = [f"{f:7.1f} + {b:7.1f}" for f, b in times]
+        ratio = sum(times[1]) / sum(times[0])
+        weighty = [[x for x in chain.layers if x.weight_bytes > 7000] for chain in (measured, estimated)]
+        matched = [x.weight_bytes for x in weighty[0]] == [x.weight_bytes for x in weighty[1]]
+        rank = f"{rank_correlation(*([time_ns(x) for x in chain] for chain in weighty)):.3f}" if matched else "-"
+        print(f"{name:12} {batch:5} {shown[0]:>22} {shown[1]:>22} {ratio - 1:+7.0%}  {rank}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=MODELS, help="names of the zoo and batch sizes, in turns")
     parser.add_argument("--layers", action="store_true", help="print every layer")
     parser.add_argument("--save", metavar="FILE", help="write the CPU's entry, for profile --estimate FILE")
+    parser.add_argument("--published", metavar="FOLDER", type=Path, help="compare with PipeDream's profiles instead")
     arguments = parser.parse_args()
+    if arguments.published:
+        compare_published(arguments.published)
+        return
     torch.set_num_threads(1)
     cpu = this_cpu()
     print(f"{cpu.name}: {cpu.tflops['float32'] * 1e3:.1f} Gflop/s, {cpu.bandwidth}, {cpu.launch} per operation")

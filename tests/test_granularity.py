@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations
+from fractions import Fraction
+from itertools import combinations, pairwise
 
 import pytest
 from cases import PUBLISHED, published, random_chain
 
-from pipeplan.granularity import articulation_cuts, merge_articulation, merge_zero_time
+from pipeplan.granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time
 from pipeplan.problem import Chain, Layer
 
 
@@ -137,3 +138,32 @@ def test_backward_weight_part_survives_only_where_all_know_it() -> None:
     assert merge_articulation(known).layers[1].backward_weight_ns is None
     both = replace(known, layers=(*known.layers[:2], replace(known.layers[2], backward_weight_ns=2)))
     assert merge_articulation(both).layers[1].backward_weight_ns == 4
+
+
+@pytest.mark.parametrize("percent", [1, 10, 30, 60])
+def test_merging_by_share_keeps_every_cost_at_the_cuts_that_stay(percent: int) -> None:
+    share = Fraction(percent, 100)
+    chain = published("vgg16")
+    merged = merge_share(chain, share)
+    assert_same_costs(merged, chain)
+    total = sum(x.forward_ns + x.backward_ns for x in chain.layers)
+    assert len(merged) <= len(chain)
+    times = [x.forward_ns + x.backward_ns for x in merged.layers]
+    small = [a for a, b in pairwise(times) if a + b < share * total]
+    assert not small, "two neighbours of a chain that are too small together would have been merged"
+
+
+def test_merging_by_share_leaves_the_ends_of_skips_alone() -> None:
+    merged = merge_share(RESIDUAL, Fraction(1, 2))
+    # conv1 is read by conv2 and by the sum: it can't be one layer with conv2, but with the whole block
+    assert_same_costs(merged, RESIDUAL)
+    rng = random.Random(5)
+    for _ in range(200):
+        chain = random_chain(rng, rng.randint(2, 12), edges=True, saved=rng.random() < 0.5)
+        assert_same_costs(merge_share(chain, Fraction(rng.randint(1, 9), 10)), chain)
+
+
+def test_a_share_smaller_than_every_layer_merges_nothing() -> None:
+    for seed in range(20):
+        chain = random_chain(random.Random(seed), 8, edges=seed % 2 == 0, saved=True)
+        assert merge_share(chain, Fraction(1, 10**9)) == chain

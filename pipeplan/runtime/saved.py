@@ -79,7 +79,7 @@ def _forward(layer: LayerCode, inputs: Sequence[Tensor]) -> tuple[dict[int, torc
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         seen.setdefault(storage._cdata, storage)
-        return tensor
+        return tensor.detach()  # an output itself would keep its own graph alive for ever
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = layer.forward(inputs)

@@ -89,6 +89,7 @@ def one_at_a_time(
             for value, out in zip(layer.makes, outputs, strict=True):
                 values[value] = out.detach().to(home).requires_grad_(out.requires_grad)
             del outputs, leaves, optimizers
+            layer.module.zero_grad(set_to_none=True)
         samples.append(sample)
         made.append(run.output_bytes[0])
         drop(values, network, index)

@@ -8,10 +8,12 @@ made the tensor, with all in between. The shapes, the training mode and the batc
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +67,7 @@ def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, An
     module.train()
     name = type(module).__name__
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*were assigned during export")  # an LSTM's own list of weights
+        with _quiet():
             exported = torch.export.export(module, positional, keywords, strict=False)
             graph = exported.module(check_guards=False)
     except Exception as error:
@@ -77,6 +78,19 @@ def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, An
             if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
                 raise BadInput(f"{name} cannot be traced: the shape of {node.name} depends on data. {_ADVICE}")
     return graph, exported.call_spec.out_spec
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing: half-made graphs when it fails, and a warning for an LSTM's own list of weights."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.filterwarnings("ignore", message=".*were assigned during export")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _reason(error: Exception) -> str:
