@@ -151,15 +151,28 @@ class Timeline:
 
         Held until all of their backward has run, the weight part too.
         """
-        program = self.program
         counts: dict[int, int] = {}
         peaks: dict[int, int] = {}
+        for stage, change in self._holds(lane):
+            counts[stage] = counts.get(stage, 0) + change
+            peaks[stage] = max(peaks.get(stage, 0), counts[stage])
+        return peaks
+
+    def most_held(self, lane: int) -> int:
+        """Return the most microbatches that a device holds at once, counted in each of its stages."""
+        held = most = 0
+        for _, change in self._holds(lane):
+            held += change
+            most = max(most, held)
+        return most
+
+    def _holds(self, lane: int) -> Iterator[tuple[int, int]]:
+        """Yield (stage, change of the microbatches held) for each step of a device."""
+        program = self.program
         for step in program.lanes[lane].steps:
             work = program.operations[step.position]
-            change = 1 if work.kind == "F" else -work.covers if step.position == program.release[work.stage] else 0
-            counts[work.stage] = counts.get(work.stage, 0) + change
-            peaks[work.stage] = max(peaks.get(work.stage, 0), counts[work.stage])
-        return peaks
+            frees = step.position == program.release[work.stage]
+            yield work.stage, 1 if work.kind == "F" else -work.covers if frees else 0
 
     def static_bytes(self, lane: int) -> int:
         """Return what a device holds all the time: buffers, and weights for its in-flight microbatches."""

@@ -77,6 +77,7 @@ class Simulation:
                     "busy_ns": timeline.busy_ns(i),
                     "bubble": timeline.bubble(i),
                     "in_flight": timeline.in_flight(i),
+                    "most_held": timeline.most_held(i),
                     "peak_bytes": timeline.peak_bytes(i),
                     "predicted_peak_bytes": self.promised.devices[lane.device].peak_bytes if own else None,
                     "memory_bytes": plan.platform.devices[lane.device].memory_bytes,

@@ -15,6 +15,7 @@ from .simulation import Refused, Simulation, percentile_95
 from .tables import console, headline
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+WIDE = 100  # columns from which a comparison under jitter shows everything
 SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
 
 
@@ -87,34 +88,41 @@ def print_comparison(
     count = runs[0].timeline.program.microbatches if runs else 0
     out.print(headline(plan))
     out.print(
-        f"{count} microbatches; per microbatch: a drained run's share with its weight synchronisation, else the steady "
-        "period"
+        f"{count} microbatches; time per microbatch in ms: a drained run's share with its weight synchronisation, else "
+        "the steady period"
     )
+    out.print(
+        "held: microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest"
+    )
+    if any(run.jitter_ns for run in runs):
+        out.print(f"median and p95: the time under jitter, over {len(runs[0].jitter_ns)} runs")
     out.print()
     jitter = any(run.jitter_ns for run in runs)
-    extra = ("jitter median", "p95") if jitter else ()
-    table = _table(
-        "schedule", "stages", "weights", "per microbatch", *extra, "makespan", "bubble", "in flight", "peak", "links"
-    )
+    shown = {"schedule": "left", "stages": "right", "weights": "left", "time": "right"}
+    shown |= {"median": "right", "p95": "right"} if jitter else {}
+    shown |= dict.fromkeys(("makespan", "bubble", "held", "peak", "links"), "right")
+    if jitter and out.width < WIDE:
+        shown = {name: side for name, side in shown.items() if name not in ("stages", "weights", "links")}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in shown.items():
+        table.add_column(name, justify="left" if side == "left" else "right", no_wrap=True)
     for run in runs:
         program, figures = run.timeline.program, run.figures()
         peak = max(row["peak_bytes"] for row in figures["devices"])
-        over = "" if run.fits else " [bold red]too much[/bold red]"
-        shaken = (
-            [format_ns(statistics.median(run.jitter_ns)), format_ns(percentile_95(run.jitter_ns))] if jitter else []
-        )
-        table.add_row(
-            run.schedule,
-            str(len(program.graph.stages)),
-            program.graph.policy.weights,
-            format_ns(run.per_microbatch_ns),
-            *shaken,
-            format_ns(run.makespan_ns),
-            f"{figures['longest_stage_bubble']:.1%}",
-            str(max(sum(row["in_flight"].values()) for row in figures["devices"])),
-            format_bytes(peak) + over,
-            f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
-        )
+        cells = {
+            "schedule": run.schedule,
+            "stages": str(len(program.graph.stages)),
+            "weights": program.graph.policy.weights,
+            "time": f"{run.per_microbatch_ns / 1e6:.2f}",
+            "median": f"{statistics.median(run.jitter_ns) / 1e6:.2f}" if jitter else "",
+            "p95": f"{percentile_95(run.jitter_ns) / 1e6:.2f}" if jitter else "",
+            "makespan": f"{run.makespan_ns / 1e6:.2f}",
+            "bubble": f"{figures['longest_stage_bubble']:.1%}",
+            "held": str(max(row["most_held"] for row in figures["devices"])),
+            "peak": f"{peak / 1e9:.2f}" + (" " if run.fits else "[bold red]![/bold red]"),
+            "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+        }
+        table.add_row(*(cells[name] for name in shown))
     out.print(table)
     for refusal in refused:
         out.print(f"{refusal.schedule}: not possible: {escape(refusal.reason)}")
