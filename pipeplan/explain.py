@@ -57,7 +57,8 @@ def _binding(problem: Problem) -> str:
     if least is not None:
         allocation = possible(_with_memory(problem, least))
         assert allocation is not None
-        return _worst(problem, allocation)
+        tied = problem.chain.tied and problem.policy.weights != "flush"
+        return _worst(problem, allocation) + (" (tied layers must share a stage)" if tied else "")
     if problem.chain.tied and problem.policy.weights != "flush":
         return f"tied layers must stay in one stage under --weights {problem.policy.weights}"
     return "no split is possible"

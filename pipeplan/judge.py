@@ -18,6 +18,7 @@ from .schedule.one_f_one_b import best_one_f_one_b_star
 from .stages import StageGraph, stage_graph
 from .validate import structure_violations
 
+MARGIN = 1000
 Cost = Callable[[StageGraph, Pattern], int]
 
 
@@ -52,6 +53,9 @@ class Verdict:
 class Judge:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
 
+    More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
+    run something that the model doesn't know.
+
     ``rejected`` holds the first allocation that no period makes fit, ``broken`` the first rule that one breaks
     whatever its period (a cut between tied layers, say); ``stopped`` says whether the clock cut anything
     short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``.
@@ -83,7 +87,7 @@ class Judge:
         if allocation.stages in self.seen or self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)
-        if self.limit is not None and not may_reach(graph, self.limit - 1):
+        if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
             return None
         return group_bound(graph)
 
@@ -110,11 +114,16 @@ class Judge:
                 self.rejected = self.rejected or allocation
             return None
         cost = self.cost(graph, pattern)
-        if self.best is None or cost < self.best.cost:
+        if self.best is None or cost < self._to_beat(graph):
             self.best = Verdict(cost, allocation, pattern, status)
             if self.settings.progress:
                 self.settings.progress(f"best so far {cost / 1e6:.3f} ms")
         return cost
+
+    def _to_beat(self, graph: StageGraph) -> int:
+        assert self.best is not None
+        more = len(graph.stages) > len(self.best.allocation.stages)
+        return self.best.cost - self.best.cost // MARGIN if more else self.best.cost
 
     def _breaks_rules(self, allocation: Allocation) -> bool:
         problem = self.problem
@@ -130,7 +139,7 @@ class Judge:
     def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
         if graph.contiguous:
             return best_one_f_one_b_star(graph), None
-        cutoff = self.limit if self.cost is period_cost else None
+        cutoff = self._to_beat(graph) if self.cost is period_cost and self.best is not None else None
         bound = group_bound(graph)
         if bound is None:
             return None, "infeasible"

@@ -18,7 +18,7 @@ from .explain import longest_period_ns, why_infeasible
 from .judge import Judge, Settings, Verdict, period_cost
 from .partition import ALGORITHMS
 from .partition.contiguous import feasible
-from .plan import Bound, Pattern, Plan, Provenance, Schedule
+from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule
 from .portfolio import EFFORTS, propose_contiguous, search
 from .problem import Problem
 from .program import unroll
@@ -54,7 +54,7 @@ def make_plan(
         problem, judge, status = _plan_pattern(problem, propose, settings)
     if judge.best is None:
         raise Infeasible(why_infeasible(problem, judge.rejected, judge.broken))
-    allocation, pattern = judge.best.allocation, judge.best.pattern
+    allocation, pattern = _tidy(problem, judge.best.allocation), judge.best.pattern
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,
@@ -109,10 +109,10 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
     if not _updates_cost_time(problem):
         return decided, judge, status
     again = Judge(decided, settings)
+    if status != "interrupted":
+        status = _run(propose, decided, again) or status
     again(judge.best.allocation)
-    if status == "interrupted":
-        return decided, again, status
-    return decided, again, _run(propose, decided, again) or status
+    return decided, again, status
 
 
 def _updates_cost_time(problem: Problem) -> bool:
@@ -168,6 +168,19 @@ def _longer(period: int, longest: int) -> Iterator[int]:
 
 def _drained(microbatches: int, graph: StageGraph, pattern: Pattern) -> int:
     return flush_makespan_ns(simulate(unroll(graph, pattern, microbatches)))
+
+
+def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
+    """Return the allocation with equal devices on one level numbered by first use, which changes nothing else."""
+    platform = problem.platform
+    if len(platform.levels) > 1 or len(set(platform.devices)) > 1:
+        return allocation
+    names: dict[int, int] = {}
+    for stage in allocation.stages:
+        for device in stage.devices:
+            names.setdefault(device, len(names))
+    stages = (replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in allocation.stages)
+    return replace(allocation, stages=tuple(stages))
 
 
 def _class_bounds(judge: Judge) -> list[Bound]:

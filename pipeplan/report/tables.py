@@ -77,7 +77,7 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
         verdict = "optimal" if bound.period_ns == result.period_ns else f"gap {distance:.2%}"
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
     claimed = plan.provenance.claimed_period_ns
-    if claimed is not None and claimed != result.period_ns:
+    if claimed is not None and claimed != result.period_ns and result.makespan_ns is None:
         out.print(f"claimed     {format_ns(claimed)} by {plan.provenance.algorithm} itself, before scheduling")
     out.print(
         f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"
