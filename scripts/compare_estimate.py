@@ -3,11 +3,12 @@
     python scripts/compare_estimate.py [--layers] [--save cpu.json] [MODEL BATCH]...
     python scripts/compare_estimate.py --published FOLDER
 
-The first form compares on this CPU, the second with PipeDream's published profiles (``*.graph.txt``) of a V100. The CPU's own entry of the accelerator table is measured on one thread: the peak from products of large matrices,
-the bandwidth from copies of tensors far larger than the caches, the launch time from additions of a few numbers. Then
-each model is measured and estimated, as its own layers and as a traced DAG. Printed: the rank correlation (Spearman)
-of the layers' forward and backward times, the total error, what remains of it layer by layer after scaling by one
-factor, and saved bytes, estimated over measured. Times are CPU time of the one thread: other load disturbs them little.
+The first form compares on this CPU, the second with PipeDream's published profiles (``*.graph.txt``) of a V100. The
+CPU's own entry of the accelerator table is measured on one thread: the peak from products of large matrices, the
+bandwidth from copies of tensors far larger than the caches, the launch time from additions of a few numbers. Then each
+model is measured and estimated, as its own layers and as a traced DAG. Printed: the rank correlation (Spearman) of the
+layers' forward and backward times, the total error, what remains of it layer by layer after scaling by one factor, and
+saved bytes, estimated over measured. Times are CPU time of the one thread: other load disturbs them little.
 """
 
 from __future__ import annotations

@@ -21,6 +21,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Samples in a microbatch.")
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target) to measure with.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Measured steps after warm-up.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    help="Begin no further step after that time; one is measured in any case.",
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to measure.  [default: cpu]")
 @click.option(
     "--estimate",

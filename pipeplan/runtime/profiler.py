@@ -63,9 +63,10 @@ FILL = 0.8  # share of the free memory that holding the whole model may need
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasurement:
-    """One layer's costs, times as medians over the steps, and how wide the middle half of the steps is."""
+    """One layer's costs, times as medians over the ``steps``, and how wide the middle half of the steps is."""
 
     layer: Layer
+    steps: int
     forward_spread_ns: int
     backward_spread_ns: int
     optimizer_spread_ns: int
@@ -95,6 +96,7 @@ def measure_model(
     seed: int = 0,
     steps: int = 10,
     warmup: int = 3,
+    seconds: float | None = None,
     optimizer: MakeOptimizer = standing_still,
     split_backward: bool = False,
     device: str = "cpu",
@@ -119,6 +121,7 @@ def measure_model(
         target=target,
         steps=steps,
         warmup=warmup,
+        seconds=seconds,
         optimizer=optimizer,
         split_backward=split_backward,
         device=device,
@@ -127,14 +130,14 @@ def measure_model(
         clock=clock,
         progress=progress,
     )
-    how = ", one layer at a time" if one else ""
+    how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     chain = network_chain(
         network,
         measurements,
         name=name,
         batch=batch,
         device=device_name(device, threads),
-        source=f"measured by pipeplan {__version__}{how}, torch {torch.__version__}, {date}",
+        source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
     return Measured(chain, tuple(measurements), one)
 
@@ -225,6 +228,7 @@ def profile_network(
     target: Any = None,
     steps: int = 10,
     warmup: int = 3,
+    seconds: float | None = None,
     optimizer: MakeOptimizer = standing_still,
     split_backward: bool = False,
     device: str = "cpu",
@@ -242,9 +246,10 @@ def profile_network(
     them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
 
     ``hold="all"`` does that; all activations are on the device at once. ``hold="one"`` takes one layer at a time
-    through all its steps: its module moves to the device and back, its backward starts from a gradient of ones, and
-    only values that later layers read stay. ``auto`` takes ``all`` where weights, gradients and saved bytes need at
-    most :data:`FILL` of the free memory. The second result says whether one layer at a time was held.
+    through all its steps: its module moves to the device and back, its backward starts from a gradient of ones,
+    and only values that later layers read stay. ``auto`` takes ``all`` where weights, gradients and saved bytes
+    need at most :data:`FILL` of the free memory. After ``seconds`` of measuring no further step begins. The second
+    result says whether one layer at a time was held.
 
     With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
     alone, and the difference is the ``backward_weight_ns`` of a layer.
@@ -263,11 +268,9 @@ def profile_network(
     release = hold != "all"
     with _steady(threads):
         say(f"sizing {len(network)} layers")
-        outputs = final_outputs(network, device, release)
-        output = network.structure(outputs)
-        target = _made_up_target(output, loss) if target is None else _moved(target, device)
-        network = network.with_loss(loss, target)
-        del output, outputs
+        if target is None:
+            target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
+        network = network.with_loss(loss, _moved(target, device))
         saved, sizes = saved_values(network, device, release)
         needed = _needed_bytes(network, sum(x.private_bytes for x in saved) + sum(sizes.values()))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
@@ -277,7 +280,7 @@ def profile_network(
         lone.grad = torch.zeros_like(lone)
         entry = optimizer([lone])
         measure = one_at_a_time if one else all_at_once
-        samples, made = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say)
+        samples, made = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say, seconds)
     fields = saved_fields(network, saved, sizes)
     parts = zip(network.layers, samples, made, fields, strict=True)
     measured = [_measurement(layer, sample, size, kept) for layer, sample, size, kept in parts]
@@ -303,7 +306,11 @@ def _measurement(code: LayerCode, samples: Samples, output_bytes: int, saved: in
         parameters=sum(p.numel() for p in parameters),
     )
     return LayerMeasurement(
-        layer, _spread(samples.forward_ns), _spread(samples.backward_ns), _spread(samples.optimizer_ns)
+        layer,
+        len(samples.forward_ns),
+        _spread(samples.forward_ns),
+        _spread(samples.backward_ns),
+        _spread(samples.optimizer_ns),
     )
 
 

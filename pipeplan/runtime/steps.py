@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ def all_at_once(
     split_backward: bool,
     device: str,
     say: Progress,
+    seconds: float | None,
 ) -> tuple[list[Samples], list[int]]:
     """Measure whole steps of the network; return the samples and the output bytes of each layer."""
     for layer in network.layers:
@@ -45,12 +47,12 @@ def all_at_once(
         make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
     ]
     samples, made = [Samples() for _ in network.layers], [0] * len(network)
-    for step in range(warmup + steps):
-        say(f"step {step + 1} of {warmup + steps}")
+    for warm in _rounds(warmup, steps, seconds):
+        say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {steps}")
         for inputs_only in (False, True) if split_backward else (False,):
             run = _step(network, optimizers, entry, clock, inputs_only)
             made = run.output_bytes
-            if step >= warmup:
+            if not warm:
                 for index, sample in enumerate(samples):
                     _add(sample, clock, run, index, inputs_only)
     return samples, made
@@ -66,6 +68,7 @@ def one_at_a_time(
     split_backward: bool,
     device: str,
     say: Progress,
+    seconds: float | None,
 ) -> tuple[list[Samples], list[int]]:
     """Measure each layer alone, with nothing but its own module, inputs, outputs and what it saves on the device."""
     values = dict(enumerate(network.inputs))
@@ -79,11 +82,11 @@ def one_at_a_time(
             inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
             alone = Network((layer,), (), (), network.structure, network.chain)
             sample = Samples()
-            for step in range(warmup + steps):
+            for warm in _rounds(warmup, steps, None if seconds is None else seconds / len(network)):
                 for inputs_only in (False, True) if split_backward else (False,):
                     leaves = dict(zip(layer.reads, map(leaf, inputs), strict=True))
                     run = _step(alone, optimizers, entry, clock, inputs_only, leaves)
-                    if step >= warmup:
+                    if not warm:
                         _add(sample, clock, run, 0, inputs_only)
             outputs = layer.forward(list(map(leaf, inputs)))
             for value, out in zip(layer.makes, outputs, strict=True):
@@ -94,6 +97,23 @@ def one_at_a_time(
         made.append(run.output_bytes[0])
         drop(values, network, index)
     return samples, made
+
+
+def _rounds(warmup: int, steps: int, seconds: float | None) -> Iterator[bool]:
+    """Yield True for each round of warm-up, then False for each that counts, fewer when ``seconds`` have passed.
+
+    One of each stays, of warm-up if there is any. Warm-up takes a quarter of the time at most.
+    """
+    began = time.monotonic()
+
+    def passed(share: float) -> bool:
+        return seconds is not None and time.monotonic() - began > share * seconds
+
+    for count, warm, share in ((warmup, True, 0.25), (steps, False, 1.0)):
+        for index in range(count):
+            if index and passed(share):
+                break
+            yield warm
 
 
 @dataclass(frozen=True, slots=True)
