@@ -6,7 +6,7 @@ Never worse than exact contiguous. Budgets count candidates, so equal inputs giv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .bounds import any_bound
 from .judge import Judge, period_cost
@@ -64,11 +64,18 @@ def _start(problem: Problem, judge: Judge) -> Allocation | None:
 
 
 def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
-    """Yield the best contiguous allocation and leave with ``judge`` the bound that its search has proved."""
+    """Yield the best contiguous allocation and leave with ``judge`` the bound that its search has proved.
+
+    Where segments are too many for a proof, the exact optimum of whole-stage recomputation is proposed as well.
+    """
+    proved = False
     for allocation in contiguous(problem):
         assert allocation.lower_bound_ns is not None
         judge.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns))
+        proved = allocation.lower_bound_ns == allocation.claimed_period_ns
         yield allocation
+    if problem.checkpointing == "segments" and not proved:
+        yield from contiguous(replace(problem, checkpointing="stages"))
 
 
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))

@@ -19,13 +19,20 @@ def command(as_json: bool) -> None:
     """
     from ..partition import ALGORITHMS
 
+    rows = [
+        {
+            "name": "auto",
+            "summary": "the portfolio: exact contiguous first, then MadPipe's plans, then local search over all plans",
+            "source": "the default",
+            "optimal": False,
+        }
+    ]
+    rows += [
+        {"name": name, "summary": a.summary, "source": a.source, "optimal": a.optimal} for name, a in ALGORITHMS.items()
+    ]
     if as_json:
-        rows = [
-            {"name": name, "summary": a.summary, "source": a.source, "optimal": a.optimal}
-            for name, a in ALGORITHMS.items()
-        ]
         click.echo(json.dumps(rows, indent=1))
         return
-    width = max(map(len, ALGORITHMS))
-    for name, algorithm in ALGORITHMS.items():
-        click.echo(f"{name:{width}}  {algorithm.summary} [{algorithm.source}]")
+    width = max(len(str(row["name"])) for row in rows)
+    for row in rows:
+        click.echo(f"{row['name']:{width}}  {row['summary']} [{row['source']}]")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..problem import Chain, Platform, Policy, Problem
+from ..problem import Chain, Checkpointing, Platform, Policy, Problem
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -60,7 +60,13 @@ def problem_options(command: Command, gpus: Any = None) -> Command:
             click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="fp32", show_default=True),
             click.option("--offload", is_flag=True, help="Keep optimizer state in host memory."),
             click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
-            click.option("--no-checkpointing", is_flag=True, help="Never recompute activations."),
+            click.option(
+                "--checkpointing",
+                type=click.Choice(["none", "stages", "segments"]),
+                help="What may be recomputed: nothing, whole stages, or any segments of layers.  "
+                "[default: segments for auto, else stages]",
+            ),
+            click.option("--no-checkpointing", is_flag=True, help="The same as --checkpointing none."),
         ]
     ):
         command = option(command)
@@ -81,17 +87,26 @@ def read_problem(
     precision: str,
     offload: bool,
     no_replicas: bool,
+    checkpointing: Checkpointing | None,
     no_checkpointing: bool,
+    *,
+    segments: bool = True,
 ) -> tuple[Problem, list[str]]:
-    """Return the problem that the shared options describe, and the assumptions made where nothing was said."""
+    """Return the problem that the shared options describe, and the assumptions made where nothing was said.
+
+    ``segments`` says whether segments of layers may be recomputed where the user didn't say what may.
+    """
     from ..files import read_profile
 
+    if no_checkpointing and checkpointing not in (None, "none"):
+        raise click.UsageError(f"--no-checkpointing and --checkpointing {checkpointing} contradict each other")
+    allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
     chain = _merged(read_profile(profile), granularity)
     policy = Policy(weights, accumulate, optimizer, precision, offload)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
-    return Problem(chain, where, policy, not no_replicas, "none" if no_checkpointing else "stages"), assumptions
+    return Problem(chain, where, policy, not no_replicas, allowed), assumptions
 
 
 def _platform(

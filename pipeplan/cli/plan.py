@@ -82,7 +82,7 @@ def command(
     if unknown:
         flags = {"straight": "--straight", "mode": "--algorithm-mode", "charge": "--charge"}
         raise click.UsageError(f"{', '.join(flags[x] for x in unknown)} is not an option of --algorithm {algorithm}")
-    problem, assumptions = read_problem(**shared)
+    problem, assumptions = read_problem(**shared, segments=algorithm == "auto")
     limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
     began = time.perf_counter()
 
