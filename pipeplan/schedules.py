@@ -179,4 +179,4 @@ def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage,
 
 def default_microbatches(plan: Plan, most_in_flight: int) -> int:
     """Return how many microbatches to simulate: the plan's mini-batch if it drains, else enough for a steady middle."""
-    return plan.schedule.microbatches or max(32, 8 * most_in_flight)
+    return plan.schedule.microbatches or max(64, 16 * most_in_flight)

@@ -126,8 +126,8 @@ def simulate_plan(
 ) -> Simulation:
     """Return the simulated run of a valid plan under ``schedule``.
 
-    By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: eight times those
-    in flight, at least 32.
+    By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: 16 times those
+    in flight, at least 64.
     """
     promised = evaluate(plan)
     if microbatches is None:
