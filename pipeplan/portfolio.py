@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from .bounds import any_bound
 from .judge import Judge, period_cost
@@ -51,16 +52,24 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> None:
         judge(allocation)
         if done():
             return
-    start = _start(problem, judge)
-    if start is not None:
+    for start in _starts(problem, judge):
         local_search(problem, start, judge.promise, judge.improves, effort.moves, done)
 
 
-def _start(problem: Problem, judge: Judge) -> Allocation | None:
-    """Return where local search starts: the best so far, or else the evenest split over single devices."""
-    if judge.best is not None:
-        return judge.best.allocation
-    return next(balance(problem), None)
+def _starts(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+    """Yield where local search starts: the best so far, or else the evenest split over single devices.
+
+    Its moves recompute whole stages, so with segments it starts from the best plan without partial ones as well.
+    """
+    if judge.best is None:
+        yield from islice(balance(problem), 1)
+        return
+    first = judge.best.allocation
+    yield first
+    if problem.checkpointing == "segments":
+        for allocation in contiguous(replace(problem, checkpointing="stages")):
+            if allocation.stages != first.stages:
+                yield allocation
 
 
 def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
