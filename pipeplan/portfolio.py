@@ -98,6 +98,9 @@ def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Alloc
     """
     if not periods:
         return
+    wider = problem.replicas or problem.checkpointing != "none"
+    if wider and judge.limit is not None and decide(problem, judge.limit - 1, "tight", True) is None:
+        return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
     low = one_special_bound(problem)
     if low is None:
         return
