@@ -99,9 +99,11 @@ def command(
         from ..accelerators import accelerator
         from ..runtime.estimate import estimate_model
 
-        measured = estimate_model(
-            build, batch, accelerator(estimate), optimizer=optimizer_of(optimizer, foreach=True), **shared
-        )
+        gpu = accelerator(estimate)
+        if not quiet:
+            link = f" --bandwidth {gpu.link}" if gpu.link else ""
+            click.echo(f"{gpu.name}: to plan for it, --mem {gpu.memory}{link} at most", err=True)
+        measured = estimate_model(build, batch, gpu, optimizer=optimizer_of(optimizer, foreach=True), **shared)
     else:
         from ..runtime.profiler import measure_model
 

@@ -64,8 +64,8 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     for name, form in (("forward_ns", format_ns), ("backward_ns", format_ns), ("optimizer_ns", format_ns),
                        ("weight_bytes", format_bytes), ("saved_bytes", format_bytes)):  # fmt: skip
         one, other = totals[0][name], totals[1][name]
-        change = f"{other / one - 1:+.1%}" if one else ""
-        out.print(f"{name.rsplit('_', 1)[0]:10} {form(one):>14} -> {form(other):>14}  {change}")
+        ratio = f"B/A {other / one:.3g}" if one else ""
+        out.print(f"{name.rsplit('_', 1)[0]:10} {form(one):>14} -> {form(other):>14}  {ratio}")
     correlation = _correlation(pairs)
     if correlation is not None:
         out.print(f"rank correlation of the layers' times: {correlation:.3f}")
