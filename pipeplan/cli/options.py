@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import click
@@ -33,10 +35,10 @@ def problem_options(command: Command, gpus: Any = None) -> Command:
             click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
             click.option(
                 "--granularity",
-                type=click.Choice(["node", "articulation"]),
                 default="node",
                 show_default=True,
-                help="Of a DAG: cut after any node, or only where one tensor is live.",
+                metavar="node|articulation|N%",
+                help="Cut after any layer, where one tensor is live, or between neighbours merged up to that share.",
             ),
             click.option(
                 "--weights",
@@ -102,7 +104,7 @@ def read_problem(
         raise click.UsageError(f"--no-checkpointing and --checkpointing {checkpointing} contradict each other")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
-    chain = _merged(read_profile(profile), granularity)
+    chain = merging(granularity)(read_profile(profile))
     policy = Policy(weights, accumulate, optimizer, precision, offload)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
@@ -131,7 +133,22 @@ def _platform(
     return Platform.flat(gpus, memory, rate, parse_time(latency or "0", "--latency")), assumptions
 
 
-def _merged(chain: Chain, granularity: str) -> Chain:
-    from ..profiles import merge_articulation
+def merging(text: str) -> Callable[[Chain], Chain]:
+    """Return the function on chains that ``--granularity`` names."""
 
-    return merge_articulation(chain) if granularity == "articulation" else chain
+    def same(chain: Chain) -> Chain:
+        return chain
+
+    if text == "node":
+        return same
+    from ..profiles import merge_articulation, merge_share
+
+    if text == "articulation":
+        return merge_articulation
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if match is None or not 0 < Fraction(match[1]) < 100:
+        raise click.BadParameter(
+            f"{text!r} is not node, articulation or a share such as 1%", param_hint="--granularity"
+        )
+    share = Fraction(match[1]) / 100
+    return lambda chain: merge_share(chain, share)

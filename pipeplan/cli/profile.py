@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import re
 import sys
-from fractions import Fraction
 from typing import Any
 
 import click
 
-from ..problem import Chain
 from .model import ZOO, named_function, named_model
+from .options import merging
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -76,7 +74,7 @@ def command(
     Examples: pipeplan profile zoo:gpt-tiny --batch 8 -o profile.json
               pipeplan profile zoo:llama-7b --batch 1 --estimate h100 --dtype bfloat16 -o profile.json
     """
-    merge = _granularity(granularity)
+    merge = merging(granularity)
     if estimate is not None and (device is not None or measuring["hold"] != "auto"):
         raise click.UsageError("--estimate needs no device; leave out --device and --hold")
 
@@ -121,27 +119,6 @@ def command(
     write_text(output, profile_text(chain))
     if output != "-":
         click.echo(f"{len(chain)} layers written to {output}")
-
-
-def _granularity(text: str) -> Any:
-    """Return the function on chains that ``--granularity`` names."""
-
-    def same(chain: Chain) -> Chain:
-        return chain
-
-    if text == "node":
-        return same
-    from ..profiles import merge_articulation, merge_share
-
-    if text == "articulation":
-        return merge_articulation
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
-    if match is None or not 0 < Fraction(match[1]) < 100:
-        raise click.BadParameter(
-            f"{text!r} is not node, articulation or a share such as 1%", param_hint="--granularity"
-        )
-    share = Fraction(match[1]) / 100
-    return lambda chain: merge_share(chain, share)
 
 
 def _progress(text: str) -> None:
