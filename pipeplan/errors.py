@@ -29,3 +29,9 @@ class InvalidPlan(PipeplanError):
 
 class RunFailed(PipeplanError):
     """A run on torch that ended early; the message names the root cause, the rank and the operation."""
+
+
+class RunStopped(PipeplanError):
+    """A run on torch that was asked to stop and has left a checkpoint; the message says where."""
+
+    exit_code = 130

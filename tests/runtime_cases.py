@@ -6,6 +6,8 @@ Importable by name, because ranks import what they train.
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import time
 from dataclasses import replace
 
@@ -16,8 +18,8 @@ from pipeplan import zoo
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.program import Step, unroll
+from pipeplan.runtime.optimizers import optimizer_maker
 from pipeplan.runtime.profiler import profile_model
-from pipeplan.runtime.versions import optimizer_maker
 from pipeplan.schedule.ilp import schedule_ilp
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
@@ -260,7 +262,7 @@ def pausing(batch):
 
 
 class Announcing(nn.Module):
-    """A linear layer that prints its process's number when it first trains."""
+    """A linear layer that prints its process's number when it first trains, and takes its time, to be interrupted."""
 
     def __init__(self):
         super().__init__()
@@ -271,6 +273,7 @@ class Announcing(nn.Module):
         if self.training and not self.announced:
             self.announced = True
             os.write(1, f"{os.getpid()}\n".encode())
+        time.sleep(0.002)
         return self.linear(x)
 
 
@@ -280,3 +283,31 @@ def announcing(batch):
 
 def mean_square(output, target):
     return nn.functional.mse_loss(output, target)
+
+
+def dropping(batch):
+    """Layers with randomness, statistics, and a frozen weight."""
+    torch.manual_seed(3)
+    layers = [
+        nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)),
+        nn.BatchNorm1d(16),
+        nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)),
+        nn.Linear(16, 16),
+    ]
+    layers[1].bias.requires_grad_(False)
+    return layers, torch.zeros(batch, 16), mean_square
+
+
+def without_room(batch):
+    """A model too large for the files that its process may write, as on a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return without_limit(batch)
+
+
+def without_limit(batch):
+    return [nn.Linear(16, 2048), nn.Linear(2048, 16)], torch.zeros(batch, 16), mean_square
+
+
+def rates_doubled(optimizer, times=1):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0 ** min(step, times))

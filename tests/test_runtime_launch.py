@@ -256,3 +256,65 @@ def test_a_wrong_model_is_bad_input():
 def test_a_missing_folder_is_bad_input(tmp_path):
     with pytest.raises(BadInput, match="there is no folder"):
         run_plan(faulty_plan(cut=3), ModelSpec("gpt-tiny"), steps=1, lr=0.01, save=tmp_path / "no" / "state.pt")
+
+
+def test_a_loss_that_is_no_number_ends_the_run():
+    model = ModelSpec("runtime_cases:healthy", "runtime_cases:vectors")
+    with pytest.raises(
+        RunFailed, match=r"^rank 1 failed in the forward of microbatch \d+ on stage 1: the loss is (nan|inf)"
+    ):
+        run_plan(faulty_plan(cut=3), model, steps=20, lr=1e30)
+
+
+def test_an_evaluation_runs_forward_alone_in_evaluation_mode(tmp_path):
+    chain = chain_of(runtime_cases.dropping, 4)
+    model = ModelSpec("runtime_cases:dropping", "runtime_cases:vectors")
+    plan = plan_of(chain, [(0, 2, (0, 1)), (2, 5, (2,))], weights="2bw")
+    saved, again = tmp_path / "state.pt", tmp_path / "again.pt"
+    run_plan(plan, model, steps=3, lr=0.05, save=saved)
+    report = run_plan(plan, model, steps=2, lr=0.05, load=saved, evaluates=True, save=again)
+    layers, _, loss = runtime_cases.dropping(4)
+    net = torch.nn.Sequential(*layers).eval()
+    net.load_state_dict(torch.load(saved))
+    expected = []
+    for m in range(report.microbatches):
+        x, target = runtime_cases.vectors(m, 0)
+        expected.append(loss(net(x), target).item())
+    assert report.losses == pytest.approx(expected, abs=1e-6)
+    assert report.microbatches == 2 * plan.policy.accumulate
+    assert largest_difference(torch.load(saved), torch.load(again)) == 0
+
+
+def test_epochs_repeat_the_data_with_the_next_seed_and_every_update_is_heard():
+    """Replicas needn't divide the epoch: microbatches go round them across its end."""
+    plan = plan_of(zoo_chain("gpt-tiny", 2), [(0, 3, (0, 1)), (3, 8, (2,))], weights="flush", accumulate=3)
+    heard = []
+    report = run_plan(plan, ModelSpec("gpt-tiny"), steps=4, lr=1e-12, seed=5, epoch=3, listener=heard.append)
+    layers, loss, data = runtime_cases.built("gpt-tiny", 2, 5)
+    samples = [data(m % 3, 5 + m // 3) for m in range(12)]
+    assert report.losses == pytest.approx([loss(layers(x), y).item() for x, y in samples], abs=1e-5)
+    assert [step.step for step in heard] == [1, 2, 3, 4]
+    assert [step.loss for step in heard] == pytest.approx(report.step_losses)
+    assert heard[0].period_ns is None
+    assert all(step.period_ns > 0 and step.samples_per_s > 0 for step in heard[1:])
+
+
+@pytest.mark.parametrize("damage", ["text", "another", "more"])
+def test_weights_that_do_not_fit_are_bad_input(damage, tmp_path):
+    path = tmp_path / "state.pt"
+    state = torch.nn.Sequential(*runtime_cases.healthy(4)[0]).state_dict()
+    match damage:
+        case "text":
+            path.write_text("no weights")
+        case "another":
+            torch.save({"0.weight": torch.zeros(2)}, path)
+        case "more":
+            torch.save(state | {"9.weight": torch.zeros(2)}, path)
+    words = {
+        "text": "cannot be loaded",
+        "another": "has no '0.bias'",
+        "more": "has '9.weight', which the model has not",
+    }
+    model = ModelSpec("runtime_cases:healthy", "runtime_cases:vectors")
+    with pytest.raises(BadInput, match=words[damage]):
+        run_plan(faulty_plan(cut=3), model, steps=1, lr=0.01, load=path)

@@ -15,6 +15,7 @@ import runtime_cases  # noqa: E402
 from runtime_cases import chain_of, plan_of  # noqa: E402
 
 from pipeplan.errors import BadInput  # noqa: E402
+from pipeplan.runtime.checkpoint import newest  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
 from pipeplan.runtime.model import ModelSpec  # noqa: E402
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.timeout(4 * SECONDS)
 
 SCRIPT = """
 import os, sys
+from pathlib import Path
 sys.path.insert(0, os.environ["CASES"])
 import runtime_cases
 from pipeplan.errors import PipeplanError
@@ -35,13 +37,18 @@ if __name__ == "__main__":
     plan = runtime_cases.plan_of(chain, [(0, 2, (0,)), (2, len(chain), (1,))], weights="2bw")
     try:
         report = run_plan(
-            plan, ModelSpec("runtime_cases:" + sys.argv[1], "runtime_cases:vectors"), steps=int(sys.argv[2]), lr=0.01
+            plan,
+            ModelSpec("runtime_cases:" + sys.argv[1], "runtime_cases:vectors"),
+            steps=int(sys.argv[2]),
+            lr=0.01,
+            checkpoint=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
+            resume=len(sys.argv) > 3,
         )
         if report is not None:
             print("loss", report.losses[-1])
     except PipeplanError as error:
         print("error:", error)
-        sys.exit(1)
+        sys.exit(error.exit_code)
 """
 
 
@@ -54,6 +61,14 @@ def script(tmp_path):
 
 def environment():
     return os.environ | {"CASES": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+
+
+def announced(parent):
+    """The numbers of the two ranks, once both train; the parent itself has profiled the model before."""
+    ranks = set()
+    while len(ranks) < 2:
+        ranks |= {int(parent.stdout.readline())} - {parent.pid}
+    return ranks
 
 
 def has_ended(process, seconds):
@@ -73,7 +88,7 @@ def has_ended(process, seconds):
 def test_no_rank_outlives_the_process_that_started_it(script, signum):
     """Ctrl-C reaches all of a terminal's processes; a kill only the first one."""
     with subprocess.Popen(
-        [sys.executable, str(script), "announcing", "100000"],
+        [sys.executable, str(script), "announcing", "1000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,7 +96,7 @@ def test_no_rank_outlives_the_process_that_started_it(script, signum):
         start_new_session=True,
     ) as parent:
         try:
-            ranks = [int(parent.stdout.readline()) for _ in range(2)]
+            ranks = announced(parent)
             if signum == signal.SIGINT:
                 os.killpg(parent.pid, signum)
             else:
@@ -92,6 +107,32 @@ def test_no_rank_outlives_the_process_that_started_it(script, signum):
                 assert "KeyboardInterrupt" in parent.stderr.read()
         finally:
             parent.kill()
+
+
+@pytest.mark.parametrize(("signum", "whom"), [(signal.SIGINT, "all"), (signal.SIGTERM, "parent")])
+def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, str(script), "announcing"]
+    with subprocess.Popen(
+        [*command, "1000", str(folder)], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as parent:
+        try:
+            ranks = announced(parent)
+            os.killpg(parent.pid, signum) if whom == "all" else parent.send_signal(signum)
+            out, _ = parent.communicate(timeout=SECONDS)
+            assert parent.returncode == 130
+            assert all(has_ended(rank, SECONDS) for rank in ranks)
+        finally:
+            parent.kill()
+    found = newest(str(folder))
+    assert found is not None
+    assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
+    again = subprocess.run(
+        [*command, str(found.position.step + 2), str(folder)], capture_output=True, text=True, env=environment(),
+        timeout=SECONDS, check=True,
+    )  # fmt: skip
+    assert "loss" in again.stdout
+    assert newest(str(folder)).position.step == found.position.step + 2
 
 
 @pytest.mark.parametrize(

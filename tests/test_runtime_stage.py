@@ -11,8 +11,9 @@ from pipeplan import costs  # noqa: E402
 from pipeplan.errors import RunFailed  # noqa: E402
 from pipeplan.runtime.account import Account  # noqa: E402
 from pipeplan.runtime.model import TensorSpec  # noqa: E402
+from pipeplan.runtime.optimizers import optimizer_maker  # noqa: E402
 from pipeplan.runtime.stage import StageModule  # noqa: E402
-from pipeplan.runtime.versions import Versions, optimizer_maker  # noqa: E402
+from pipeplan.runtime.versions import Versions  # noqa: E402
 
 
 def spec(tensor):

@@ -6,7 +6,8 @@ from collections import Counter  # noqa: E402
 
 from torch import nn  # noqa: E402
 
-from pipeplan.runtime.versions import Versions, optimizer_maker  # noqa: E402
+from pipeplan.runtime.optimizers import optimizer_maker  # noqa: E402
+from pipeplan.runtime.versions import Versions  # noqa: E402
 
 
 def linear():

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..units import parse_time
+from ..errors import BadInput
+from ..plan import Plan
+from ..units import format_ns, parse_time
 from .model import ZOO
 from .options import JSON, PLAN
+
+if TYPE_CHECKING:
+    from ..runtime.measure import RunReport
+    from ..runtime.progress import StepProgress
+
+PATH = click.Path(path_type=Path)
+WORDS = 40  # of each rank's program that a dry run prints
+QUICK_NS = 10**9  # a line at most so often
 
 
 @click.command()
@@ -19,52 +32,158 @@ from .options import JSON, PLAN
     "--model", metavar="MODEL", help="zoo:NAME or module:function.  [default: the zoo model of the plan's name]"
 )
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target).  [default: the zoo's]")
-@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="Weight updates.")
+@click.option("--steps", type=click.IntRange(1), help="Weight updates, those of a resumed run included.  [default: 50]")
+@click.option("--epochs", type=click.IntRange(1), help="Instead of --steps: passes over the data, of whole updates.")
+@click.option("--epoch-length", type=click.IntRange(1), help="Microbatches of an epoch.  [default: len(data)]")
+@click.option("--evaluate", is_flag=True, help="Run forward alone and update nothing.")
 @click.option("--lr", type=float, default=0.1, show_default=True, help="Learning rate.")
+@click.option(
+    "--optimizer",
+    metavar="NAME[,OPTION=VALUE...]",
+    help="Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]",
+)
+@click.option(
+    "--scheduler",
+    metavar="NAME[,OPTION=VALUE...]",
+    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10, or module:function; steps after each update.",
+)
+@click.option("--vertical-sync", is_flag=True, help="With weights stash: the same version on all stages.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--timeout", metavar="TIME", help="Longest wait for another rank, such as 60s.  [default: from the plan]")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each process.")
-@click.option(
-    "--save", metavar="FILE", type=click.Path(path_type=Path), help="Write the trained state_dict (torch.save)."
-)
+@click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict (torch.save).")
+@click.option("--load", metavar="FILE", type=PATH, help="Start from a state_dict.")
+@click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
+@click.option("--checkpoint-every", metavar="N", type=click.IntRange(1), help="After every N updates as well.")
+@click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
+@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
+@click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
 def command(
     plan: str,
     model: str | None,
     data: str | None,
-    steps: int,
-    lr: float,
-    seed: int,
+    steps: int | None,
+    epochs: int | None,
+    epoch_length: int | None,
+    vertical_sync: bool,
     timeout: str | None,
-    threads: int,
-    save: Path | None,
+    optimizer: str | None,
+    scheduler: str | None,
+    evaluate: bool,
+    checkpoint_every: int | None,
+    dry_run: bool,
     as_json: bool,
+    **shared: Any,
 ) -> None:
     """Train from PLAN with one process per GPU over torch.distributed, and print measured beside predicted.
 
-    Starts its processes itself; under torchrun it is the rank that the environment names.
+    Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
+    update goes to standard error.
 
     \b
     Example: pipeplan run plan.json --model zoo:gpt-tiny --steps 50
     """
+    if steps is not None and epochs is not None:
+        raise click.UsageError("say either --steps or --epochs")
     from ..files import load_plan
 
     loaded = load_plan(plan)
-    from ..runtime.launch import run_plan
+    if vertical_sync:
+        loaded = dataclasses.replace(loaded, policy=dataclasses.replace(loaded.policy, vertical_sync=True))
     from ..runtime.model import ModelSpec
+    from ..runtime.prepare import prepare
 
-    name = (model or loaded.chain.name).removeprefix(ZOO)
-    timeout_s = None if timeout is None else parse_time(timeout, "--timeout") / 1e9
+    spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
+    epoch = None
+    if epochs is not None:
+        interval = prepare(loaded, 1).interval
+        epoch = _epoch(spec, loaded, epoch_length) // interval * interval
+        if not epoch:
+            raise BadInput(f"--epochs: the data has fewer than the {interval} microbatches of one update")
+        steps = epochs * epoch // interval
+    if dry_run:
+        _print_dry_run(loaded, steps or 50, checkpoint_every, evaluate, as_json)
+        return
+    from ..runtime.launch import run_plan
+    from ..runtime.optimizers import parse_choice
+
     report = run_plan(
-        loaded, ModelSpec(name, data), steps=steps, lr=lr, seed=seed, timeout_s=timeout_s, threads=threads, save=save
+        loaded,
+        spec,
+        steps=steps or 50,
+        epoch=epoch,
+        evaluates=evaluate,
+        timeout_s=None if timeout is None else parse_time(timeout, "--timeout") / 1e9,
+        optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
+        scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
+        every=checkpoint_every,
+        listener=_listener(as_json, loaded),
+        **shared,
     )
     if report is None:  # another rank under torchrun reports
         return
+    _print_report(loaded, report, evaluate, as_json)
+
+
+def _print_report(plan: Plan, report: RunReport, evaluate: bool, as_json: bool) -> None:
     if as_json:
         figures = dataclasses.asdict(report)
         del figures["times"]  # for every operation of every rank: thousands
         click.echo(json.dumps({**figures, "samples_per_s": report.samples_per_s}, indent=1))
         return
-    from ..report.run import print_run
+    from ..report.run import print_evaluation, print_run
 
-    print_run(loaded, report)
+    if evaluate:
+        print_evaluation(report)
+    else:
+        print_run(plan, report)
+
+
+def _epoch(spec: Any, plan: Plan, length: int | None) -> int:
+    if length is not None:
+        return length
+    from ..runtime.model import data_of
+
+    data = data_of(spec, plan.chain.microbatch)
+    if not hasattr(data, "__len__"):
+        raise BadInput("--epochs: the data has no length; say --epoch-length")
+    return len(data)
+
+
+def _print_dry_run(plan: Plan, steps: int, every: int | None, evaluate: bool, as_json: bool) -> None:
+    from ..runtime.dry_run import program_lines, slurm_line, torchrun_line
+    from ..runtime.prepare import prepare
+
+    script = prepare(plan, steps, every=every, evaluates=evaluate)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
+    lines = torchrun_line(script, arguments), slurm_line(script, arguments)
+    if as_json:
+        figures = {"torchrun": lines[0], "slurm": lines[1], "programs": program_lines(script)}
+        click.echo(json.dumps(figures, indent=1))
+        return
+    click.echo(f"{len(script.devices)} processes; {script.steps} updates of {script.interval} microbatches")
+    click.echo(f"torchrun:\n  {lines[0]}\nSlurm:\n  {lines[1]}\nprograms:")
+    for line in program_lines(script, WORDS):
+        click.echo(f"  {line}")
+
+
+def _listener(as_json: bool, plan: Plan) -> Callable[[StepProgress], None]:
+    """Return what writes progress to standard error: every update as JSON, or a line every second or so."""
+    if as_json:
+        return lambda step: click.echo(json.dumps(dataclasses.asdict(step)), err=True)
+    silent_ns = 0.0
+    planned = plan.pattern.period_ns if plan.pattern is not None else None
+
+    def tell(step: StepProgress) -> None:
+        nonlocal silent_ns
+        silent_ns += (step.period_ns or 0.0) * (plan.policy.accumulate or 1)
+        if silent_ns < QUICK_NS and step.step < step.steps:
+            return
+        silent_ns = 0.0
+        line = f"update {step.step} of {step.steps}: loss {step.loss:.4f}"
+        if step.period_ns is not None and planned is not None:
+            line += f", {format_ns(step.period_ns)} per microbatch ({format_ns(planned)} planned)"
+        click.echo(line, err=True)
+
+    return tell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -12,6 +13,14 @@ from .tables import console
 
 if TYPE_CHECKING:
     from ..runtime.measure import RunReport
+
+
+def print_evaluation(report: RunReport, width: int | None = None) -> None:
+    """Print the mean loss over all microbatches."""
+    console(width).print(
+        f"loss {fmean(report.losses):.4f}, mean of {report.microbatches} microbatches in {report.seconds:.1f} s; "
+        "nothing was updated"
+    )
 
 
 def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:

@@ -17,6 +17,7 @@ from .instructions import (
     Pass,
     Receive,
     Reduce,
+    Save,
     Send,
     Update,
     edge_into,
@@ -59,7 +60,9 @@ class RankWork:
 
     ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
     and target, ``reduce(stage, tensors)`` sums over a stage's replicas, ``progress`` hears the index of each
-    instruction before it is carried out. Microbatches below ``accounted`` are accounted.
+    instruction before it is carried out. Microbatches below ``accounted`` are accounted. ``allows(instruction)`` is
+    False for those of mini-batches that the run was asked not to begin; ``save(step)`` writes a checkpoint and
+    ``updated(stage, version)`` hears of updates.
     """
 
     stages: Mapping[int, StageModule]
@@ -69,6 +72,10 @@ class RankWork:
     reduce: Callable[[int, list[Tensor]], None]
     progress: Callable[[int], None]
     accounted: int
+    allows: Callable[[Instruction], bool]
+    save: Callable[[int], None]
+    updated: Callable[[int, int], None]
+    evaluates: bool = False
     clock: Callable[[], int] = time.monotonic_ns
 
 
@@ -107,7 +114,11 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
                     entry, target = sample(s, m)
                     x = entry if x is None else x
                 start = clock()
-                out = stage.forward(m, version, x, target if stage.takes_targets else None, m < work.accounted)
+                target = target if stage.takes_targets else None
+                if work.evaluates:
+                    out = stage.evaluate(m, version, x, target)
+                else:
+                    out = stage.forward(m, version, x, target, m < work.accounted)
                 times.append(OpTime("F", s, m, start, clock()))
                 if s < work.last:
                     made[("F", s), m] = out
@@ -131,9 +142,16 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
                 start = clock()
                 work.stages[s].versions.update(version)
                 times.append(OpTime("UPDATE", s, version, start, clock()))
+                work.updated(s, version)
+            case Save(step):
+                start = clock()
+                work.save(step)
+                times.append(OpTime("SAVE", -1, step, start, clock()))
 
     transport.start()
     for index, instruction in enumerate(instructions):
+        if not work.allows(instruction):
+            continue
         work.progress(index)
         try:
             carry_out(instruction)

@@ -83,7 +83,14 @@ class Update:
     version: int
 
 
-Instruction = Forward | Backward | Send | Receive | Reduce | Update
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint of the drained pipeline after ``step`` updates of all stages."""
+
+    step: int
+
+
+Instruction = Forward | Backward | Send | Receive | Reduce | Update | Save
 
 
 def edge_into(kind: Pass, stage: int) -> Edge:
@@ -106,6 +113,8 @@ def sentence(instruction: Instruction) -> str:
             return f"the gradient sum over the replicas of stage {stage} for update {version}"
         case Update(stage, version):
             return f"update {version} of stage {stage}"
+        case Save(step):
+            return f"the checkpoint after update {step}"
 
 
 def _what(kind: Pass) -> str:
@@ -223,10 +232,23 @@ def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: Weight
 
 def repeated(instructions: Sequence[Instruction], microbatches: int, times: int) -> list[Instruction]:
     """Return ``times`` mini-batches of a drained schedule one after the other, microbatches and versions counted on."""
-    return [_later(x, t * microbatches, t) for t in range(times) for x in instructions]
+    return [later(x, t * microbatches, t) for t in range(times) for x in instructions]
 
 
-def _later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
+def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruction]:
+    """Return the forwards and their exchanges alone, all with ``version``: a run that evaluates."""
+    kept: list[Instruction] = []
+    for x in instructions:
+        match x:
+            case Forward():
+                kept.append(replace(x, version=version))
+            case Send("F") | Receive("F"):
+                kept.append(x)
+    return kept
+
+
+def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
+    """Return ``instruction`` with microbatches and versions counted on by so many."""
     match instruction:
         case Forward() | Backward():
             return replace(
@@ -238,6 +260,8 @@ def _later(instruction: Instruction, microbatches: int, versions: int) -> Instru
             return replace(instruction, microbatch=instruction.microbatch + microbatches)
         case Reduce() | Update():
             return replace(instruction, version=instruction.version + versions)
+        case Save(step):
+            return Save(step + versions)
 
 
 def version_uses(instructions: Sequence[Instruction], stage: int) -> Counter[int]:

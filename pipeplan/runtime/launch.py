@@ -11,7 +11,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,18 +22,22 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import BadInput
+from ..errors import BadInput, RunFailed, RunStopped
 from ..plan import Plan
+from .checkpoint import Checkpoint, newest, usable_folder
 from .failure import Failure, failure_of, root_cause, told
 from .instructions import sentence
 from .measure import RunReport
 from .model import ModelSpec
-from .prepare import Script, prepare
-from .worker import Job, run_rank
+from .optimizers import Choice, optimizer_maker, schedule_maker
+from .prepare import Script
+from .progress import Progress, StepProgress
+from .worker import Job, Launcher, StepDone, run_rank
 
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
+NEVER: Final = 2**62
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,66 +51,199 @@ def run_plan(
     timeout_s: float | None = None,
     threads: int = 1,
     save: Path | None = None,
+    load: Path | None = None,
+    optimizer: Choice | None = None,
+    scheduler: Choice | None = None,
+    evaluates: bool = False,
+    epoch: int | None = None,
+    checkpoint: Path | None = None,
+    every: int | None = None,
+    resume: bool = False,
+    max_restarts: int = 0,
+    listener: Callable[[StepProgress], None] | None = None,
 ) -> RunReport | None:
-    """Train ``model`` as ``plan`` says, over ``steps`` weight updates at learning rate ``lr``; return what happened.
+    """Train ``model`` as ``plan`` says until ``steps`` weight updates are made at rate ``lr``; return what happened.
 
-    The plan's policy gives weights, optimizer and microbatches per update. One process runs for each used device, on
-    ``threads`` CPU threads, over gloo: processes of its own on this machine, or under torchrun the calling process as
-    the rank that its environment names (then only rank 0 gets a report, the others None). ``timeout_s`` limits every
-    wait for another rank; the default comes from the plan. ``save`` is a file for the trained model's ``state_dict``.
+    The plan's policy gives weights, optimizer and microbatches per update; ``optimizer`` overrides its optimizer,
+    ``scheduler`` changes the learning rate after each update. With ``evaluates`` the model is run forward alone on as
+    many microbatches. One process runs for each used device, on ``threads`` CPU threads, over gloo: processes of its
+    own on this machine, or under torchrun the calling process as the rank that its environment names (then only rank 0
+    gets a report, the others None). ``timeout_s`` limits every wait for another rank; the default comes from the plan.
+    ``save`` is a file for the trained model's ``state_dict``, ``load`` one to start from. Data repeats after ``epoch``
+    microbatches, with the next seed. ``listener`` hears of every update.
+
+    A checkpoint is written to the folder ``checkpoint`` at the end, after each update whose number ``every`` divides,
+    and when SIGTERM or SIGINT comes; the pipeline drains before it, so with weights that outlive an update the next
+    ones see fresher weights than without. With ``resume`` the run goes on from the folder's newest complete
+    checkpoint, if there is one. A run that fails for other reasons than its input begins again up to ``max_restarts``
+    times, from the newest checkpoint.
 
     BadInput when the model isn't what the plan was made for, or the plan cannot be run; RunFailed when a rank fails,
-    with the rank and the operation.
+    with the rank and the operation; RunStopped after a signal.
     """
-    script = prepare(plan, steps)
     if save is not None and not save.parent.is_dir():
         raise BadInput(f"save: there is no folder {save.parent}")
+    if checkpoint is None and (resume or every is not None):
+        raise BadInput("checkpoint: no folder is named to resume from or to write to")
+    if checkpoint is not None and evaluates and not resume:
+        raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
+    if optimizer is not None:
+        optimizer_maker(optimizer, lr)  # what is wrong with it shows before any process starts
+    if scheduler is not None:
+        schedule_maker(scheduler)
     job = Job(
         plan=plan,
         model=model,
         steps=steps,
         lr=lr,
         seed=seed,
-        timeout_s=timeout_s if timeout_s is not None else max(LEAST_TIMEOUT_S, PATIENCE * script.graph.path_ns / 1e9),
+        timeout_s=timeout_s or 0.0,
         threads=threads,
-        save=None if save is None else str(save.absolute()),
+        save=_absolute(save),
+        load=_absolute(load),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        evaluates=evaluates,
+        epoch=epoch,
+        checkpoint=_absolute(checkpoint),
+        every=every,
     )
-    if all(name in os.environ for name in TORCHRUN):
-        return _run_under_torchrun(job, script)
-    return _run_here(job, script)
+    if job.checkpoint is not None:
+        usable_folder(job.checkpoint)
+    attempt = 0
+    while True:
+        if resume and job.checkpoint is not None:
+            job = replace(job, resume=_found(job, job.checkpoint))
+        if evaluates:
+            begun = 0 if job.resume is None else job.resume.position.step
+            job = replace(job, checkpoint=None, every=None, steps=begun + steps)
+        script = job.script()
+        if timeout_s is None:
+            job = replace(job, timeout_s=max(LEAST_TIMEOUT_S, PATIENCE * script.graph.path_ns / 1e9))
+        try:
+            if all(name in os.environ for name in TORCHRUN):
+                return _run_under_torchrun(job, script, listener)
+            return _run_here(job, script, listener)
+        except RunFailed:
+            if attempt == max_restarts:
+                raise
+            attempt += 1
+            resume = resume or checkpoint is not None
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())
+
+
+def _found(job: Job, folder: str) -> Checkpoint | None:
+    found = newest(folder)
+    if found is not None and found.model != job.plan.chain.name:
+        raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
+    if found is not None and found.seed != job.seed:
+        raise BadInput(f"{found.path}: was made with seed {found.seed}, which gave its data; this run has {job.seed}")
+    return found
 
 
 # --- processes of our own -------------------------------------------------------------------------------------------
 
 
-def _run_here(job: Job, script: Script) -> RunReport:
+class _Begun:
+    """Which mini-batches may be begun, agreed between the ranks and the process that started them.
+
+    ``limit`` is the first that may not, ``begun`` the last that any rank has begun; one lock guards both, so after a
+    signal no rank begins what another one will never send.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._lock = context.Lock()
+        self._limit, self._begun = context.RawValue("q", NEVER), context.RawValue("q", -1)
+
+    def may_begin(self, minibatch: int) -> bool:
+        """Whether ``minibatch`` may be begun; if so, it counts as begun."""
+        with self._lock:
+            if minibatch >= self._limit.value:
+                return False
+            self._begun.value = max(self._begun.value, minibatch)
+            return True
+
+    def stop(self, first: int) -> None:
+        """Let no mini-batch begin after those that have, or after the run's ``first``, which is before a checkpoint."""
+        with self._lock:
+            self._limit.value = min(self._limit.value, max(self._begun.value, first) + 1)
+
+    @property
+    def limit(self) -> int:
+        """The first mini-batch that may not be begun."""
+        return int(self._limit.value)
+
+
+def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
     # what takes seconds to import is imported once, in a server from which the ranks are forked
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # optimizers import the latter
+    context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
     progress = context.RawArray("q", [-1] * len(script.devices))  # the instruction that each rank is at
+    begun = _Begun(context)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, _stopping(job, script, begun):
         try:
             for rank in range(len(script.devices)):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(job, rank, len(script.devices), f"{folder}/store", progress, theirs),
+                    args=(job, rank, len(script.devices), f"{folder}/store", progress, begun, theirs),
                     name=f"pipeplan rank {rank}",
                 )
                 process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            return _outcome(script, processes, pipes, progress)
+            report = _outcome(script, processes, pipes, progress, _hearing(script, listener))
         finally:
             _stop(processes)
+    if report.steps < script.steps:
+        raise RunStopped(
+            f"stopped after update {script.first.step + report.steps}; its checkpoint is in {job.checkpoint}"
+        )
+    return report
+
+
+@contextmanager
+def _stopping(job: Job, script: Script, begun: _Begun) -> Iterator[None]:
+    """Turn the first SIGTERM or SIGINT into a checkpoint and an end, if the run has a folder for it."""
+    if job.checkpoint is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def stop(signum: int, _: Any) -> None:
+        begun.stop(script.first.step)
+        for number, handler in before.items():  # the second signal acts as it would have
+            signal.signal(number, handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _hearing(script: Script, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:
+    if listener is None:
+        return lambda _: None
+    replicas = script.plan.allocation.stages[-1].replicas
+    return Progress(listener, replicas, script.last.step, script.interval, script.plan.chain.microbatch).hear
 
 
 def _outcome(
-    script: Script, processes: Sequence[BaseProcess], pipes: Sequence[Connection], progress: Sequence[int]
+    script: Script,
+    processes: Sequence[BaseProcess],
+    pipes: Sequence[Connection],
+    progress: Sequence[int],
+    hear: Callable[[StepDone], None],
 ) -> RunReport:
     """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure."""
 
@@ -121,10 +260,14 @@ def _outcome(
         for rank, pipe in list(silent.items()):
             if pipe not in ready:
                 continue
-            del silent[rank]
             try:
-                message: Failure | RunReport | None = pipe.recv()
+                message: Failure | RunReport | StepDone | None = pipe.recv()
+                if isinstance(message, StepDone):
+                    hear(message)
+                    continue
+                del silent[rank]
             except EOFError:
+                del silent[rank]
                 processes[rank].join()
                 how = _how(processes[rank].exitcode)
                 message = Failure(rank, "died", f"rank {rank} died{place(rank)}: {how}")
@@ -158,18 +301,18 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
     """End what still runs; ranks that have reported end by themselves."""
     for process in processes:
         if process.is_alive():
-            process.terminate()
-    for process in processes:
-        process.join(timeout=5)
-        if process.is_alive():
             process.kill()
-            process.join()
+    for process in processes:
+        process.join()
         process.close()
 
 
-def _rank_main(job: Job, rank: int, world: int, store_path: str, progress: Any, pipe: Connection) -> None:
+def _rank_main(
+    job: Job, rank: int, world: int, store_path: str, progress: Any, begun: _Begun, pipe: Connection
+) -> None:
     """Be one rank: send the report or the failure, and go."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal's processes; the parent ends us
+    for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach all of our processes; the parent ends us
+        signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
     code = 0
 
@@ -180,7 +323,7 @@ def _rank_main(job: Job, rank: int, world: int, store_path: str, progress: Any, 
         progress[rank] = index
 
     try:
-        message: Any = run_rank(job, rank, open_store, at)
+        message: Any = run_rank(job, rank, Launcher(open_store, at, pipe.send, begun.may_begin))
     except BaseException as error:
         message = failure_of(rank, error)
         code = 1
@@ -201,8 +344,11 @@ def _follow_parent() -> None:
 # --- torchrun -------------------------------------------------------------------------------------------------------
 
 
-def _run_under_torchrun(job: Job, script: Script) -> RunReport | None:
-    """Be the rank that the environment names. The first failure is told to all through the store."""
+def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport | None:
+    """Be the rank that the environment names. The first failure is told to all through the store.
+
+    The last stage's first replica tells of the progress, as far as it sees it itself.
+    """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != len(script.devices):
         raise BadInput(f"the plan uses {len(script.devices)} devices; torchrun started {world} processes")
@@ -214,8 +360,11 @@ def _run_under_torchrun(job: Job, script: Script) -> RunReport | None:
         stores.append(dist.PrefixStore(f"pipeplan/{restart}", store))  # type: ignore[attr-defined]  # as above
         return stores[0]
 
+    done = Launcher(open_store).done
+    if listener is not None and rank == script.ranks_of(len(script.plan.allocation.stages) - 1)[0]:
+        done = Progress(listener, 1, script.last.step, script.interval, script.plan.chain.microbatch).hear
     try:
-        return run_rank(job, rank, open_store)
+        return run_rank(job, rank, Launcher(open_store, done=done))
     except Exception as error:
         failure = failure_of(rank, error)
         for store in stores:

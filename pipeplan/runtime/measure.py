@@ -14,10 +14,10 @@ from ..groups import ceil_div
 from ..program import Program
 from ..simulate import simulate
 from ..stages import StageGraph
-from .instructions import Edge
+from .instructions import Edge, Forward
 from .prepare import Script
 
-Activity = Literal["F", "B", "DATA", "WAIT", "REDUCE", "UPDATE"]
+Activity = Literal["F", "B", "DATA", "WAIT", "REDUCE", "UPDATE", "SAVE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class OpTime:
     """When a rank did something, in ns of its monotonic clock.
 
     DATA is making the input or target of a microbatch, WAIT the wait of a pass for what another rank sends. Of REDUCE
-    and UPDATE ``microbatch`` is the version that is made.
+    and UPDATE ``microbatch`` is the version that is made, of SAVE (of no stage) the updates that a checkpoint has.
     """
 
     activity: Activity
@@ -122,7 +122,8 @@ class RunReport:
 def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunReport:
     """Return the report of a run of ``script`` from what its ranks measured, in rank order."""
     plan, graph = script.plan, script.graph
-    losses = {m: loss for x in measurements for m, loss in x.losses.items()}
+    losses = {m: loss for x in measurements for m, loss in sorted(x.losses.items())}
+    steps = len(losses) // script.interval
     durations = _durations(script, measurements)
     transfers = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     stages = tuple(
@@ -144,15 +145,15 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
     assert everything, "a run has operations"
     return RunReport(
-        steps=script.steps,
-        microbatches=script.microbatches,
+        steps=steps,
+        microbatches=len(losses),
         batch=plan.chain.microbatch,
         seconds=max(spans) / 1e9,
         planned_period_ns=script.planned_period_ns,
         calibrated_period_ns=script.period_of(simulate(calibrated(script.program, stages, transfers, script.interval))),
         measured_period_ns=measured,
         mean_period_ns=mean,
-        losses=tuple(losses[m] for m in range(script.microbatches)),
+        losses=tuple(losses[m] for m in sorted(losses)),
         stages=stages,
         activations=tuple(
             DeviceActivations(
@@ -201,12 +202,12 @@ def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[
 
     The middle leaves out the first microbatches, whose accounting takes time of its own.
     """
-    first = max(script.microbatches // 4, min(script.filled, script.microbatches - 1))
+    first = script.first.microbatch + max(script.microbatches // 4, min(script.filled, script.microbatches - 1))
     samples: dict[tuple[Activity, int], list[int]] = {}
     early: dict[tuple[Activity, int], list[int]] = {}
     for x in measurements:
         for t in x.times:
-            counts = t.activity in ("UPDATE", "REDUCE") or first <= t.microbatch
+            counts = t.activity in ("UPDATE", "REDUCE", "SAVE") or first <= t.microbatch
             (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
     kinds: tuple[Activity, ...] = ("F", "B", "DATA", "UPDATE")
     stages = range(len(script.graph.stages))
@@ -221,22 +222,30 @@ def _median(values: Iterable[int]) -> int:
 def _periods(script: Script, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:
     """Return median and mean time per microbatch in the steady state, seen where microbatches leave the pipeline.
 
-    Windows span whole updates and whole rounds of the replicas, so both ends of each are read from one clock. A
-    drained schedule repeats its mini-batch; the first one, which warms everything up, is left out.
+    Windows span whole updates and whole rounds of the replicas, so both ends of each are read from one clock, and
+    none spans a checkpoint. A drained schedule repeats its mini-batch; the first one, which warms everything up, is
+    left out.
     """
+    gaps: list[float] = []
     if script.drains:
         marks = _marks(measurements, "UPDATE", script.ranks_of(0)[0])
-        gaps = [(marks[t + 1] - marks[t]) / script.interval for t in range(2, script.steps)]
-        gaps = gaps or [(marks[2] - marks[1]) / script.interval] if script.steps > 1 else []
-        return (statistics.median(gaps), statistics.fmean(gaps)) if gaps else (None, None)
-    marks = {}
-    for rank in script.ranks_of(0):
-        marks |= _marks(measurements, "B", rank)
-    count = script.microbatches
-    window = -(-script.interval // script.round) * script.round
-    first = max(count // 4, min(script.filled, count // 2))
-    last = count - script.filled  # the drain has begun
-    gaps = [(marks[m + window] - marks[m]) / window for m in range(first, last - window)]
+        warm = script.first.step + 1
+        for first, size in script.segments:
+            start = script.minibatch(Forward(0, first, 0))
+            versions = range(max(start + 1, warm), start + size // script.interval)
+            gaps += [(marks[v + 1] - marks[v]) / script.interval for v in versions if v in marks and v + 1 in marks]
+        gaps = gaps[1:] or gaps
+    else:
+        marks = {}
+        for rank in script.ranks_of(0):
+            marks |= _marks(measurements, "B", rank)
+        window = -(-script.interval // script.round) * script.round
+        for first, count in script.segments:
+            begin = first + max(count // 4, min(script.filled, count // 2))
+            end = first + count - script.filled - window  # then the drain begins
+            gaps += [
+                (marks[m + window] - marks[m]) / window for m in range(begin, end) if m in marks and m + window in marks
+            ]
     return (statistics.median(gaps), statistics.fmean(gaps)) if gaps else (None, None)
 
 

@@ -69,13 +69,8 @@ def load_model(spec: ModelSpec, batch: int, seed: int) -> LoadedModel:
 
     ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one.
     """
-    build = find(spec.build) if ":" in spec.build else load(spec.build)
-    if spec.data is not None:
-        data = find(spec.data)
-    elif isinstance(build, Model):
-        data = build.data(batch)
-    else:
-        raise BadInput(f"model {spec.build}: needs data to train on; name a data(index, seed) as module:function")
+    build = _builder(spec)
+    data = data_of(spec, batch)
     torch.manual_seed(seed)
     result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
     layers, example_input, loss = checked_model(result)
@@ -88,6 +83,36 @@ def load_model(spec: ModelSpec, batch: int, seed: int) -> LoadedModel:
         data=data,
         boundaries=_boundaries([module for _, module in layers], example_input),
     )
+
+
+def _builder(spec: ModelSpec) -> Any:
+    return find(spec.build) if ":" in spec.build else load(spec.build)
+
+
+def data_of(spec: ModelSpec, batch: int) -> Data:
+    """Return the data of ``spec`` in microbatches of ``batch`` samples; BadInput when nothing names any."""
+    if spec.data is not None:
+        return find(spec.data)  # type: ignore[no-any-return]  # callable, as find checks
+    build = _builder(spec)
+    if isinstance(build, Model):
+        return build.data(batch)
+    raise BadInput(f"model {spec.build}: needs data to train on; name a data(index, seed) as module:function")
+
+
+def load_weights(model: LoadedModel, path: str) -> None:
+    """Give ``model`` the state in a file that ``run --save`` or ``torch.save(model.state_dict())`` wrote."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        left = dict(state)
+        for key, (_, module) in zip(model.keys, model.layers, strict=True):
+            own = {name: left.pop(f"{key}.{name}") for name in module.state_dict()}
+            module.load_state_dict(own)
+    except KeyError as error:
+        raise BadInput(f"{path}: has no {error.args[0]!r}, which the model has") from error
+    except Exception as error:  # whatever unpickling another file raises
+        raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    if left:
+        raise BadInput(f"{path}: has {next(iter(left))!r}, which the model has not")
 
 
 def find(text: str) -> Any:

@@ -6,6 +6,7 @@ Without torch, so that a plan that cannot be run is refused before any process s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
 
 from ..errors import BadInput
@@ -14,16 +15,29 @@ from ..plan import Plan
 from ..program import Program, unroll
 from ..simulate import Timeline, simulate
 from ..stages import StageGraph, most_in_flight, stage_graph, starts_of
-from .instructions import Instruction, lowered, repeated
+from .instructions import Instruction, Reduce, Save, Update, forwards, later, lowered, repeated
 from .weights import weight_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far training has come: updates made, microbatches consumed."""
+
+    step: int = 0
+    microbatch: int = 0
+
+
+FROM_THE_START = Position()
 
 
 @dataclass(frozen=True)
 class Script:
-    """A run of ``plan`` over ``steps`` updates, each from ``interval`` microbatches.
+    """A run of ``plan`` over ``steps`` updates from position ``first`` on, each from ``interval`` microbatches.
 
-    ``devices[rank]`` is the platform device that a rank plays. ``program`` is one mini-batch of a drained schedule,
-    the whole run otherwise; ``timeline`` is its simulation with the plan's times, whose order is run.
+    ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
+    (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
+    schedule, the longest segment otherwise; ``timeline`` is its simulation with the plan's times, whose order is run.
+    With ``evaluates`` there are only forwards.
     """
 
     plan: Plan
@@ -35,11 +49,33 @@ class Script:
     program: Program
     timeline: Timeline
     instructions: tuple[tuple[Instruction, ...], ...]
+    segments: tuple[tuple[int, int], ...]
+    first: Position = FROM_THE_START
+    evaluates: bool = False
 
     @property
     def microbatches(self) -> int:
         """Microbatches of the whole run."""
         return self.steps * self.interval
+
+    @property
+    def last(self) -> Position:
+        """Where the run ends."""
+        return self.at(self.first.step + self.steps)
+
+    def at(self, step: int) -> Position:
+        """Return the position after ``step`` updates, of which this run makes those after its first."""
+        return Position(step, self.first.microbatch + (step - self.first.step) * self.interval)
+
+    def minibatch(self, instruction: Instruction) -> int:
+        """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
+        match instruction:
+            case Reduce(_, version) | Update(_, version):
+                return version - 1
+            case Save(step):
+                return step - 1
+            case _:
+                return self.first.step + (instruction.microbatch - self.first.microbatch) // self.interval
 
     @property
     def round(self) -> int:
@@ -77,14 +113,19 @@ class Script:
         return [self.devices.index(device) for device in self.plan.allocation.stages[stage].devices]
 
 
-def prepare(plan: Plan, steps: int) -> Script:
-    """Return the script of ``steps`` updates of a valid ``plan``; BadInput says what cannot be run, or not yet.
+def prepare(
+    plan: Plan, steps: int, *, every: int | None = None, first: Position = FROM_THE_START, evaluates: bool = False
+) -> Script:
+    """Return the script of a run of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
 
-    The simulation proves that the order doesn't deadlock. Linear in the microbatches of the run (of one mini-batch,
-    in a drained schedule, plus the instructions).
+    With ``every`` a checkpoint is written after each update whose number it divides, and after the last; the pipeline
+    drains before it. BadInput says what cannot be run, or not yet. The simulation proves that the order doesn't
+    deadlock. Linear in the microbatches of a segment (of one mini-batch, in a drained schedule) plus the instructions.
     """
     if steps < 1:
         raise BadInput(f"steps: {steps} is not a positive number of weight updates")
+    if steps <= first.step:
+        raise BadInput(f"steps: the checkpoint has {first.step} updates already, and the run is to end after {steps}")
     policy = weight_policy(plan.policy)
     _refuse(plan)
     assert plan.pattern is not None
@@ -96,22 +137,50 @@ def prepare(plan: Plan, steps: int) -> Script:
     graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}
-    program = unroll(graph, plan.pattern, interval if policy.drains else steps * interval)
-    timeline = simulate(program)
-    lists = lowered(program, timeline.start_ns, policy, interval, ranks)
-    if policy.drains:
-        lists = [repeated(instructions, interval, steps) for instructions in lists]
+    lengths = _lengths(first.step, steps, every)
+    made: dict[int, tuple[Program, Timeline, list[list[Instruction]]]] = {}
+    for length in sorted(set(lengths), reverse=True):
+        program = unroll(graph, plan.pattern, interval if policy.drains else length * interval)
+        timeline = simulate(program)
+        lists = lowered(program, timeline.start_ns, policy, interval, ranks)
+        if policy.drains:
+            lists = [repeated(instructions, interval, length) for instructions in lists]
+        made[length] = program, timeline, lists
+    joined: list[list[Instruction]] = [[] for _ in devices]
+    segments = []
+    step, microbatch = first.step, first.microbatch
+    for length in lengths:
+        segments.append((microbatch, length * interval))
+        for instructions, part in zip(joined, made[length][2], strict=True):
+            instructions += [later(x, microbatch, step) for x in part]
+        step += length
+        microbatch += length * interval
+        if every is not None:
+            for instructions in joined:
+                instructions.append(Save(step))
+    program, timeline, _ = made[max(lengths)]
     return Script(
         plan=plan,
         graph=graph,
-        steps=steps,
+        steps=steps - first.step,
         interval=interval,
         drains=policy.drains,
         devices=devices,
         program=program,
         timeline=timeline,
-        instructions=tuple(tuple(instructions) for instructions in lists),
+        instructions=tuple(tuple(forwards(x, first.step) if evaluates else x) for x in joined),
+        segments=tuple(segments),
+        first=first,
+        evaluates=evaluates,
     )
+
+
+def _lengths(first: int, last: int, every: int | None) -> list[int]:
+    """Return the updates of each segment between updates ``first`` and ``last``."""
+    if every is None:
+        return [last - first]
+    ends = [first, *range((first // every + 1) * every, last, every), last]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _refuse(plan: Plan) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -148,8 +149,23 @@ class StageModule:
         self._in_flight[microbatch] = flight
         self.versions.released(version)
         if self.takes_targets:
-            self.losses[microbatch] = float(x)
+            value = self.losses[microbatch] = float(x)
+            if not isfinite(value):
+                raise RunFailed(f"the loss is {value}; a lower learning rate may help")
             self._seed = self._seed.to(x.dtype)
+        elif self._output is not None:
+            self._check(microbatch, "puts out", x, self._output)
+        return x
+
+    def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None) -> Tensor:
+        """Return what the stage puts out for ``x`` without keeping anything; the modules are in evaluation mode."""
+        self._check(microbatch, "gets", x, self._input)
+        self.versions.install(version)
+        with torch.no_grad():
+            for piece in self._pieces:
+                x = piece.run(x, target)
+        if self.takes_targets:
+            self.losses[microbatch] = float(x)
         elif self._output is not None:
             self._check(microbatch, "puts out", x, self._output)
         return x

@@ -9,36 +9,30 @@ memory: needed versions, one gradient, the optimizer's state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..problem import Optimizer
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-MOMENTUM = 0.9
-
-
-def optimizer_maker(name: Optimizer, lr: float) -> MakeOptimizer:
-    """Return what makes the optimizer of a stage: ``sgd``, ``momentum`` (0.9) or ``adam`` at learning rate ``lr``."""
-    match name:
-        case "sgd":
-            return lambda parameters: torch.optim.SGD(parameters, lr=lr)
-        case "momentum":
-            return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM)
-        case "adam":
-            return lambda parameters: torch.optim.Adam(parameters, lr=lr)
+from .optimizers import MakeOptimizer, MakeSchedule
 
 
 class Versions:
-    """Weight versions of the trainable parameters of ``modules``; version 0 is what they hold now.
+    """Weight versions of the trainable parameters of ``modules``; version ``first`` is what they hold now.
 
     ``uses`` counts the passes that each version will serve: a version that has served them all, and is not the newest,
     gives its storage back for the next one. Tied parameters stay tied. Frozen ones are left alone.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], uses: Counter[int], make_optimizer: MakeOptimizer) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        uses: Counter[int],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None = None,
+        first: int = 0,
+    ) -> None:
         slots: dict[tuple[nn.Module, str], int] = {}  # a module may stand in the stage twice
         leaves: list[nn.Parameter] = []
         index: dict[nn.Parameter, int] = {}
@@ -53,12 +47,13 @@ class Versions:
                     slots[owner, name] = index[parameter]
         self._slots = [(owner, name, place) for (owner, name), place in slots.items()]
         self._uses = Counter(uses)
-        self._leaves = {0: leaves}
-        self._newest = self._installed = 0
+        self._leaves = {first: leaves}
+        self._newest = self._installed = first
         self._masters = [nn.Parameter(leaf.data) for leaf in leaves]
         self._spare: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = [None] * len(leaves)
         self._optimizer = make_optimizer(self._masters) if leaves else None
+        self._schedule = make_schedule(self._optimizer) if self._optimizer and make_schedule else None
         self.most = 1  # versions that were live at once
 
     def install(self, version: int) -> None:
@@ -111,6 +106,8 @@ class Versions:
             for master, gradient in zip(self._masters, self._gradients, strict=True):
                 master.grad = gradient
             self._optimizer.step()
+            if self._schedule is not None:
+                self._schedule.step()
             for master in self._masters:
                 master.grad = None
         self._gradients = [None] * len(self._masters)
@@ -125,3 +122,40 @@ class Versions:
     def install_newest(self) -> None:
         """Put the newest version into the modules, where the run's result is read."""
         self.install(self._newest)
+
+    def place_of(self, parameter: nn.Parameter) -> int | None:
+        """Return the index of a weight of the version that is installed, None for a frozen one."""
+        for index, leaf in enumerate(self._leaves[self._installed]):
+            if leaf is parameter:
+                return index
+        return None
+
+    def optimizer_state(self, index: int) -> dict[str, Any]:
+        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
+        state = {} if self._optimizer is None else self._optimizer.state.get(self._masters[index], {})
+        return {key: value for key, value in state.items() if value is not None}
+
+    def restore_optimizer(self, index: int, state: Mapping[str, Any]) -> None:
+        """Let the optimizer remember ``state`` of the weight at ``index``."""
+        if self._optimizer is not None and state:
+            self._optimizer.state[self._masters[index]] = dict(state)
+
+    @property
+    def groups(self) -> list[dict[str, Any]] | None:
+        """The optimizer's options as they are now, without weights; None for a stage that trains nothing."""
+        if self._optimizer is None:
+            return None
+        return [{key: x for key, x in group.items() if key != "params"} for group in self._optimizer.param_groups]
+
+    @property
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the learning-rate schedule, None without one."""
+        return None if self._schedule is None else self._schedule.state_dict()
+
+    def restore_rates(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
+        """Go on with the options and the schedule of another run's optimizer."""
+        if self._optimizer is not None and groups is not None:
+            for group, before in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(before)
+        if self._schedule is not None and schedule is not None:
+            self._schedule.load_state_dict(schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,20 +17,29 @@ from torch import Tensor
 
 from ..plan import Plan
 from .account import Account
+from .checkpoint import Checkpoint, write
 from .collective import agree, barrier, gathered, replica_groups, share_from, sum_over, transfer_times
 from .executor import RankWork, execute
-from .instructions import Edge, version_uses
+from .instructions import Edge, Instruction, version_uses
 from .measure import RankMeasurement, RunReport, make_report
-from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model
-from .prepare import Script, prepare
+from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, load_weights
+from .optimizers import Choice, optimizer_maker, schedule_maker
+from .prepare import FROM_THE_START, Script, prepare
 from .stage import StageModule
+from .state import first_replicas, model_state, own_layers, restore, training_state
 from .transport import GlooTransport, exchanging
-from .versions import Versions, optimizer_maker
+from .versions import Versions
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank is told; ``save`` is the file to which rank 0 writes the trained model's state."""
+    """What every rank is told.
+
+    ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
+    folder for new ones, ``every`` so many updates. ``optimizer`` None is the plan's. The data repeats after ``epoch``
+    microbatches, with the next seed. ``save`` is the file to which rank 0 writes the trained model's state, ``load``
+    one to start from.
+    """
 
     plan: Plan
     model: ModelSpec
@@ -39,29 +49,90 @@ class Job:
     timeout_s: float
     threads: int
     save: str | None
+    load: str | None = None
+    optimizer: Choice | None = None
+    scheduler: Choice | None = None
+    evaluates: bool = False
+    epoch: int | None = None
+    checkpoint: str | None = None
+    every: int | None = None
+    resume: Checkpoint | None = None
+
+    def script(self) -> Script:
+        """Return what the ranks will do."""
+        first = FROM_THE_START if self.resume is None else self.resume.position
+        # a checkpoint at the end alone is a segment as long as the run
+        every = None if self.checkpoint is None else self.every or self.steps
+        return prepare(self.plan, self.steps, every=every, first=first, evaluates=self.evaluates)
 
 
-def _unheard(index: int) -> None:
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had."""
+
+    step: int
+    losses: tuple[float, ...]
+    at_ns: int
+
+
+def _ignore(_: Any) -> None:
     pass
 
 
-def run_rank(
-    job: Job, rank: int, open_store: Callable[[], Any], progress: Callable[[int], None] = _unheard
-) -> RunReport | None:
-    """Play ``rank`` in the run of ``job``; return the report on rank 0, None elsewhere.
+def _always(_: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """What a rank has of the process that started it.
 
     ``open_store`` opens the store at which the ranks meet. It is called when the model is built, so that what is wrong
-    with a model shows before anybody waits. ``progress`` hears the index of each instruction.
+    with a model shows before anybody waits. ``at`` hears the index of each instruction, ``done`` of each update of the
+    last stage; ``may_begin`` says whether a mini-batch is to be begun, the same to all ranks.
     """
+
+    open_store: Callable[[], Any]
+    at: Callable[[int], None] = _ignore
+    done: Callable[[StepDone], None] = _ignore
+    may_begin: Callable[[int], bool] = _always
+
+
+class _Gate:
+    """Lets instructions through until the launcher refuses a mini-batch."""
+
+    def __init__(self, script: Script, may_begin: Callable[[int], bool]) -> None:
+        self._script, self._may_begin = script, may_begin
+        self._begun = script.first.step - 1
+        self.refused: int | None = None
+
+    def allows(self, instruction: Instruction) -> bool:
+        """Whether the instruction's mini-batch may be begun, or has been."""
+        minibatch = self._script.minibatch(instruction)
+        if minibatch <= self._begun:
+            return True
+        if self.refused is not None:
+            return False
+        if not self._may_begin(minibatch):
+            self.refused = minibatch
+            return False
+        self._begun = minibatch
+        return True
+
+
+def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
+    """Play ``rank`` in the run of ``job``; return the report on rank 0, None elsewhere."""
     torch.set_num_threads(job.threads)
-    script = prepare(job.plan, job.steps)
+    script = job.script()
     stages = job.plan.allocation.stages
     model = load_model(job.model, job.plan.chain.microbatch, job.seed)
     check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
+    if job.load is not None:
+        load_weights(model, job.load)
     with exchanging("the meeting of the ranks"):
         dist.init_process_group(
             "gloo",
-            store=open_store(),
+            store=launcher.open_store(),
             rank=rank,
             world_size=len(script.devices),
             timeout=timedelta(seconds=job.timeout_s),
@@ -74,21 +145,50 @@ def run_rank(
     specs = _edge_specs(script, model)
     account = Account()
     runners = {s: _stage_module(script, job, rank, s, model, account) for s in script.stages_of(rank)}
+    torch.manual_seed(job.seed + 1 + rank)
+    if job.resume is not None:
+        restore(job.resume, script, rank, model, runners)
+    for _, module in model.layers if job.evaluates else ():
+        module.eval()
     transfer_ns = transfer_times(script, rank, specs)
+    gate = _Gate(script, launcher.may_begin)
+    saved = [script.first.step]
+
+    def save(step: int) -> None:
+        assert job.checkpoint is not None, "only then has the script checkpoints"
+        for s in runners:
+            if s in groups:  # replicas have seen different microbatches; the first one's statistics are kept by all
+                share_from(script.ranks_of(s)[0], groups[s], _buffers(script, s, model))
+        state = training_state(script, rank, model, runners)
+        write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state)
+        saved.append(step)
+
+    def updated(stage: int, version: int) -> None:
+        if stage == len(stages) - 1:
+            begin = script.at(version - 1).microbatch
+            losses = runners[stage].losses
+            found = tuple(losses[m] for m in range(begin, begin + script.interval) if m in losses)
+            launcher.done(StepDone(version, found, time.monotonic_ns()))
+
     work = RankWork(
         stages=runners,
         last=len(stages) - 1,
         transport=GlooTransport(script.instructions[rank], specs, len(stages)),
-        data=lambda microbatch: model.data(microbatch, job.seed),
+        data=lambda microbatch: _sample(model, job, microbatch),
         reduce=lambda s, tensors: sum_over(groups[s], tensors),
-        progress=progress,
-        accounted=script.filled,
+        progress=launcher.at,
+        accounted=script.first.microbatch + script.filled,
+        allows=gate.allows,
+        save=save,
+        updated=updated,
+        evaluates=job.evaluates,
     )
-    torch.manual_seed(job.seed + 1 + rank)
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     barrier()
     times = execute(script.instructions[rank], work)
+    if gate.refused is not None and gate.refused != saved[-1]:
+        save(gate.refused)
     measurements = gathered(
         rank,
         RankMeasurement(
@@ -103,31 +203,36 @@ def run_rank(
     if job.save is not None:
         for runner in runners.values():
             runner.versions.install_newest()
-        states = gathered(rank, _state(script, rank, model))
+        states = gathered(rank, model_state(script, first_replicas(script, rank), model))
         if states is not None:
             _write(Path(job.save), {key: value for state in states for key, value in state.items()})
     dist.destroy_process_group()
     return make_report(script, measurements) if measurements is not None else None
 
 
-def _own_layers(script: Script, s: int, model: LoadedModel) -> range:
-    """Return the indices of the model's layers in stage ``s``; the profile's last layer, the loss, is none of them."""
-    stage = script.plan.allocation.stages[s]
-    return range(stage.start, min(stage.stop, len(model.layers)))
+def _sample(model: LoadedModel, job: Job, microbatch: int) -> tuple[Tensor, Tensor]:
+    epoch, index = divmod(microbatch, job.epoch) if job.epoch else (0, microbatch)
+    return model.data(index, job.seed + epoch)
 
 
 def _tensors(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
-    modules = [model.layers[i][1] for i in _own_layers(script, s, model)]
+    modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     return [tensor.data for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _buffers(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
+    return [buffer for i in own_layers(script, s, model) for buffer in model.layers[i][1].buffers()]
 
 
 def _stage_module(script: Script, job: Job, rank: int, s: int, model: LoadedModel, account: Account) -> StageModule:
     stage = script.plan.allocation.stages[s]
-    modules = [model.layers[i][1] for i in _own_layers(script, s, model)]
+    modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     versions = Versions(
         modules,
         version_uses(script.instructions[rank], s),
-        optimizer_maker(script.plan.policy.optimizer, job.lr),
+        optimizer_maker(job.optimizer or script.plan.policy.optimizer, job.lr),
+        None if job.scheduler is None else schedule_maker(job.scheduler),
+        script.first.step,
     )
     has_loss = stage.stop == len(script.plan.chain)
     return StageModule(
@@ -149,17 +254,6 @@ def _edge_specs(script: Script, model: LoadedModel) -> dict[Edge, TensorSpec]:
     for s, stage in enumerate(script.plan.allocation.stages[:-1]):
         specs["F", s] = specs["B", s + 1] = model.boundaries[stage.stop]
     return specs
-
-
-def _state(script: Script, rank: int, model: LoadedModel) -> dict[str, Tensor]:
-    """Return the state of the layers whose first replica this rank is, named as in the whole ``nn.Sequential``."""
-    state: dict[str, Tensor] = {}
-    for s in script.stages_of(rank):
-        if script.ranks_of(s)[0] == rank:
-            for i in _own_layers(script, s, model):
-                module = model.layers[i][1]
-                state |= {f"{model.keys[i]}.{key}": value for key, value in module.state_dict().items()}
-    return state
 
 
 def _write(path: Path, state: Mapping[str, Tensor]) -> None:
