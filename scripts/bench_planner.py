@@ -1,6 +1,6 @@
 """How good the planner is: algorithms on many cases, against each case's bounds and against each other.
 
-Usage: scripts/bench_planner.py [--full] [--no-replicas] [--bandwidth 12GB/s] [--distinct] [--gpt] [PROFILE ...]
+Usage: python scripts/bench_planner.py [--full] [--no-replicas] [--bandwidth 12GB/s] [--distinct] [--gpt] [PROFILE ...]
 
 MadPipe's class (no replicas, no recomputation) unless --full. Profiles default to PipeDream's vgg16, resnet50 and
 densenet121 where they are at hand, cut where one tensor is live; saved bytes are the input's (MadPipe's accounting)
