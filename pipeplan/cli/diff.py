@@ -19,6 +19,7 @@ from .options import DEFAULT_BANDWIDTH, JSON
 @click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
 @click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
 @click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
+@click.option("--recalibrated", metavar="FILE", help="Plan and trace: write the profile scaled to measured times.")
 @JSON
 def command(
     one: str,
@@ -28,15 +29,27 @@ def command(
     mem: str | None,
     bandwidth: str,
     every: bool,
+    recalibrated: str | None,
     as_json: bool,
 ) -> None:
     """Compare profile B with profile A, layer by layer; exit 1 when the plan doesn't hold for B.
 
     A layer moved when its share of the time changed: B may be measured on a faster device as a whole.
 
+    Or compare a run with its plan: A is the plan, B the trace that pipeplan run --trace wrote.
+
     \b
     Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
+    from ..files import read_text
+    from ..measured import is_measured
+
+    text = None if other == "-" else read_text(other)
+    if text is not None and is_measured(text):
+        _compare_run(one, other, text, recalibrated, as_json)
+        return
+    if recalibrated is not None:
+        raise click.UsageError("--recalibrated goes with a plan and the trace of its run")
     if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
         raise click.UsageError("say either --plan, or --gpus and --mem")
 
@@ -64,3 +77,19 @@ def command(
             print_carried(loaded, result)
     if result is not None and result.violations:
         raise click.exceptions.Exit(1)
+
+
+def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_json: bool) -> None:
+    from .. import measured
+    from ..files import load_plan, profile_text, write_text
+    from ..report.trace_diff import comparison, print_comparison
+
+    loaded = load_plan(plan)
+    run = measured.read_measured(trace, text)
+    measured.check_same_plan(loaded, run, trace)
+    if recalibrated is not None:
+        write_text(recalibrated, profile_text(measured.recalibrated(loaded, run)))
+    if as_json:
+        click.echo(json.dumps(comparison(loaded, run), indent=1))
+    else:
+        print_comparison(loaded, run)

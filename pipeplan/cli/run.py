@@ -57,6 +57,7 @@ QUICK_NS = 10**9  # a line at most so often
 @click.option("--checkpoint-every", metavar="N", type=click.IntRange(1), help="After every N updates as well.")
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
+@click.option("--trace", metavar="FILE", help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
 @click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
 def command(
@@ -72,6 +73,7 @@ def command(
     scheduler: str | None,
     evaluate: bool,
     checkpoint_every: int | None,
+    trace: str | None,
     dry_run: bool,
     as_json: bool,
     **shared: Any,
@@ -123,6 +125,11 @@ def command(
     )
     if report is None:  # another rank under torchrun reports
         return
+    if trace is not None:
+        from ..files import write_text
+        from ..measured import measured_trace
+
+        write_text(trace, measured_trace(loaded, report))
     _print_report(loaded, report, evaluate, as_json)
 
 

@@ -184,8 +184,18 @@ def lowered(
                 entries[device].append((moment, index, make(kind, op.stage, op.microbatch, ranks[op.peer])))
     lists: list[list[Instruction]] = [[] for _ in ranks]
     for device, rank in ranks.items():
-        lists[rank] = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
+        in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
+        lists[rank] = _sends_before_updates(in_order)
     return lists
+
+
+def _sends_before_updates(instructions: list[Instruction]) -> list[Instruction]:
+    """Return ``instructions`` with every update after the sends that follow it: others wait for those, not for it."""
+    for index in range(len(instructions) - 1):
+        here, after = instructions[index : index + 2]
+        if isinstance(here, Update) and isinstance(after, Send):
+            instructions[index : index + 2] = after, here
+    return instructions
 
 
 _Moment = tuple[int, int, Step]

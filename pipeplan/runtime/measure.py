@@ -14,7 +14,7 @@ from ..groups import ceil_div
 from ..program import Program
 from ..simulate import simulate
 from ..stages import StageGraph
-from .instructions import Edge, Forward
+from .instructions import Edge, Forward, Pass
 from .prepare import Script
 
 Activity = Literal["F", "B", "DATA", "WAIT", "REDUCE", "UPDATE", "SAVE"]
@@ -82,6 +82,16 @@ class DeviceActivations:
     measured_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    planned_ns: int
+    measured_ns: int
+
+
 @dataclass(frozen=True)
 class RunReport:
     """A finished run. Periods are ns per microbatch, None where the run was too short to have a steady state.
@@ -103,6 +113,7 @@ class RunReport:
     losses: tuple[float, ...]
     stages: tuple[StageTimes, ...]
     activations: tuple[DeviceActivations, ...]
+    transfers: tuple[TransferTime, ...]
     times: tuple[tuple[OpTime, ...], ...]
 
     @property
@@ -164,8 +175,17 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             )
             for rank, device in enumerate(script.devices)
         ),
+        transfers=tuple(
+            TransferTime(kind, stage, _planned_transfer(graph, kind, stage), ns)
+            for (kind, stage), ns in sorted(transfers.items())
+        ),
         times=tuple(x.times for x in measurements),
     )
+
+
+def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
+    position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
+    return 0 if position is None else graph.operations[position].duration_ns
 
 
 def calibrated(

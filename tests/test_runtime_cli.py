@@ -1,0 +1,89 @@
+"""``pipeplan run`` and ``pipeplan diff`` of a plan and its run, as typed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+import runtime_cases  # noqa: E402
+from runtime_cases import chain_of, plan_of  # noqa: E402
+
+from pipeplan.bounds import any_bound  # noqa: E402
+from pipeplan.cli import group  # noqa: E402
+from pipeplan.errors import BadInput  # noqa: E402
+from pipeplan.files import plan_text, read_profile  # noqa: E402
+from pipeplan.problem import Problem  # noqa: E402
+from pipeplan.runtime.checkpoint import newest  # noqa: E402
+
+MODEL = ["--model", "runtime_cases:dropping", "--data", "runtime_cases:vectors", "--lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    made = plan_of(chain_of(runtime_cases.dropping, 4), [(0, 2, (0,)), (2, 5, (1,))], weights="stash")
+    bound = any_bound(Problem(made.chain, made.platform, made.policy))
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(plan_text(replace(made, lower_bounds=(bound,))))
+    return str(path)
+
+
+def run(*arguments):
+    done = CliRunner().invoke(group, ["run", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):
+    trace, folder = tmp_path / "trace.json", tmp_path / "c"
+    done = run(
+        plan, *MODEL, "--steps", 20, "--trace", trace, "--checkpoint", folder, "--checkpoint-every", 8, "--json",
+        "--optimizer", "AdamW,weight_decay=0.1", "--scheduler", "StepLR,step_size=4", "--vertical-sync",
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    assert figures["steps"] == 20
+    assert [stage["versions"] for stage in figures["stages"]] == [2, 2]  # as many on both, with vertical sync
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert [line["loss"] for line in lines] == pytest.approx(figures["losses"])
+    assert newest(str(folder)).position.step == 20
+    again = run(plan, *MODEL, "--steps", 3, "--checkpoint", folder, "--resume", "--evaluate")
+    assert "nothing was updated" in again.stdout
+
+    profile = tmp_path / "new.json"
+    compared = CliRunner().invoke(
+        group, ["diff", plan, str(trace), "--recalibrated", str(profile), "--json"], catch_exceptions=False
+    )
+    rows = {(row["kind"], row["stage"]): row["measured_ns"] for row in json.loads(compared.stdout)["operations"]}
+    layers = read_profile(str(profile)).layers
+    assert sum(layer.forward_ns for layer in layers[:2]) == rows["F", 0] == figures["stages"][0]["forward_ns"]
+    assert sum(layer.backward_ns for layer in layers[2:]) == rows["B", 1]
+    shown = CliRunner().invoke(group, ["diff", plan, str(trace)], catch_exceptions=False)
+    assert "update" in shown.stdout
+
+
+def test_epochs_are_whole_updates(plan):
+    done = run(plan, *MODEL, "--epochs", 2, "--epoch-length", 3, "--json")
+    assert json.loads(done.stdout)["microbatches"] == 6
+    with pytest.raises(BadInput, match="the data has no length; say --epoch-length"):
+        run(plan, *MODEL, "--epochs", 2)
+
+
+def test_a_dry_run_starts_nothing(plan):
+    done = run(plan, "--steps", 2, "--dry-run")
+    assert "2 processes; 2 updates of 1 microbatches" in done.stdout
+    assert "torchrun --standalone --nproc-per-node=2 -m pipeplan" in done.stdout
+    assert "rank 1, GPU 1: 1f0<0 1F0v0 1f1<0 1B0v0 1b0>0 1U1 1F1v1 " in done.stdout
+    assert json.loads(run(plan, "--steps", 2, "--dry-run", "--json").stdout)["slurm"].startswith("srun --nodes=1")
+
+
+def test_usage_errors(plan):
+    for arguments, words in (
+        (["run", plan, "--steps", "2", "--epochs", "1"], "either --steps or --epochs"),
+        (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),
+    ):
+        done = CliRunner().invoke(group, arguments)
+        assert done.exit_code == 2
+        assert words in done.output
