@@ -58,6 +58,13 @@ QUICK_NS = 10**9  # a line at most so often
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
 @click.option("--trace", metavar="FILE", help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
+@click.option(
+    "--engine",
+    type=click.Choice(["own", "torch"]),
+    default="own",
+    show_default=True,
+    help="torch: torch.distributed.pipelining, for plans that drain.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
 def command(
@@ -125,6 +132,8 @@ def command(
     )
     if report is None:  # another rank under torchrun reports
         return
+    if trace is not None and not report.activations:
+        raise BadInput("--trace: torch's engine doesn't tell when its operations ran")
     if trace is not None:
         from ..files import write_text
         from ..measured import measured_trace

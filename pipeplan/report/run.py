@@ -33,14 +33,15 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
     )
     out.print()
     measured, calibrated = report.measured_period_ns, report.calibrated_period_ns
-    if measured is None or calibrated is None:
+    if measured is None:
         out.print("period      too few microbatches for a steady state; more --steps show one")
     else:
         out.print(f"period      [bold]{format_ns(measured)}[/bold] measured, median over the updates of the middle")
-        out.print(
-            f"            {format_ns(calibrated)} predicted with this run's own operation times: "
-            f"measured is {measured / calibrated - 1:+.1%}"
-        )
+        if calibrated is not None:
+            out.print(
+                f"            {format_ns(calibrated)} predicted with this run's own operation times: "
+                f"measured is {measured / calibrated - 1:+.1%}"
+            )
         out.print(
             f"            {format_ns(report.planned_period_ns)} planned from the profile: "
             f"measured is {measured / report.planned_period_ns - 1:+.1%}"

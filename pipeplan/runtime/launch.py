@@ -32,7 +32,7 @@ from .model import ModelSpec
 from .optimizers import Choice, optimizer_maker, schedule_maker
 from .prepare import Script
 from .progress import Progress, StepProgress
-from .worker import Job, Launcher, StepDone, run_rank
+from .worker import Engine, Job, Launcher, StepDone, run_rank
 
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
@@ -60,6 +60,7 @@ def run_plan(
     every: int | None = None,
     resume: bool = False,
     max_restarts: int = 0,
+    engine: Engine = "own",
     listener: Callable[[StepProgress], None] | None = None,
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` says until ``steps`` weight updates are made at rate ``lr``; return what happened.
@@ -76,7 +77,8 @@ def run_plan(
     and when SIGTERM or SIGINT comes; the pipeline drains before it, so with weights that outlive an update the next
     ones see fresher weights than without. With ``resume`` the run goes on from the folder's newest complete
     checkpoint, if there is one. A run that fails for other reasons than its input begins again up to ``max_restarts``
-    times, from the newest checkpoint.
+    times, from the newest checkpoint. ``engine`` "torch" runs a drained schedule on torch's own pipeline runtime, which
+    measures updates alone.
 
     BadInput when the model isn't what the plan was made for, or the plan cannot be run; RunFailed when a rank fails,
     with the rank and the operation; RunStopped after a signal.
@@ -85,6 +87,8 @@ def run_plan(
         raise BadInput(f"save: there is no folder {save.parent}")
     if checkpoint is None and (resume or every is not None):
         raise BadInput("checkpoint: no folder is named to resume from or to write to")
+    if engine == "torch" and checkpoint is not None:
+        raise BadInput("checkpoint: torch's engine writes none")
     if checkpoint is not None and evaluates and not resume:
         raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
     if optimizer is not None:
@@ -107,6 +111,7 @@ def run_plan(
         epoch=epoch,
         checkpoint=_absolute(checkpoint),
         every=every,
+        engine=engine,
     )
     if job.checkpoint is not None:
         usable_folder(job.checkpoint)

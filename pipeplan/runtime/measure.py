@@ -155,13 +155,15 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
     everything = [time for x in measurements for time in x.times]
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
     assert everything, "a run has operations"
+    passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
+    again = simulate(calibrated(script.program, stages, transfers, script.interval)) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
         batch=plan.chain.microbatch,
         seconds=max(spans) / 1e9,
         planned_period_ns=script.planned_period_ns,
-        calibrated_period_ns=script.period_of(simulate(calibrated(script.program, stages, transfers, script.interval))),
+        calibrated_period_ns=None if again is None else script.period_of(again),
         measured_period_ns=measured,
         mean_period_ns=mean,
         losses=tuple(losses[m] for m in sorted(losses)),
@@ -174,6 +176,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
                 measured_bytes=measurements[rank].peak_activation_bytes,
             )
             for rank, device in enumerate(script.devices)
+            if passes
         ),
         transfers=tuple(
             TransferTime(kind, stage, _planned_transfer(graph, kind, stage), ns)

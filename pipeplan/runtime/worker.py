@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,11 @@ from .optimizers import Choice, optimizer_maker, schedule_maker
 from .prepare import FROM_THE_START, Script, prepare
 from .stage import StageModule
 from .state import first_replicas, model_state, own_layers, restore, training_state
+from .torch_engine import execute_on_torch, refuse_for_torch
 from .transport import GlooTransport, exchanging
 from .versions import Versions
+
+Engine = Literal["own", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,17 @@ class Job:
     checkpoint: str | None = None
     every: int | None = None
     resume: Checkpoint | None = None
+    engine: Engine = "own"
 
     def script(self) -> Script:
         """Return what the ranks will do."""
         first = FROM_THE_START if self.resume is None else self.resume.position
         # a checkpoint at the end alone is a segment as long as the run
         every = None if self.checkpoint is None else self.every or self.steps
-        return prepare(self.plan, self.steps, every=every, first=first, evaluates=self.evaluates)
+        script = prepare(self.plan, self.steps, every=every, first=first, evaluates=self.evaluates)
+        if self.engine == "torch":
+            refuse_for_torch(script)
+        return script
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,10 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     barrier()
-    times = execute(script.instructions[rank], work)
+    if job.engine == "torch":
+        times = execute_on_torch(script, rank, model, runners, work.data, updated)
+    else:
+        times = execute(script.instructions[rank], work)
     if gate.refused is not None and gate.refused != saved[-1]:
         save(gate.refused)
     measurements = gathered(
@@ -229,7 +240,7 @@ def _stage_module(script: Script, job: Job, rank: int, s: int, model: LoadedMode
     modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     versions = Versions(
         modules,
-        version_uses(script.instructions[rank], s),
+        Counter() if job.engine == "torch" else version_uses(script.instructions[rank], s),
         optimizer_maker(job.optimizer or script.plan.policy.optimizer, job.lr),
         None if job.scheduler is None else schedule_maker(job.scheduler),
         script.first.step,

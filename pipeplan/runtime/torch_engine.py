@@ -1,0 +1,112 @@
+"""Drained schedules on torch's own pipeline runtime; the one file that uses its private names.
+
+Torch runs one mini-batch from a list of forwards and backwards for each rank and places the communication itself; it
+knows no weight versions, replicas or recomputation, and accounts nothing. Weights are updated between its steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from ..errors import BadInput, RunFailed
+from .measure import OpTime
+from .model import LoadedModel, TensorSpec
+from .prepare import Script
+from .stage import StageModule
+from .transport import PeerLost
+
+
+def refuse_for_torch(script: Script) -> None:
+    """Raise BadInput with one sentence for what torch's runtime doesn't do."""
+    stages = script.plan.allocation.stages
+    if not script.drains:
+        raise BadInput(f"plan: torch's engine drains before every update; weights are {script.plan.policy.weights!r}")
+    if script.evaluates:
+        raise BadInput("run: torch's engine trains; evaluate with our own")
+    for s, stage in enumerate(stages):
+        if stage.replicas > 1:
+            raise BadInput(f"plan: stage {s} has {stage.replicas} replicas; torch's engine runs every stage once")
+        if stage.checkpoint:
+            raise BadInput(f"plan: stage {s} recomputes layers; torch's engine keeps all activations")
+    if stages[-1].start == len(script.plan.chain) - 1:
+        raise BadInput("plan: the last stage is the loss alone, which torch's engine cannot run")
+
+
+def execute_on_torch(
+    script: Script,
+    rank: int,
+    model: LoadedModel,
+    runners: Mapping[int, StageModule],
+    data: Callable[[int], tuple[Tensor, Tensor]],
+    updated: Callable[[int, int], None],
+) -> list[OpTime]:
+    """Run all mini-batches of ``script`` and return when updates were made; losses go to the last stage's runner."""
+    plan, interval = script.plan, script.interval
+    last = len(plan.allocation.stages) - 1
+    stages = []
+    for s in runners:
+        layers = plan.allocation.stages[s]
+        modules = nn.Sequential(*(model.layers[i][1] for i in range(layers.start, min(layers.stop, len(model.layers)))))
+        out = model.boundaries[min(layers.stop, len(model.layers))]
+        stages.append(
+            PipelineStage(
+                modules,
+                s,
+                last + 1,
+                torch.device("cpu"),
+                input_args=(_example(model.boundaries[layers.start], s > 0),),
+                output_args=(_example(out, True),),
+            )
+        )
+    runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=model.loss)  # type: ignore[no-untyped-call]  # torch has no types there
+    runtime._prepare_schedule_with_comms(_actions(script), format="compute_only")
+    times: list[OpTime] = []
+    for step in range(script.first.step, script.first.step + script.steps):
+        begin = script.at(step).microbatch
+        inputs: tuple[Tensor, ...] = ()
+        targets: Tensor | None = None
+        losses: list[Tensor] = []
+        if 0 in runners or last in runners:
+            samples = [data(m) for m in range(begin, begin + interval)]
+            if 0 in runners:
+                inputs = (torch.cat([x for x, _ in samples]),)
+            if last in runners:
+                targets = torch.cat([y for _, y in samples])
+        try:
+            runtime.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            lost = "onnection" in str(error) or "imed out" in str(error)
+            raise (PeerLost if lost else RunFailed)(f"torch's engine in update {step + 1}: {error}") from error
+        if last in runners:
+            runners[last].losses.update({begin + k: loss.item() for k, loss in enumerate(losses)})
+        for s, runner in runners.items():
+            start = time.monotonic_ns()
+            runner.versions.detach_gradient(step)
+            runner.versions.update(step + 1)
+            runner.versions.install(step + 1)
+            times.append(OpTime("UPDATE", s, step + 1, start, time.monotonic_ns()))
+            updated(s, step + 1)
+    return times
+
+
+def _example(spec: TensorSpec, gradient: bool) -> Tensor:
+    return torch.zeros(spec.shape, dtype=spec.dtype, requires_grad=gradient and spec.dtype.is_floating_point)
+
+
+def _actions(script: Script) -> dict[int, list[_Action | None]]:
+    """Return one mini-batch as torch writes it: every rank's forwards and backwards in the plan's order."""
+    kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+    actions: dict[int, list[_Action | None]] = {}
+    for lane in script.program.lanes:
+        if lane.device is not None:
+            works = [(script.program.operations[step.position], step.microbatch) for step in lane.steps]
+            actions[script.devices.index(lane.device)] = [
+                _Action(work.stage, kinds[work.kind], microbatch) for work, microbatch in works
+            ]
+    return actions
