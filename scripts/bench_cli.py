@@ -1,6 +1,6 @@
 """Wall times of the command line, start-up included: medians of fresh processes, beside a bare Python start.
 
-Usage: python scripts/bench_cli.py [PROFILE]   (default: PipeDream's resnet50 where it is at hand, else a shipped profile)
+Usage: python scripts/bench_cli.py [PROFILE]   (default: PipeDream's resnet50 where at hand, else a shipped one)
 """
 
 from __future__ import annotations

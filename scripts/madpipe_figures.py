@@ -1,6 +1,6 @@
 """Redraw Figures 6, 7 and 8 of MadPipe for any profiles: PNG and the CSV that they are drawn from.
 
-Usage: python scripts/madpipe_figures.py PROFILE... [--gpus 2,4,8] [--mem 3GB,4GB,...] [--bandwidth 12GB/s,24GB/s] [-o out]
+Usage: python scripts/madpipe_figures.py PROFILE... [--gpus 2,4,8] [--mem 3GB,4GB] [--bandwidth 12GB/s,24GB/s] [-o out]
 
 Figure 6: period against memory for the first profile, dashed what the dynamic program claims, solid what is scheduled.
 Figure 7: geometric mean over GPUs and bandwidths of each algorithm's period over the portfolio's, one line per network.
@@ -75,6 +75,8 @@ def figure6(points: list[Point], gpus: list[int], bandwidth: int, path: Path) ->
         for algorithm in ALGORITHMS:
             mine = [p for p in points if (p.gpus, p.algorithm, p.bandwidth) == (count, algorithm, bandwidth)]
             for field, style in (("claimed_ns", "--"), ("period_ns", "-")):
+                if algorithm == "auto" and field == "claimed_ns":  # the winners' claims are of several algorithms
+                    continue
                 xy = [(p.memory / 1e9, getattr(p, field) / 1e6) for p in mine if getattr(p, field) is not None]
                 if xy:
                     label = algorithm if style == "-" else None
