@@ -15,7 +15,7 @@ import click
 from ..errors import BadInput
 from ..partition import ALGORITHMS
 from ..units import parse_bytes
-from .options import JSON, problem_options, read_problem
+from .options import JSON, parse_counts, problem_options, read_problem
 
 NAMES = ["auto", "gpipe", *ALGORITHMS]
 DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
@@ -47,7 +47,10 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
             raise BadInput(f"--algorithms: {name!r} is not one of {', '.join(NAMES)}")
     if shared["platform"] is not None:
         raise click.UsageError("compare builds its platforms from --gpus and --mem; --platform says one")
-    gpus, memories = _counts(shared["gpus"] or ""), [parse_bytes(x, "--mem") for x in (shared["mem"] or "").split(",")]
+    gpus, memories = (
+        parse_counts(shared["gpus"] or "", "--gpus"),
+        [parse_bytes(x, "--mem") for x in (shared["mem"] or "").split(",")],
+    )
     problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"})
     rows = []
     total = len(gpus) * len(memories)
@@ -63,18 +66,6 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     elif csv_file != "-":
         print_rows(problem, rows, assumptions)
-
-
-def _counts(text: str) -> list[int]:
-    counts: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)) or int(first) < 1 or int(last or first) > 4096:
-            raise BadInput(f"--gpus: {part!r} is neither a count nor a range such as 2-8")
-        counts += range(int(first), int(last or first) + 1)
-    if not counts:
-        raise BadInput(f"--gpus: {text!r} names no count")
-    return counts
 
 
 def _csv(rows: list[Any]) -> str:

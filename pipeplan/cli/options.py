@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ..errors import BadInput
 from ..problem import Chain, Checkpointing, Platform, Policy, Problem
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
 
@@ -131,6 +132,19 @@ def _platform(
     rate = parse_bandwidth(bandwidth or DEFAULT_BANDWIDTH, "--bandwidth")
     assumptions = [] if bandwidth else [f"bandwidth {format_bandwidth(rate)} between any two GPUs (PCIe 3 x16)"]
     return Platform.flat(gpus, memory, rate, parse_time(latency or "0", "--latency")), assumptions
+
+
+def parse_counts(text: str, where: str) -> list[int]:
+    """Return the counts that ``2,4-6`` says, in that order; BadInput names ``where``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)) or int(first) < 1 or int(last or first) > 4096:
+            raise BadInput(f"{where}: {part!r} is neither a count nor a range such as 2-8")
+        counts += range(int(first), int(last or first) + 1)
+    if not counts:
+        raise BadInput(f"{where}: {text!r} names no count")
+    return counts
 
 
 def merging(text: str) -> Callable[[Chain], Chain]:

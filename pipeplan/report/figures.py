@@ -40,16 +40,16 @@ MEMORY_COLUMNS = 1200
 def save_pattern(plan: Plan, path: str) -> None:
     """Draw one steady period of a plan, links too, into ``path``."""
     rows, start, end = pattern_window(plan)
-    figure, (axes,) = _figure([len(rows)])
+    figure, (axes,) = make_figure([len(rows)])
     _draw(axes, rows, start, end)
-    _finish(figure, axes, f"{plan.chain.name}: one period. {headline(plan)}", path)
+    save_figure(figure, axes, f"{plan.chain.name}: one period. {headline(plan)}", path)
 
 
 def save_timeline(simulation: Simulation, path: str) -> None:
     """Draw a simulated run into ``path``: what the devices do, and each one's memory with its limit."""
     timeline, plan = simulation.timeline, simulation.plan
     rows = [row for row in timeline_rows(timeline) if row.device is not None]
-    figure, (axes, memory) = _figure([len(rows), max(4, len(rows) // 2)])
+    figure, (axes, memory) = make_figure([len(rows), max(4, len(rows) // 2)])
     _draw(axes, rows, 0, timeline.makespan_ns)
     if len(rows) > MOST_LINES:
         _memory_rows(figure, memory, simulation)
@@ -63,7 +63,7 @@ def save_timeline(simulation: Simulation, path: str) -> None:
         f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {name}, "
         f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
     )
-    _finish(figure, axes, title, path)
+    save_figure(figure, axes, title, path)
 
 
 def _memory_lines(axes: Any, simulation: Simulation) -> None:
@@ -106,7 +106,8 @@ def _used(simulation: Simulation) -> list[tuple[int, int]]:
     return [(i, lane.device) for i, lane in enumerate(lanes) if lane.device is not None and lane.steps]
 
 
-def _figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
+def make_figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
+    """Return a figure with one axes for each height, in rows of a Gantt chart."""
     figure = Figure(figsize=(16, 1.3 + INCH_PER_ROW * sum(heights) + 0.5 * (len(heights) - 1)), layout="constrained")
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
@@ -139,7 +140,8 @@ def _draw(axes: Any, rows: Sequence[Row], start_ns: int, end_ns: int) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
 
 
-def _finish(figure: Figure, axes: Any, title: str, path: str) -> None:
+def save_figure(figure: Figure, axes: Any, title: str, path: str) -> None:
+    """Write a figure with its title above ``axes``, the same bytes again for the same figure."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")

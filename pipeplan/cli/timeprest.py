@@ -1,0 +1,93 @@
+"""``pipeplan timeprest``: what TiMePReSt's schedule does to the weights and the memory, in unit time."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..errors import BadInput
+from .options import JSON, parse_counts
+
+DEFAULT_RANGE = "2-8"
+
+
+@click.command()
+@click.option("--workers", metavar="W", help="Workers, one stage each; with --table a range.  [with --table: 2-8]")
+@click.option("--microbatches", metavar="N", help="Per mini-batch; with --table a range.  [with --table: 2-8]")
+@click.option(
+    "--backward-time",
+    metavar="TIME",
+    default="1",
+    show_default=True,
+    help="Of a mini-batch on one worker, in time points (forwards of a microbatch): 1, 1.5, 7/3, or 2N.",
+)
+@click.option(
+    "--vertical-sync/--no-vertical-sync",
+    default=True,
+    show_default=True,
+    help="A pass uses one version on all workers, as in the paper, or each worker its own newest.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Mini-batches admitted at once.  [default: any]")
+@click.option("--table", "as_table", is_flag=True, help="The version difference over workers and microbatches.")
+@click.option("-o", "--output", metavar="FILE", help="Draw the schedule as .png, .svg or .pdf.")
+@click.option("--time-points", type=click.IntRange(1, 400), default=30, show_default=True, help="Drawn by -o.")
+@JSON
+def command(
+    workers: str | None,
+    microbatches: str | None,
+    backward_time: str,
+    vertical_sync: bool,
+    limit: int | None,
+    as_table: bool,
+    output: str | None,
+    time_points: int,
+    as_json: bool,
+) -> None:
+    """Show TiMePReSt's schedule in unit time: version difference, sequences of mini-batches, versions, activations.
+
+    Everything is read off the simulated schedule; the paper's formula stands beside it where it says something else.
+
+    \b
+    Example: pipeplan timeprest --workers 4 --microbatches 4 --backward-time 2N
+    """
+    from ..report.timeprest import analysis_figures, print_analysis, print_table, threshold_figures
+    from ..timeprest import analyse, parse_backward, table
+
+    backward = parse_backward(backward_time, "--backward-time")
+    if as_table:
+        if output is not None:
+            raise click.UsageError("-o draws one schedule; --table has many")
+        rows = table(
+            parse_counts(workers or DEFAULT_RANGE, "--workers"),
+            parse_counts(microbatches or DEFAULT_RANGE, "--microbatches"),
+            backward,
+            vertical_sync=vertical_sync,
+            limit=limit,
+        )
+        if as_json:
+            click.echo(json.dumps([analysis_figures(analysis) for row in rows for analysis in row], indent=1))
+        else:
+            print_table(rows, backward)
+        return
+    if workers is None or microbatches is None:
+        raise click.UsageError("say --workers and --microbatches, or --table")
+    count = _one(microbatches, "--microbatches")
+    analysis = analyse(_one(workers, "--workers"), count, backward.of(count), vertical_sync=vertical_sync, limit=limit)
+    if output is not None:
+        from ..report.timeprest_figure import save_staircase
+
+        save_staircase(analysis, output, time_points)
+    if as_json:
+        click.echo(json.dumps(analysis_figures(analysis) | threshold_figures(analysis, backward), indent=1))
+    else:
+        print_analysis(analysis, backward)
+        if output is not None:
+            click.echo(f"written to {output}")
+
+
+def _one(text: str, where: str) -> int:
+    counts = parse_counts(text, where)
+    if len(counts) > 1:
+        raise BadInput(f"{where}: {text!r} is more than one count; say --table")
+    return counts[0]
