@@ -140,9 +140,12 @@ def segment(chain: Chain, start: IntLike, stop: IntLike) -> tuple[Any, Any, Any]
 
 def sync_period_ns(policy: Policy, gradient: int, replicas: int, bandwidth: int) -> int:
     """Least period at which ring all-reduces of ``gradient`` bytes keep up: 2(r-1)/r * bytes / bandwidth per update."""
-    if replicas == 1:
-        return 0
-    return ceil_div(2 * (replicas - 1) * gradient * 10**9, replicas * bandwidth * policy.update_interval(replicas))
+    return ring_all_reduce_ns(gradient, replicas, bandwidth * policy.update_interval(replicas))
+
+
+def ring_all_reduce_ns(size: int, replicas: int, bandwidth: int) -> int:
+    """Return the time in which a ring of ``replicas`` sums ``size`` bytes: 2(r-1)/r * bytes / bandwidth, rounded up."""
+    return ceil_div(2 * (replicas - 1) * size * 10**9, replicas * bandwidth)
 
 
 def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import BadInput
+from ..transformer import TRANSFORMERS
 from .data import CHARACTERS, text
 from .model import Data, Factory, Loss, Model, chain, token_loss
 
@@ -117,20 +118,21 @@ def batches(config: GPTConfig, batch: int) -> Data:
     return text(batch, config.sequence)
 
 
-def _published(blocks: int, hidden: int, heads: int) -> Model[GPTConfig]:
-    return Model(GPTConfig(blocks, hidden, heads, vocabulary=50257, sequence=1024, positions=1024), network, batches)
-
-
-def _myelin(blocks: int, hidden: int, heads: int) -> Model[GPTConfig]:
-    return Model(GPTConfig(blocks, hidden, heads, vocabulary=51200, sequence=512, positions=512), network, batches)
+def _sized(name: str) -> Model[GPTConfig]:
+    """Return the model whose sizes :data:`~pipeplan.transformer.TRANSFORMERS` has under ``name``."""
+    sizes = TRANSFORMERS[name]
+    config = GPTConfig(
+        sizes.layers, sizes.hidden, sizes.heads, sizes.vocabulary, sizes.sequence, sizes.sequence, sizes.tied
+    )
+    return Model(config, network, batches)
 
 
 tiny = Model(GPTConfig(4, 64, 4, vocabulary=CHARACTERS, sequence=64, tied=False), network, batches)
-gpt2_small = _published(12, 768, 12)
-gpt2_medium = _published(24, 1024, 16)
-gpt2_large = _published(36, 1280, 20)
-gpt2_xl = _published(48, 1600, 25)
-myelin_12b = _myelin(48, 4512, 24)
-myelin_24b = _myelin(48, 6336, 36)
-myelin_50b = _myelin(96, 6528, 48)
-myelin_100b = _myelin(96, 9360, 60)
+gpt2_small = _sized("gpt2-small")
+gpt2_medium = _sized("gpt2-medium")
+gpt2_large = _sized("gpt2-large")
+gpt2_xl = _sized("gpt2-xl")
+myelin_12b = _sized("myelin-12b")
+myelin_24b = _sized("myelin-24b")
+myelin_50b = _sized("myelin-50b")
+myelin_100b = _sized("myelin-100b")
