@@ -24,7 +24,9 @@ COMMANDS = {
     "compare": ("compare", "Put algorithms side by side over GPUs and memories."),
     "run": ("run", "Train a model from a plan on torch processes."),
     "profile": ("profile", "Measure a torch model layer by layer, or estimate it for a GPU."),
+    "estimate": ("estimate", "Estimate memory and time of a large transformer from its sizes."),
     "diff": ("diff", "Compare two profiles, and a plan's worth on the other."),
+    "timeprest": ("timeprest", "Show what TiMePReSt's schedule does to weights and memory."),
     "algorithms": ("algorithms", "List the partitioning algorithms."),
     "schema": ("schema", "Print the JSON Schema of a file."),
 }

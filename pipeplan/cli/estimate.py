@@ -1,0 +1,184 @@
+"""``pipeplan estimate``: memory and time of training a large transformer, from its sizes alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import BadInput
+from ..units import format_bandwidth, parse_bandwidth, parse_bytes
+from .options import DEFAULT_BANDWIDTH, JSON
+from .simulate import Share
+
+if TYPE_CHECKING:
+    from ..transformer import Grid, Transformer
+
+COUNT = click.IntRange(1, 10**6)
+SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
+MOST_TOKENS = 10**18
+
+
+@click.command()
+@click.option("--model", metavar="NAME", help="Sizes of a GPT of the zoo, such as myelin-12b; the next five override.")
+@click.option("--layers", type=COUNT, help="Transformer layers.")
+@click.option("--hidden", type=COUNT, help="Hidden size.")
+@click.option("--heads", type=COUNT, help="Attention heads.")
+@click.option("--sequence", type=COUNT, help="Tokens in a sample.")
+@click.option("--vocabulary", type=COUNT, help="Entries of the token table.")
+@click.option("--untied", is_flag=True, help="The head has a table of its own.")
+@click.option("--gpus", type=COUNT, help="All GPUs: --inter times --data; two of the three say it.  [default: 1]")
+@click.option("--inter", type=COUNT, help="Stages of each pipeline.")
+@click.option("--data", type=COUNT, help="Pipelines that share the batch.")
+@click.option("--microbatch", type=COUNT, default=1, show_default=True, help="Samples that move together.")
+@click.option("--batch", type=click.IntRange(1, 10**9), help="Samples per update.  [default: 4 microbatches per GPU]")
+@click.option("--limit", type=COUNT, help="Microbatches in one pipeline at most.  [default: --inter]")
+@click.option(
+    "--ac",
+    metavar="N|none",
+    help="Layers from one checkpoint to the next.  [default: Myelin's rule, near the root of --layers]",
+)
+@click.option("--offload", is_flag=True, help="Keep optimizer state in host memory.")
+@click.option(
+    "--bucket-size",
+    type=click.IntRange(1, 10**12),
+    default=16 * 10**6,
+    show_default=True,
+    help="With --offload: parameters whose state is on the GPU at a time.",
+)
+@click.option("--gpu", metavar="NAME|FILE", help="Take --mem and --peak from the table of GPUs, such as v100.")
+@click.option("--mem", metavar="SIZE", help="Memory of a GPU, such as 16GB: exit 1 when a stage doesn't fit.")
+@click.option(
+    "--peak", type=click.FloatRange(0, 10**6, min_open=True), metavar="TFLOPS", help="Peak of a GPU in 1e12 flop/s."
+)
+@click.option("--share", type=Share(), default="50%", show_default=True, help="Share of the peak over a whole batch.")
+@click.option("--tokens", default="300e9", show_default=True, metavar="N", help="Tokens to train on.")
+@click.option("--bandwidth", metavar="RATE", help=f"In the all-reduce, per GPU.  [default: {DEFAULT_BANDWIDTH}]")
+@JSON
+def command(
+    model: str | None,
+    layers: int | None,
+    hidden: int | None,
+    heads: int | None,
+    sequence: int | None,
+    vocabulary: int | None,
+    untied: bool,
+    gpus: int | None,
+    inter: int | None,
+    data: int | None,
+    microbatch: int,
+    batch: int | None,
+    limit: int | None,
+    ac: str | None,
+    offload: bool,
+    bucket_size: int,
+    gpu: str | None,
+    mem: str | None,
+    peak: float | None,
+    share: float,
+    tokens: str,
+    bandwidth: str | None,
+    as_json: bool,
+) -> None:
+    """Estimate memory and time of training a GPT on a grid of pipelines x data parallelism, without a profile.
+
+    Parameters, bytes on each GPU by class, flops of a batch, the all-reduce, days for so many tokens: mixed precision
+    with Adam and recomputation between checkpoints, as in Myelin.
+
+    \b
+    Example: pipeplan estimate --model myelin-12b --gpus 48 --inter 6 --microbatch 8 --batch 16384 --offload --gpu v100
+    """
+    from ..accelerators import accelerator
+    from ..report.estimate import Question, estimate_figures, print_estimate
+    from ..transformer import MIXED, check_sizes
+
+    network = _network(model, dict(zip(SIZES, (layers, hidden, heads, sequence, vocabulary), strict=True)), untied)
+    assumptions = []
+    stages, pipelines = _shape(gpus, inter, data)
+    if batch is None:
+        batch = 4 * stages * pipelines * microbatch
+        assumptions.append(f"batch of {batch} samples, 4 microbatches per GPU")
+    if bandwidth is None:
+        assumptions.append(f"all-reduce at {format_bandwidth(parse_bandwidth(DEFAULT_BANDWIDTH))} per GPU (PCIe 3 x16)")
+    grid = _checkpointed(network, stages, pipelines, microbatch, batch, limit, ac)
+    check_sizes(network, grid)
+    device = None if gpu is None else accelerator(gpu)
+    memory = parse_bytes(mem, "--mem") if mem is not None else None if device is None else device.memory_bytes
+    flops = peak * 1e12 if peak is not None else None if device is None else device.peak("float16")
+    if share == 0:
+        raise BadInput("--share: 0% of the peak never ends")
+    question = Question(
+        name=model or "transformer",
+        model=network,
+        grid=grid,
+        policy=replace(MIXED, offload=offload, bucket_parameters=bucket_size, accumulate=grid.microbatches),
+        memory_bytes=memory,
+        bandwidth=parse_bandwidth(bandwidth or DEFAULT_BANDWIDTH, "--bandwidth"),
+        peak=flops,
+        share=share,
+        tokens=_tokens(tokens),
+    )
+    figures = estimate_figures(question)
+    if as_json:
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        print_estimate(question, figures, assumptions)
+    if figures["memory"]["fits"] is False:
+        raise click.exceptions.Exit(1)
+
+
+def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Transformer:
+    from ..transformer import TRANSFORMERS, Transformer
+
+    given = {key: value for key, value in sizes.items() if value is not None}
+    if name is None:
+        if missing := [f"--{key}" for key in SIZES if key not in given]:
+            raise click.UsageError(f"say the network: --model, or also {', '.join(missing)}")
+        return Transformer(**given, tied=not untied)
+    if name not in TRANSFORMERS:
+        raise BadInput(f"--model: no GPT is named {name!r}; known are {', '.join(TRANSFORMERS)}")
+    known = TRANSFORMERS[name]
+    return replace(known, **given, tied=known.tied and not untied)
+
+
+def _shape(gpus: int | None, inter: int | None, data: int | None) -> tuple[int, int]:
+    """Return stages and pipelines from two of the three counts, or one of the latter two."""
+    if gpus is None:
+        return inter or 1, data or 1
+    if inter is None and data is None:
+        if gpus == 1:
+            return 1, 1
+        raise BadInput(f"--gpus: {gpus} GPUs can be many grids; say also --inter or --data")
+    known, other = ("--inter", inter) if inter is not None else ("--data", data)
+    assert other is not None
+    if gpus % other:
+        raise BadInput(f"--gpus: {gpus} is not a multiple of {known} {other}")
+    if inter is not None and data is not None and inter * data != gpus:
+        raise BadInput(f"--gpus: {gpus} is not --inter {inter} times --data {data}, which is {inter * data}")
+    return (inter, gpus // inter) if inter is not None else (gpus // other, other)
+
+
+def _checkpointed(
+    network: Transformer, inter: int, data: int, microbatch: int, batch: int, limit: int | None, ac: str | None
+) -> Grid:
+    from ..transformer import Grid, paper_checkpoint
+
+    grid = Grid(inter, data, microbatch, batch, None, limit)
+    if ac is None:
+        return replace(grid, checkpoint=paper_checkpoint(network.layers, min(inter, network.layers)))
+    if ac == "none":
+        return grid
+    if not (ac.isascii() and ac.isdecimal() and 0 < len(ac) < 8 and int(ac)):
+        raise BadInput(f"--ac: {ac[:40]!r} is neither a positive number of layers nor none")
+    return replace(grid, checkpoint=int(ac))
+
+
+def _tokens(text: str) -> int:
+    count = Fraction(text) if re.fullmatch(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?", text) else None
+    if count is None or count.denominator != 1 or not 0 < count <= MOST_TOKENS:
+        raise BadInput(f"--tokens: {text[:40]!r} is not a positive whole number up to 1e18, such as 300e9")
+    return int(count)
