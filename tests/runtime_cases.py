@@ -311,3 +311,39 @@ def without_limit(batch):
 
 def rates_doubled(optimizer, times=1):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0 ** min(step, times))
+
+
+class Tiring(torch.optim.SGD):
+    """An optimizer with a fault in its third update."""
+
+    def __init__(self, parameters, lr, killed=False):
+        super().__init__(parameters, lr=lr)
+        self.made, self.killed = 0, killed
+
+    def step(self, closure=None):
+        self.made += 1
+        if self.made == 3:
+            if self.killed:
+                kill_process(None)
+            raise ArithmeticError("no third time")
+        return super().step(closure)
+
+
+class BackwardKill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        kill_process(gradient)
+
+
+def backward_killed(batch):
+    return faulty(BackwardKill.apply, batch)
+
+
+def ending(index, seed):
+    if index >= 3:
+        raise IndexError(f"there is no microbatch {index}")
+    return vectors(index, seed)

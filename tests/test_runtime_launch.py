@@ -22,6 +22,7 @@ from pipeplan.errors import BadInput, RunFailed  # noqa: E402
 from pipeplan.plan import Stage  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
 from pipeplan.runtime.model import ModelSpec  # noqa: E402
+from pipeplan.runtime.optimizers import parse_choice  # noqa: E402
 
 SECONDS = 60  # far more than anything here takes
 pytestmark = pytest.mark.timeout(4 * SECONDS)
@@ -212,6 +213,7 @@ FAULTS = {
     "raising": "rank {rank} failed in the forward of microbatch 4 on stage {rank}: ValueError: a bad microbatch",
     "backward_raising": "rank {rank} failed in the backward of microbatch 4 on stage {rank}: "
     "ArithmeticError: no way back",
+    "backward_killed": "rank {rank} died in the backward of microbatch 4 on stage {rank}: killed by SIGKILL",
     "killed": "rank {rank} died in the forward of microbatch 4 on stage {rank}: killed by SIGKILL",
 }
 
@@ -346,3 +348,22 @@ def test_what_torchs_engine_cannot_run_is_bad_input(stages, weights, words):
     plan = plan_of(zoo_chain("gpt-tiny", 2), stages, weights=weights)
     with pytest.raises(BadInput, match=words):
         run_plan(plan, ModelSpec("gpt-tiny"), steps=1, lr=0.02, engine="torch")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("killed=False", "failed in update 3 of stage 1: ArithmeticError: no third time"),
+     ("killed=True", "died in update 3 of stage 1: killed by SIGKILL")],
+)  # fmt: skip
+def test_a_failing_update_is_named(options, words):
+    """Both stages' optimizers fail; the last stage updates first."""
+    model = ModelSpec("runtime_cases:healthy", "runtime_cases:vectors")
+    optimizer = parse_choice(f"runtime_cases:Tiring,{options}", "here")
+    with pytest.raises(RunFailed, match=f"rank 1 {words}"):
+        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01, optimizer=optimizer)
+
+
+def test_missing_data_is_named():
+    model = ModelSpec("runtime_cases:healthy", "runtime_cases:ending")
+    with pytest.raises(RunFailed, match=r"failed in the forward of microbatch 3 on stage \d: IndexError: there is no"):
+        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01)
