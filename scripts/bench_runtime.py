@@ -64,8 +64,9 @@ def plan_of(chain: Chain, stages: list[Stage], weights: Weights = "2bw", accumul
     graph = stage_graph(chain, platform, replace(policy, weights="flush", accumulate=accumulate or 1), stages)
     pattern = best_one_f_one_b_star(graph) if graph.contiguous else schedule_ilp(graph).pattern
     assert pattern is not None, "memory is no limit here"
-    if accumulate is None:
-        return plan_of(chain, stages, weights, most_in_flight(graph, starts_of(pattern), pattern.period_ns))
+    in_flight = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    if accumulate is None or (weights == "2bw" and accumulate < in_flight):  # the update's share moves the order
+        return plan_of(chain, stages, weights, in_flight)
     schedule = Schedule("flush", accumulate) if weights == "flush" else Schedule()
     plan = Plan(chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("benchmark"), schedule)
     check(plan)
