@@ -292,7 +292,8 @@ def remedies(model: Transformer, grid: Grid, policy: Policy, memory_bytes: int) 
         if ac != grid.checkpoint and peak(replace(grid, checkpoint=ac), policy) <= memory_bytes
     ]
     if fitting:
-        found.append(f"ac = {max(fitting)}" + (f" or less, down to {min(fitting)}" if len(fitting) > 1 else ""))
+        least = "" if light.checkpoint == max(fitting) else f" ({light.checkpoint} takes the least)"
+        found.append(f"ac = {max(fitting)}{least}")
     if not policy.offload:
         offloaded = replace(policy, offload=True)
         if peak(grid, offloaded) <= memory_bytes:

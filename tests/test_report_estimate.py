@@ -30,7 +30,7 @@ def test_the_papers_rule_overflows_the_outer_stages_and_exits_1(pipeplan: Comman
     code, out, err = pipeplan("estimate", *TABLE_2, "--offload", "--mem", "16GB")
     assert (code, err) == (1, "")
     assert "too large   2 of 6 stages for 16.00 GB; stage 5 needs 17.10 GB, an even share fits" in out
-    assert "ac = 6 or less" in out
+    assert "with 17.10 GB of memory, or ac = 6 (2 takes the least), or 12 stages x 4 with ac = 2" in out
     assert "as misprinted 60, 42.68 GB, least at sqrt(N/G_inter) = 2.83" in out
     assert "days" not in out  # nothing said what a GPU's peak is
     code, out, _ = pipeplan("estimate", *TABLE_2, "--mem", "16GB")
@@ -57,6 +57,14 @@ def test_json_has_every_class_of_bytes(pipeplan: Command) -> None:
     assert figures["time"]["days"] == pytest.approx(112.2, abs=0.1)
     assert figures["checkpointing"]["paper_ac"] == 8
     assert pipeplan("estimate", *TABLE_2, "--offload", "--mem", "16GB", "--peak", "125", "--json")[1] == out
+
+
+def test_80_columns_show_every_figure(pipeplan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = pipeplan("estimate", *TABLE_2, "--offload", "--mem", "16GB")
+    assert "…" not in out
+    assert "26.23" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_own_sizes_override_and_one_gpu_is_the_default(pipeplan: Command) -> None:
@@ -97,7 +105,10 @@ def test_own_sizes_override_and_one_gpu_is_the_default(pipeplan: Command) -> Non
         (["--model", "gpt2-xl", "--inter", "6", "--ac", "9"], "ac: 9 is more than the 8 layers of the largest stage"),
         (["--model", "gpt2-xl", "--mem", "16"], "--mem: '16' has no unit"),
         (["--model", "gpt2-xl", "--share", "0.5"], "'0.5' is not a percentage"),
-        (["--model", "gpt2-xl", "--share", "0%"], "--share: 0% of the peak never ends"),
+        (["--model", "gpt2-xl", "--share", "0%"], "--share: 0% of the peak is less than 0.01%"),
+        (["--model", "gpt2-xl", "--share", "nan%"], "not"),
+        (["--model", "gpt2-xl", "--peak", "nan"], "--peak: nan is not a number"),
+        (["--model", "gpt2-xl", "--peak", "0"], "0.0 is not in the range"),
         (["--model", "gpt2-xl", "--tokens", "many"], "--tokens: 'many' is not a positive whole number"),
         (["--model", "gpt2-xl", "--tokens", "1e999999999"], "--tokens: '1e999999999' is not a positive whole number"),
         (["--model", "gpt2-xl", "--tokens", "0.5"], "--tokens: '0.5' is not"),

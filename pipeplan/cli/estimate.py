@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from fractions import Fraction
+from math import isnan
 from typing import TYPE_CHECKING
 
 import click
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 COUNT = click.IntRange(1, 10**6)
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
 MOST_TOKENS = 10**18
+LEAST_SHARE = 1e-4
 
 
 @click.command()
 @click.option("--model", metavar="NAME", help="Sizes of a GPT of the zoo, such as myelin-12b; the next five override.")
-@click.option("--layers", type=COUNT, help="Transformer layers.")
+@click.option("--layers", type=click.IntRange(1, 10**4), help="Transformer layers.")
 @click.option("--hidden", type=COUNT, help="Hidden size.")
 @click.option("--heads", type=COUNT, help="Attention heads.")
 @click.option("--sequence", type=COUNT, help="Tokens in a sample.")
@@ -52,9 +54,7 @@ MOST_TOKENS = 10**18
 )
 @click.option("--gpu", metavar="NAME|FILE", help="Take --mem and --peak from the table of GPUs, such as v100.")
 @click.option("--mem", metavar="SIZE", help="Memory of a GPU, such as 16GB: exit 1 when a stage doesn't fit.")
-@click.option(
-    "--peak", type=click.FloatRange(0, 10**6, min_open=True), metavar="TFLOPS", help="Peak of a GPU in 1e12 flop/s."
-)
+@click.option("--peak", type=click.FloatRange(1e-6, 10**6), metavar="TFLOPS", help="Peak of a GPU in 1e12 flop/s.")
 @click.option("--share", type=Share(), default="50%", show_default=True, help="Share of the peak over a whole batch.")
 @click.option("--tokens", default="300e9", show_default=True, metavar="N", help="Tokens to train on.")
 @click.option("--bandwidth", metavar="RATE", help=f"In the all-reduce, per GPU.  [default: {DEFAULT_BANDWIDTH}]")
@@ -109,8 +109,10 @@ def command(
     device = None if gpu is None else accelerator(gpu)
     memory = parse_bytes(mem, "--mem") if mem is not None else None if device is None else device.memory_bytes
     flops = peak * 1e12 if peak is not None else None if device is None else device.peak("float16")
-    if share == 0:
-        raise BadInput("--share: 0% of the peak never ends")
+    if peak is not None and isnan(peak):
+        raise BadInput("--peak: nan is not a number of Tflop/s")
+    if share < LEAST_SHARE:
+        raise BadInput(f"--share: {100 * share:g}% of the peak is less than {LEAST_SHARE:.2%}")
     question = Question(
         name=model or "transformer",
         model=network,

@@ -31,7 +31,7 @@ from ..transformer import (
     training_days,
 )
 from ..units import format_bandwidth, format_bytes
-from .tables import console
+from .tables import NARROW, console
 
 CLASSES = ("weights", "gradient", "optimizer", "bucket", "activation", "buffer", "total", "host")
 
@@ -138,7 +138,7 @@ def print_estimate(question: Question, figures: dict[str, Any], assumptions: Seq
     out.print()
     state = f"state on the host, {policy.bucket_parameters:,} parameters at a time" if policy.offload else "no offload"
     out.print(f"memory      mixed precision, Adam, {state}; {_recomputed(grid)}")
-    out.print(_table(question, figures["memory"]))
+    out.print(_table(question, figures["memory"], out.width))
     out.print("[dim]GB on one GPU; even share: Myelin's rule; stages: with embedding, head, logits and messages[/dim]")
     out.print()
     for sentence in _verdict(question, figures["memory"]):
@@ -161,11 +161,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def _table(question: Question, memory: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def _table(question: Question, memory: dict[str, Any], width: int) -> Table:
+    narrow = width < NARROW
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0), header_style="bold")
     table.add_column("stage", no_wrap=True)
-    for name in ("layers", "weights", "gradients", "optimizer", "bucket", "activations", "buffers", "sum", "host"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("layers", "weights", "gra-dients", "opti-mizer", "bucket", "acti-vations", "buffers", "sum", "host"):
+        table.add_column(name.replace("-", "-\n" if narrow else ""), justify="right", no_wrap=True)
     layers = question.model.layers / question.grid.inter
     table.add_row(
         "even share", f"{layers:g}" if layers.is_integer() else f"{layers:.1f}", *_cells(memory["even_share"])
@@ -222,10 +223,10 @@ def _times(question: Question, time: dict[str, Any]) -> list[str]:
             f"{format_bandwidth(question.bandwidth)}: {time['all_reduce_ns'] / 1e9:.2f} s"
         )
     if question.peak is not None:
+        tokens = f"{question.tokens / 1e9:g}e9" if question.tokens >= 10**9 else f"{question.tokens:,}"
         lines += [
             f"batch       {time['batch_seconds']:.2f} s at {100 * question.share:g}% of "
             f"{question.peak / 1e12:g} Tflop/s",
-            f"training    [bold]{time['days']:.1f} days[/bold] for {question.tokens / 1e9:g}e9 tokens, "
-            f"{time['batches']:.0f} batches",
+            f"training    [bold]{time['days']:.1f} days[/bold] for {tokens} tokens, {time['batches']:.0f} batches",
         ]
     return lines
