@@ -274,6 +274,14 @@ def test_remedies_hold() -> None:
     assert len(remedies(model, grid, OFFLOAD, 10**6)) == 1
 
 
+def test_the_next_number_of_stages_that_fits_is_found() -> None:
+    one, two = Grid(1, 4, 1, 8, 1), Grid(2, 2, 1, 8, 1)
+    room = max(x.total_bytes for x in stage_memories(SMALL, two, MIXED))
+    assert room < stage_memories(SMALL, one, MIXED)[0].total_bytes
+    assert "2 stages x 2" in remedies(SMALL, one, MIXED, room)
+    assert "2 stages x 2" not in remedies(SMALL, one, MIXED, room - 1)
+
+
 # Time
 
 
@@ -323,7 +331,10 @@ def test_from_24_to_6_stages_the_pipeline_phase_shortens_as_measured() -> None:
 
 
 def test_one_kernel_efficiency_spans_the_published_shares() -> None:
-    """Myelin reaches 49.4 to 54.78% of peak over its four sizes (abstract); the first row's gives the last one's."""
+    """Myelin reaches 49.4 to 54.78% of peak over four sizes (abstract), which row which share is only in a figure.
+
+    If the best is the first row's, as the model says, the last row's comes out as the least.
+    """
     bandwidth = round(2 * 12e9 / 24 / 0.62)
 
     def shares(efficiency: float) -> list[float]:
