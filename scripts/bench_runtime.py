@@ -33,6 +33,7 @@ from pipeplan.validate import check
 
 MODELS = ["gpt-tiny,8", "small-cnn,32", "gpt-tiny,blocks=8,4"]
 MICROBATCHES = 8
+LATENCY_NS = 500_000  # of a message between two processes that are both busy
 
 
 def main() -> None:
@@ -57,16 +58,25 @@ def profiled(name: str, batch: int) -> Chain:
     return profile_model(model, batch, name=name, date="today", data=model.data(batch), steps=10, warmup=3)
 
 
-def plan_of(chain: Chain, stages: list[Stage], weights: Weights = "2bw", accumulate: int | None = None) -> Plan:
-    """Return the plan of given stages, with 1F1B* or the integer program's order."""
+def plan_of(
+    chain: Chain,
+    stages: list[Stage],
+    weights: Weights = "2bw",
+    accumulate: int | None = None,
+    latency_ns: int = LATENCY_NS,
+) -> Plan:
+    """Return the plan of given stages, with 1F1B* or the integer program's order.
+
+    With a latency, as real processes have one, the order keeps a microbatch more in flight where a cut would wait.
+    """
     count = 1 + max(d for stage in stages for d in stage.devices)
-    platform, policy = Platform.flat(count, 10**12), Policy(weights, accumulate)
+    platform, policy = Platform.flat(count, 10**12, latency_ns=latency_ns), Policy(weights, accumulate)
     graph = stage_graph(chain, platform, replace(policy, weights="flush", accumulate=accumulate or 1), stages)
     pattern = best_one_f_one_b_star(graph) if graph.contiguous else schedule_ilp(graph).pattern
     assert pattern is not None, "memory is no limit here"
     in_flight = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
     if accumulate is None or (weights == "2bw" and accumulate < in_flight):  # the update's share moves the order
-        return plan_of(chain, stages, weights, in_flight)
+        return plan_of(chain, stages, weights, in_flight, latency_ns)
     schedule = Schedule("flush", accumulate) if weights == "flush" else Schedule()
     plan = Plan(chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("benchmark"), schedule)
     check(plan)
@@ -140,9 +150,10 @@ def against_torch(name: str, chain: Chain, arguments: argparse.Namespace) -> Non
         "stash": plan_of(chain, stages, "stash", 1),
         "own flush": plan_of(chain, stages, "flush", MICROBATCHES),
     }
+    classic = plan_of(chain, stages, "flush", MICROBATCHES, 0)  # 1F1B as torch's Schedule1F1B orders it
     ratios: dict[str, list[float]] = {kind: [] for kind in plans}
     for _ in range(arguments.pairs):
-        torchs = trained(name, plans["own flush"], arguments.steps, "torch").measured_period_ns
+        torchs = trained(name, classic, arguments.steps, "torch").measured_period_ns
         assert torchs is not None, "--steps are too few for a steady state"
         for kind, plan in plans.items():
             steps = arguments.steps * (MICROBATCHES if kind == "stash" else 1)
