@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from . import __version__
@@ -17,7 +18,9 @@ from .evaluate import flush_makespan_ns
 from .explain import longest_period_ns, why_infeasible
 from .judge import Judge, Settings, Verdict, period_cost
 from .partition import ALGORITHMS
+from .partition.balance import balance
 from .partition.contiguous import feasible
+from .partition.pipedream import pipedream
 from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule
 from .portfolio import EFFORTS, propose_contiguous, search
 from .problem import Problem
@@ -143,13 +146,16 @@ def _plan_flush(
     """Plan for the shortest drained mini-batch.
 
     The shortest period need not drain fastest, so with ``widen`` the best contiguous plans of longer periods are judged
-    too, those of least delay at the first stage. A heuristic; its bound holds.
+    too, those of least delay at the first stage, and the baselines' splits. A heuristic; its bound holds.
     """
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
     judge = Judge(problem, settings, partial(_drained, problem.policy.accumulate or 1))
     status = _run(propose, problem, judge)
+    if widen:
+        for allocation in chain(balance(problem), pipedream(problem), pipedream(problem, straight=True)):
+            judge(allocation)
     if widen and judge.best is not None:
         for period in _longer(judge.best.pattern.period_ns, longest_period_ns(problem)):
             slower = feasible(problem, period)
