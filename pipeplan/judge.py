@@ -83,10 +83,12 @@ class Judge:
         return None if self.best is None else self.best.cost
 
     def promise(self, allocation: Allocation) -> int | None:
-        """Return a lower bound on the allocation's period, or None when it was judged or cannot become the best."""
+        """Return a lower bound on the allocation's period, or None when it was judged or shall not be."""
         if allocation.stages in self.seen or self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)
+        if self.cost is not period_cost:  # scheduled by 1F1B* alone, in the order of their loads
+            return graph.period_floor_ns if graph.contiguous else None
         if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
             return None
         return group_bound(graph)

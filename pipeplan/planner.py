@@ -20,6 +20,7 @@ from .judge import Judge, Settings, Verdict, period_cost
 from .partition import ALGORITHMS
 from .partition.balance import balance
 from .partition.contiguous import feasible
+from .partition.local_search import local_search
 from .partition.pipedream import pipedream
 from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule
 from .portfolio import EFFORTS, propose_contiguous, search
@@ -31,6 +32,7 @@ from .validate import check
 
 AUTO = "auto"
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
+DRAINED_MOVES = 300  # local moves of a drained plan
 Propose = Callable[[Problem, Judge], None]
 
 
@@ -146,7 +148,7 @@ def _plan_flush(
     """Plan for the shortest drained mini-batch.
 
     The shortest period need not drain fastest, so with ``widen`` the best contiguous plans of longer periods are judged
-    too, those of least delay at the first stage, and the baselines' splits. A heuristic; its bound holds.
+    too, those of least delay at the first stage, and the baselines' splits, and then local moves. A heuristic.
     """
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
@@ -161,6 +163,9 @@ def _plan_flush(
             slower = feasible(problem, period)
             if slower is not None:
                 judge(slower)
+        local_search(
+            problem, judge.best.allocation, judge.promise, judge.improves, DRAINED_MOVES, lambda: judge.expired
+        )
     return problem, judge, status
 
 
