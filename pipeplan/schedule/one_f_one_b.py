@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..groups import extend
 from ..plan import Pattern
-from ..stages import StageGraph, make_pattern, memory_fits, most_in_flight
 from ..search import smallest
+from ..stages import StageGraph, make_pattern, memory_fits, most_in_flight
 
 
 def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
