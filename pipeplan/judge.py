@@ -58,7 +58,8 @@ class Judge:
 
     ``rejected`` holds the first allocation that no period makes fit, ``broken`` the first rule that one breaks
     whatever its period (a cut between tied layers, say); ``stopped`` says whether the clock cut anything
-    short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``.
+    short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``, and
+    that of class ``any`` in ``floor_ns``, for the progress lines.
     """
 
     def __init__(self, problem: Problem, settings: Settings, cost: Cost = period_cost) -> None:
@@ -68,6 +69,7 @@ class Judge:
         self.broken: str | None = None
         self.stopped = False
         self.bounds: list[Bound] = []
+        self.floor_ns: int | None = None
         self.seen: set[tuple[Stage, ...]] = set()
 
     @property
@@ -119,7 +121,8 @@ class Judge:
         if self.best is None or cost < self._to_beat(graph):
             self.best = Verdict(cost, allocation, pattern, status)
             if self.settings.progress:
-                self.settings.progress(f"best so far {cost / 1e6:.3f} ms")
+                bound = "" if self.floor_ns is None else f", no plan is below {self.floor_ns / 1e6:.3f} ms"
+                self.settings.progress(f"best so far {cost / 1e6:.3f} ms{bound}")
         return cost
 
     def _to_beat(self, graph: StageGraph) -> int:

@@ -40,6 +40,8 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> None:
     For drained mini-batches, whose cost is not the period, only the contiguous plan is proposed.
     """
     bound = any_bound(problem).period_ns
+    if judge.cost is period_cost:
+        judge.floor_ns = bound
 
     def done() -> bool:
         return judge.expired or (judge.limit is not None and judge.limit <= bound)

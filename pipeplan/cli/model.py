@@ -1,13 +1,11 @@
 """The models and data that a user names: ``zoo:NAME[,option=value...]`` or ``module:function`` of their own.
 
-The only place that imports what is typed; nothing that a file names is ever imported.
+Only what is typed is imported, never what a file names.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from ..errors import BadInput
@@ -20,16 +18,12 @@ def named_function(text: str, what: str) -> Callable[..., Any]:
     module, colon, attribute = text.partition(":")
     if not (colon and module and attribute):
         raise BadInput(f"{what}: {text!r} is not of the form module:function")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    from ..runtime.model import find
+
     try:
-        found = import_module(module)
-    except ImportError as error:
-        raise BadInput(f"{what}: {module} cannot be imported: {error}") from error
-    function = getattr(found, attribute, None)
-    if not callable(function):
-        raise BadInput(f"{what}: module {module} has no function {attribute}")
-    return function  # type: ignore[no-any-return]  # callable, as just checked
+        return find(text)  # type: ignore[no-any-return]  # it makes sure that it can be called
+    except BadInput as error:
+        raise BadInput(f"{what}: {error}") from error
 
 
 def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
