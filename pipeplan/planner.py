@@ -28,7 +28,7 @@ from .problem import Problem
 from .program import unroll
 from .simulate import simulate
 from .stages import StageGraph, most_in_flight, stage_graph, starts_of
-from .validate import check
+from .validate import check, class_violations
 
 AUTO = "auto"
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
@@ -154,19 +154,28 @@ def _plan_flush(
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
     judge = Judge(problem, settings, partial(_drained, problem.policy.accumulate or 1))
-    status = _run(propose, problem, judge)
-    if widen:
-        for allocation in chain(balance(problem), pipedream(problem), pipedream(problem, straight=True)):
+
+    def widened(problem: Problem, judge: Judge) -> None:
+        propose(problem, judge)
+        for allocation in _around(problem, judge):
+            if judge.expired:
+                return
             judge(allocation)
-    if widen and judge.best is not None:
+        if judge.best is not None:
+            start = judge.best.allocation
+            local_search(problem, start, judge.promise, judge.improves, DRAINED_MOVES, lambda: judge.expired)
+
+    return problem, judge, _run(widened if widen else propose, problem, judge)
+
+
+def _around(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+    """Yield the baselines' splits, then the best contiguous plans of periods longer than the best so far has."""
+    yield from chain(balance(problem), pipedream(problem), pipedream(problem, straight=True))
+    if judge.best is not None:
         for period in _longer(judge.best.pattern.period_ns, longest_period_ns(problem)):
             slower = feasible(problem, period)
             if slower is not None:
-                judge(slower)
-        local_search(
-            problem, judge.best.allocation, judge.promise, judge.improves, DRAINED_MOVES, lambda: judge.expired
-        )
-    return problem, judge, status
+                yield slower
 
 
 def _longer(period: int, longest: int) -> Iterator[int]:
@@ -196,17 +205,7 @@ def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
 
 def _class_bounds(judge: Judge) -> list[Bound]:
     """Return the bounds that the search proved and whose class contains its best plan."""
-    best = judge.best
-    assert best is not None
+    assert judge.best is not None
     if judge.cost is not period_cost:  # those are bounds on a period that never drains
         return []
-    stages = best.allocation.stages
-    plain = all(stage.replicas == 1 and not stage.checkpoint for stage in stages)
-    found = []
-    for bound in judge.bounds:
-        inside = (
-            best.allocation.contiguous if bound.allocation == "contiguous" else best.allocation.one_special and plain
-        )
-        if inside:
-            found.append(bound)
-    return found
+    return [bound for bound in judge.bounds if not class_violations(bound, judge.best.allocation)]

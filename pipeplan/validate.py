@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from . import costs
 from .errors import InvalidPlan
-from .plan import Pattern, Plan, Stage, TimedOp
+from .plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from .problem import Chain, Platform, Policy
 from .stages import Operation, Resource, StageGraph, most_in_flight, resource_use, stage_graph, starts_of
 from .units import format_bytes
@@ -253,25 +253,34 @@ def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
 def bound_violations(plan: Plan) -> list[str]:
     """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period."""
     assert plan.pattern is not None
-    allocation, period = plan.allocation, plan.pattern.period_ns
-    replicated = any(stage.replicas > 1 for stage in allocation.stages)
-    recomputing = any(stage.checkpoint for stage in allocation.stages)
-    in_part = any(stage.checkpoint not in ((), ((stage.start, stage.stop),)) for stage in allocation.stages)
-    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    period = plan.pattern.period_ns
     found = []
     for bound in plan.lower_bounds:
-        name = f"the lower bound {bound.period_ns} ns for class {bound.allocation}"
         if bound.period_ns > period and plan.schedule.kind == "pattern":
-            found.append(f"{name} is above the period {period} ns")
-        if not inside[bound.allocation]:
-            found.append(f"{name} does not hold for this plan: its stages are not in that class")
-        if replicated and not bound.replicas:
-            found.append(f"{name} is for plans without replicas; this one has some")
-        if recomputing and bound.checkpointing == "none":
-            found.append(f"{name} is for plans without checkpointing; this one recomputes layers")
-        if in_part and bound.checkpointing == "stages":
-            found.append(f"{name} is for plans that recompute whole stages; this one recomputes parts of some")
+            found.append(f"{_bound_name(bound)} is above the period {period} ns")
+        found += class_violations(bound, plan.allocation)
     return found
+
+
+def class_violations(bound: Bound, allocation: Allocation) -> list[str]:
+    """Return why ``allocation`` is outside the class of plans that ``bound`` holds for; empty when it is inside."""
+    name, stages = _bound_name(bound), allocation.stages
+    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    found = []
+    if not inside[bound.allocation]:
+        found.append(f"{name} does not hold for this plan: its stages are not in that class")
+    if not bound.replicas and any(stage.replicas > 1 for stage in stages):
+        found.append(f"{name} is for plans without replicas; this one has some")
+    if bound.checkpointing == "none" and any(stage.checkpoint for stage in stages):
+        found.append(f"{name} is for plans without checkpointing; this one recomputes layers")
+    in_part = any(stage.checkpoint not in ((), ((stage.start, stage.stop),)) for stage in stages)
+    if bound.checkpointing == "stages" and in_part:
+        found.append(f"{name} is for plans that recompute whole stages; this one recomputes parts of some")
+    return found
+
+
+def _bound_name(bound: Bound) -> str:
+    return f"the lower bound {bound.period_ns} ns for class {bound.allocation}"
 
 
 def label(op: Operation | TimedOp) -> str:

@@ -98,6 +98,16 @@ def test_an_interrupt_returns_the_best_plan_so_far() -> None:
     assert evaluate(free).period_ns < evaluate(plan).period_ns
 
 
+def test_an_interrupt_while_drained_plans_are_searched_returns_the_best_so_far() -> None:
+    def interrupt() -> float:
+        raise KeyboardInterrupt
+
+    drained = uneven().with_policy(Policy("flush", accumulate=8))
+    plan = make_plan(drained, settings=replace(HIGHS, remaining_s=interrupt))
+    assert plan.provenance.solver_status == "interrupted"
+    assert plan.schedule.kind == "flush"
+
+
 def test_an_expired_clock_returns_the_exact_contiguous_plan_and_says_so() -> None:
     plan = make_plan(uneven(), settings=replace(HIGHS, remaining_s=lambda: 0.0))
     assert plan.provenance.solver_status == "time limit"
