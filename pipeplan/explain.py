@@ -12,7 +12,7 @@ from .partition.contiguous import feasible
 from .plan import Allocation
 from .problem import Device, Level, Platform, Problem, Weights
 from .search import smallest
-from .stages import resource_use, stage_graph
+from .stages import one_at_a_time, resource_use, stage_graph, starts_of
 from .units import format_bytes
 
 MOST_GPUS = 1024
@@ -27,11 +27,12 @@ def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken:
         over = f"no period makes the algorithm's split fit: {_worst(problem, rejected)}" if rejected else None
         reason = over or f"the algorithm's split breaks a rule: {broken}"
         return f"{reason}; --algorithm contiguous finds a plan that fits"
-    remedies = _remedies(problem)
+    least = least_memory(problem)
+    remedies = _remedies(problem, least)
     advice = (
         f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
     )
-    return f"no plan fits: {_binding(problem)}{advice}"
+    return f"no plan fits: {_binding(problem, least)}{advice}"
 
 
 def possible(problem: Problem) -> Allocation | None:
@@ -51,9 +52,8 @@ def longest_period_ns(problem: Problem) -> int:
     return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
 
 
-def _binding(problem: Problem) -> str:
+def _binding(problem: Problem, least: int | None) -> str:
     """Name the stage that is over its memory with one microbatch in flight, in the split that needs least."""
-    least = least_memory(problem)
     if least is not None:
         allocation = possible(_with_memory(problem, least))
         assert allocation is not None
@@ -66,13 +66,11 @@ def _binding(problem: Problem) -> str:
 
 def _worst(problem: Problem, allocation: Allocation) -> str:
     graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
-    period = max(graph.path_ns, graph.period_floor_ns)
-    starts, time = [], 0
-    for op in graph.operations:
-        starts.append(time)
-        time += op.duration_ns
+    pattern = one_at_a_time(graph)
     uses = [
-        resource_use(graph, starts, period, r) for r, resource in enumerate(graph.resources) if not resource.is_link
+        resource_use(graph, starts_of(pattern), pattern.period_ns, r)
+        for r, resource in enumerate(graph.resources)
+        if not resource.is_link
     ]
     index, use = max(enumerate(uses), key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
     stage = allocation.stages[graph.stages_on(index)[0]]
@@ -90,9 +88,8 @@ def _worst(problem: Problem, allocation: Allocation) -> str:
     )
 
 
-def _remedies(problem: Problem) -> list[str]:
+def _remedies(problem: Problem, least: int | None) -> list[str]:
     found = []
-    least = least_memory(problem)
     if least is not None:
         found.append(f"from {format_bytes(_round_up(least))} per GPU")
     gpus = fewest_gpus(problem)

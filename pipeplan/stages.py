@@ -224,6 +224,14 @@ def make_pattern(graph: StageGraph, starts: Sequence[int], period: int) -> Patte
     )
 
 
+def one_at_a_time(graph: StageGraph) -> Pattern:
+    """Return the pattern that starts a microbatch when the one before has left; valid when any pattern is."""
+    starts = [0]
+    for op in graph.operations[:-1]:
+        starts.append(starts[-1] + op.duration_ns)
+    return make_pattern(graph, starts, max(graph.path_ns, graph.period_floor_ns))
+
+
 def in_flight(graph: StageGraph, starts: Sequence[int], period: int, stage: int, at: int) -> int:
     """Return how many microbatches of ``stage`` one replica holds at the absolute time ``at`` of the steady state.
 

@@ -47,10 +47,8 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
             raise BadInput(f"--algorithms: {name!r} is not one of {', '.join(NAMES)}")
     if shared["platform"] is not None:
         raise click.UsageError("compare builds its platforms from --gpus and --mem; --platform says one")
-    gpus, memories = (
-        parse_counts(shared["gpus"] or "", "--gpus"),
-        [parse_bytes(x, "--mem") for x in (shared["mem"] or "").split(",")],
-    )
+    gpus = parse_counts(shared["gpus"] or "", "--gpus")
+    memories = [parse_bytes(x, "--mem") for x in (shared["mem"] or "").split(",")]
     problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"})
     rows = []
     total = len(gpus) * len(memories)

@@ -18,7 +18,7 @@ from .. import costs
 from ..errors import PipeplanError
 from ..groups import ceil_div
 from ..plan import Pattern
-from ..stages import StageGraph, make_pattern, memory_fits, starts_of
+from ..stages import StageGraph, memory_fits, one_at_a_time, starts_of
 from .group_bound import device_bytes, group_bound, group_counts
 from .retime import Order, retime
 
@@ -63,7 +63,7 @@ def schedule_ilp(
     if low is None:
         return IlpResult(None, "infeasible", graph.period_floor_ns)
     low = bound = max(low, lower_bound_ns or 0)
-    sequential = _one_at_a_time(graph)
+    sequential = one_at_a_time(graph)
     high = sequential.period_ns if cutoff_period_ns is None else min(sequential.period_ns, cutoff_period_ns - 1)
     best = sequential if sequential.period_ns <= high else None
     left = float(time_limit_s)
@@ -93,14 +93,6 @@ def schedule_ilp(
 
 def _fits(graph: StageGraph, pattern: Pattern) -> bool:
     return memory_fits(graph, starts_of(pattern), pattern.period_ns)
-
-
-def _one_at_a_time(graph: StageGraph) -> Pattern:
-    """Return the pattern that starts a microbatch when the one before has left; valid when any pattern is."""
-    starts = [0]
-    for op in graph.operations[:-1]:
-        starts.append(starts[-1] + op.duration_ns)
-    return make_pattern(graph, starts, max(graph.path_ns, graph.period_floor_ns))
 
 
 @dataclass(frozen=True, slots=True)
