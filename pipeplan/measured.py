@@ -20,28 +20,36 @@ from .problem import Chain
 if TYPE_CHECKING:
     from .runtime.measure import RunReport
 
-FORMAT = "pipeplan-measured/1"
+FORMAT = "pipeplan-measured/2"
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStage:
-    """Median times of one stage in ns: per microbatch, and ``update_ns`` per update; weight versions live at once."""
+    """Median times of one stage in ns: per microbatch, and ``update_ns`` per update; weight versions live at once.
+
+    ``exchange_ns`` is what its process works beside passes, data and updates.
+    """
 
     stage: int
     forward_ns: int
     backward_ns: int
     update_ns: int
     data_ns: int
+    exchange_ns: int
     versions: int
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTransfer:
-    """How long the activations (``F``) or gradients (``B``) that ``stage`` sends take one way, with nothing else on."""
+    """How long the activations (``F``) or gradients (``B``) that ``stage`` sends take one way.
+
+    The median over ``count`` hand-overs of the run to a receiver that waited; by a ping-pong before the run if 0.
+    """
 
     kind: str
     stage: int
     transfer_ns: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +89,10 @@ def measured_of(plan: Plan, report: RunReport) -> Measured:
         measured_period_ns=report.measured_period_ns,
         calibrated_period_ns=report.calibrated_period_ns,
         stages=tuple(
-            MeasuredStage(x.stage, x.forward_ns, x.backward_ns, x.update_ns, x.data_ns, x.versions)
+            MeasuredStage(x.stage, x.forward_ns, x.backward_ns, x.update_ns, x.data_ns, x.exchange_ns, x.versions)
             for x in report.stages
         ),
-        transfers=tuple(MeasuredTransfer(x.kind, x.stage, x.measured_ns) for x in report.transfers),
+        transfers=tuple(MeasuredTransfer(x.kind, x.stage, x.measured_ns, x.count) for x in report.transfers),
         devices=tuple(MeasuredDevice(x.device, x.measured_bytes) for x in report.activations),
     )
 

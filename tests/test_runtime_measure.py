@@ -1,5 +1,7 @@
 """Reports from made-up measurements, so that every figure can be told in advance."""
 
+from dataclasses import replace
+
 import pytest
 from test_runtime_instructions import chain_of
 
@@ -33,6 +35,7 @@ def replayed(script, factor, update=0):
                 op = script.graph.operations[step.position]
                 start = batch * span + factor * script.timeline.start_ns[step.microbatch][step.position]
                 m = step.microbatch + batch * count
+                waited(times[lane.device], op, m, start)
                 times[lane.device].append(OpTime(op.kind, op.stage, m, start, start + factor * op.duration_ns))
             if script.drains:
                 end = batch * span + factor * script.timeline.end_ns(Step(*_last(lane)))
@@ -48,6 +51,13 @@ def replayed(script, factor, update=0):
         )
         for rank in (0, 1)
     ]
+
+
+def waited(times, op, microbatch, until):
+    """Add the wait of a pass, if there is one."""
+    before = times[-1].end_ns if times else 0
+    if before < until:
+        times.append(OpTime(f"WAIT_{op.kind}", op.stage, microbatch, before, until))
 
 
 def _last(lane):
@@ -93,16 +103,22 @@ def test_transfers_and_data_enter_the_calibrated_period():
             RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}, {}),
         ],
     )
-    assert report.calibrated_period_ns == 2000  # the link has become the bottleneck
-    slow = tuple(OpTime("DATA", t.stage, t.microbatch, 0, 5000) for t in measurements[0].times if t.activity == "F")
+    assert report.calibrated_period_ns == 1000  # either direction of the link has become the bottleneck
+    slow, late = [], 0
+    for t in measurements[0].times:
+        if t.activity == "F":
+            slow.append(OpTime("DATA", t.stage, t.microbatch, t.start_ns + late, t.start_ns + late + 5000))
+            late += 5000
+        slow.append(OpTime(t.activity, t.stage, t.microbatch, t.start_ns + late, t.end_ns + late))
     report = make_report(
         script,
         [
-            RankMeasurement(0, measurements[0].times + slow, {}, 0, {}, {}),
+            RankMeasurement(0, tuple(slow), {}, 0, {}, {}),
             RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}, {}),
         ],
     )
     assert report.stages[0].data_ns == 5000
+    assert report.stages[0].exchange_ns == 0
     assert report.calibrated_period_ns == 5000 + 300
 
 
@@ -112,3 +128,45 @@ def test_a_short_run_has_no_steady_state():
     assert report.measured_period_ns is None
     assert report.mean_period_ns is None
     assert report.samples_per_s == pytest.approx(4 / report.seconds)
+
+
+def test_hand_overs_are_measured_where_the_receiver_waited():
+    """Two stages of 100 and 200, alone in turn: a send works for 30, 70 later its message is there; posts take 5."""
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
+    here, there = [], []
+    now = 0
+    for m in range(script.microbatches):
+        here += [OpTime("F", 0, m, now, now + 100), OpTime("SEND_F", 0, m, now + 110, now + 140)]
+        there += [
+            OpTime("WAIT_F", 1, m, there[-1].end_ns if there else now, now + 210),
+            OpTime("F", 1, m, now + 215, now + 315),
+            OpTime("B", 1, m, now + 315, now + 515),
+            OpTime("SEND_B", 1, m, now + 515, now + 545),
+        ]
+        if m % 2:
+            here.append(OpTime("WAIT_B", 0, m, now + 140, now + 615))
+        else:  # the gradient has to wait for its receiver
+            here += [OpTime("SAVE", -1, m, now + 140, now + 700), OpTime("WAIT_B", 0, m, now + 700, now + 701)]
+        here.append(OpTime("B", 0, m, here[-1].end_ns + 5, here[-1].end_ns + 205))
+        now = here[-1].end_ns
+    measurements = [
+        RankMeasurement(0, tuple(here), {}, 0, {("F", 0): 7, ("B", 1): 7}, {}),
+        RankMeasurement(1, tuple(there), dict.fromkeys(range(script.microbatches), 0.0), 0, {}, {}),
+    ]
+    report = make_report(script, measurements)
+    settled = script.microbatches * 3 // 4
+    assert [(t.kind, t.stage, t.measured_ns, t.count) for t in report.transfers] == [
+        ("B", 1, 100, settled // 2),
+        ("F", 0, 100, settled),
+    ]
+    assert [stage.exchange_ns for stage in report.stages] == [10 + 30 + 5, 5 + 30]
+    assert report.calibrated_period_ns == (140 + 70 + 105 + 230 + 70 + 205) / 2  # two in flight
+
+
+def test_without_a_waiting_receiver_a_transfer_takes_what_a_ping_pong_took():
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
+    measurements = replayed(script, 1)
+    measurements[0] = replace(measurements[0], transfer_ns={("F", 0): 70, ("B", 1): 80})
+    report = make_report(script, measurements)
+    assert [(t.kind, t.measured_ns, t.count) for t in report.transfers] == [("B", 80, 0), ("F", 70, 0)]
+    assert report.calibrated_period_ns == (100 + 70 + 300 + 80 + 200) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,17 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             format_ns(stage.planned_backward_ns),
         )
     out.print(table)
+    if report.transfers:
+        measured_ns, planned_ns = (
+            [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
+        )
+        out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
     for device in report.activations:
         out.print(
             f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "
             f"{format_bytes(device.planned_bytes)} predicted"
         )
+
+
+def _span(times_ns: Sequence[int]) -> str:
+    return " to ".join(map(format_ns, dict.fromkeys((min(times_ns), max(times_ns)))))

@@ -39,6 +39,9 @@ class Transport(Protocol):
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return a message, waiting for it."""
 
+    def look_ahead(self, edge: Edge) -> None:
+        """Be ready for what comes next along ``edge``, once a message has been taken."""
+
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send a message."""
 
@@ -76,7 +79,7 @@ class RankWork:
     save: Callable[[int], None]
     updated: Callable[[int, int], None]
     evaluates: bool = False
-    clock: Callable[[], int] = time.monotonic_ns
+    clock: Callable[[], int] = time.monotonic_ns  # the same time on all ranks
 
 
 def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]:
@@ -95,7 +98,8 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
             return made.pop((edge, microbatch))
         start = clock()
         tensor = transport.take(edge, microbatch)
-        times.append(OpTime("WAIT", stage, microbatch, start, clock()))
+        times.append(OpTime("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start, clock()))
+        transport.look_ahead(edge)
         return tensor
 
     def sample(stage: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -131,7 +135,11 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
                     assert back is not None, "later stages return the gradient of their input"
                     made[("B", s), m] = back
             case Send():
-                transport.send(instruction, made.pop((instruction.edge, instruction.microbatch)))
+                kind, s, m = instruction.kind, instruction.stage, instruction.microbatch
+                tensor = made.pop((instruction.edge, m))
+                start = clock()
+                transport.send(instruction, tensor)
+                times.append(OpTime("SEND_F" if kind == "F" else "SEND_B", s, m, start, clock()))
             case Receive():
                 transport.post(instruction)
             case Reduce(s, _):

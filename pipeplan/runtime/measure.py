@@ -8,24 +8,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 from ..groups import ceil_div
-from ..program import Program
+from ..program import Program, make_program
 from ..simulate import simulate
 from ..stages import StageGraph
-from .instructions import Edge, Forward, Pass
+from .instructions import Edge, Forward, Pass, edge_into
 from .prepare import Script
 
-Activity = Literal["F", "B", "DATA", "WAIT", "REDUCE", "UPDATE", "SAVE"]
+Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "SAVE"]
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """When a rank did something, in ns of its monotonic clock.
+    """When a rank did something, in ns of the monotonic clock of rank 0.
 
-    DATA is making the input or target of a microbatch, WAIT the wait of a pass for what another rank sends. Of REDUCE
-    and UPDATE ``microbatch`` is the version that is made, of SAVE (of no stage) the updates that a checkpoint has.
+    DATA is making the input or target of a microbatch, SEND_F (SEND_B) a process's own work to send what a stage's
+    forward (backward) made, WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank sends. Of
+    REDUCE and UPDATE ``microbatch`` is the version that is made, of SAVE (of no stage) the updates of a checkpoint.
     """
 
     activity: Activity
@@ -42,9 +44,10 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class RankMeasurement:
-    """What one rank reports: its operations, losses by microbatch, peak activations, and transfers by edge.
+    """What one rank reports: its operations, losses by microbatch, and peak activations.
 
-    ``versions`` maps its stages to the weight versions that were live at once.
+    ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
+    versions that were live at once.
     """
 
     rank: int
@@ -59,7 +62,8 @@ class RankMeasurement:
 class StageTimes:
     """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, ``data_ns`` per microbatch).
 
-    ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't.
+    ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't. ``exchange_ns`` is
+    what its process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
     """
 
     stage: int
@@ -69,6 +73,7 @@ class StageTimes:
     backward_ns: int
     update_ns: int
     data_ns: int
+    exchange_ns: int
     versions: int
 
 
@@ -84,12 +89,17 @@ class DeviceActivations:
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes."""
+    """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
+
+    Measured from the start of the send to the end of the wait, the median over the ``count`` microbatches whose
+    receiver waited already; where ``count`` is 0, by a ping-pong before the run.
+    """
 
     kind: Literal["F", "B"]
     stage: int
     planned_ns: int
     measured_ns: int
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,9 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
     losses = {m: loss for x in measurements for m, loss in sorted(x.losses.items())}
     steps = len(losses) // script.interval
     durations = _durations(script, measurements)
-    transfers = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
+    occupied = _occupied(script, measurements)
+    handed = _handed_over(script, measurements)
+    idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     stages = tuple(
         StageTimes(
             stage=s,
@@ -146,6 +158,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             backward_ns=durations["B", s],
             update_ns=durations["UPDATE", s],
             data_ns=durations["DATA", s],
+            exchange_ns=max(0, sum(occupied[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
         )
         for s, cost in enumerate(graph.stages)
@@ -156,7 +169,8 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
     assert everything, "a run has operations"
     passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
-    again = simulate(calibrated(script.program, stages, transfers, script.interval)) if passes else None
+    latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
+    again = simulate(calibrated(script.program, occupied, latency_ns, script.interval)) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
@@ -180,7 +194,15 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         ),
         transfers=tuple(
             TransferTime(kind, stage, _planned_transfer(graph, kind, stage), ns)
-            for (kind, stage), ns in sorted(transfers.items())
+            if (kind, stage) not in handed
+            else TransferTime(
+                kind,
+                stage,
+                _planned_transfer(graph, kind, stage),
+                handed[kind, stage].whole_ns,
+                handed[kind, stage].count,
+            )
+            for (kind, stage), ns in sorted(idle.items())
         ),
         times=tuple(x.times for x in measurements),
     )
@@ -192,40 +214,120 @@ def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
 
 
 def calibrated(
-    program: Program, stages: Sequence[StageTimes], transfer_ns: Mapping[Edge, int], interval: int
+    program: Program, occupied: Mapping[tuple[Activity, int], int], latency_ns: Mapping[Edge, int], interval: int
 ) -> Program:
-    """Return ``program``, in the same order, with measured durations.
+    """Return ``program``, its devices in the same order, with measured durations.
 
-    A forward includes making the microbatch's data, a backward its share of the update, as costs charge it.
+    ``occupied`` is what each stage's passes and updates take of their process, sends included; a backward is charged
+    its share of the update, as costs charge it. ``latency_ns`` is how long after a send its message is there. As that
+    was measured beside everything else that travels, transfers don't wait for each other.
     """
     graph = program.graph
     costs = []
-    for cost, times in zip(graph.stages, stages, strict=True):
+    for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
-        update = ceil_div(times.update_ns * replicas, max(replicas, interval))
-        costs.append(replace(cost, forward_ns=times.forward_ns + times.data_ns, backward_ns=times.backward_ns + update))
+        update = ceil_div(occupied["UPDATE", s] * replicas, max(replicas, interval))
+        costs.append(replace(cost, forward_ns=occupied["F", s], backward_ns=occupied["B", s] + update))
     operations = []
+    resources = list(graph.resources[: 1 + max(cost.resource for cost in graph.stages)])
     for op in graph.operations:
         match op.kind:
             case "F":
-                duration = costs[op.stage].forward_ns
+                operations.append(replace(op, duration_ns=costs[op.stage].forward_ns))
             case "B":
-                duration = costs[op.stage].backward_ns
-            case "SEND_F":
-                duration = transfer_ns.get(("F", op.stage), op.duration_ns)
-            case "SEND_B":
-                duration = transfer_ns.get(("B", op.stage), op.duration_ns)
-        operations.append(replace(op, duration_ns=duration))
-    measured: StageGraph = replace(graph, stages=tuple(costs), operations=tuple(operations))
-    return replace(program, graph=measured)
+                operations.append(replace(op, duration_ns=costs[op.stage].backward_ns))
+            case "SEND_F" | "SEND_B":
+                duration = latency_ns.get(("F" if op.kind == "SEND_F" else "B", op.stage), op.duration_ns)
+                operations.append(replace(op, duration_ns=duration, resource=len(resources)))
+                resources.append(graph.resources[op.resource])
+    measured = replace(graph, stages=tuple(costs), operations=tuple(operations), resources=tuple(resources))
+    lanes = {lane.device: lane.steps for lane in program.lanes if lane.device is not None}
+    orders = {
+        (index, replica): lanes[device]
+        for index, resource in enumerate(resources)
+        if not resource.is_link
+        for replica, device in enumerate(resource.devices)
+    }
+    return make_program(measured, program.microbatches, orders)
+
+
+@dataclass(frozen=True, slots=True)
+class _HandOver:
+    """Medians over ``count`` hand-overs to a receiver that waited: from the start and from the end of the send."""
+
+    whole_ns: int
+    after_send_ns: int
+    count: int
+
+
+def _handed_over(script: Script, measurements: Sequence[RankMeasurement]) -> dict[Edge, _HandOver]:
+    """Return how long hand-overs took on each edge where a receiver waited before the send began."""
+    sends = {
+        (t.activity, t.stage, t.microbatch): t
+        for x in measurements
+        for t in x.times
+        if t.activity in ("SEND_F", "SEND_B")
+    }
+    found: dict[Edge, list[tuple[int, int]]] = {}
+    first = _settled(script)
+    for x in measurements:
+        for t in x.times:
+            if t.activity not in ("WAIT_F", "WAIT_B") or t.microbatch < first:
+                continue
+            kind: Pass = "F" if t.activity == "WAIT_F" else "B"
+            edge = edge_into(kind, t.stage)
+            send = sends.get(("SEND_F" if kind == "F" else "SEND_B", edge[1], t.microbatch))
+            if send is not None and t.start_ns <= send.start_ns:
+                found.setdefault(edge, []).append((t.end_ns - send.start_ns, max(0, t.end_ns - send.end_ns)))
+    return {
+        edge: _HandOver(_median(whole for whole, _ in pairs), _median(after for _, after in pairs), len(pairs))
+        for edge, pairs in found.items()
+    }
+
+
+def _occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
+    """Return how long each stage's passes and updates occupy their process in the settled part of the run (medians).
+
+    That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
+    sending of its result and what lies between; an update with the telling of it.
+    """
+    first = _settled(script)
+    samples: dict[tuple[Activity, int], list[int]] = {}
+    early: dict[tuple[Activity, int], list[int]] = {}
+    for x in measurements:
+        spent: dict[tuple[Activity, int, int], int] = {}
+        before = 0  # the next pass
+        for t, following in zip_longest(x.times, x.times[1:]):
+            until = t.end_ns if following is None else following.start_ns
+            match t.activity:
+                case "WAIT_F" | "WAIT_B":
+                    before += until - t.end_ns
+                case "DATA":
+                    before += until - t.start_ns
+                case "F" | "B":
+                    spent[t.activity, t.stage, t.microbatch] = before + until - t.start_ns
+                    before = 0
+                case "SEND_F" | "SEND_B":
+                    kind: Activity = "F" if t.activity == "SEND_F" else "B"
+                    spent[kind, t.stage, t.microbatch] += until - t.start_ns
+                case "UPDATE":
+                    spent["UPDATE", t.stage, t.microbatch] = until - t.start_ns
+        for (activity, stage, m), ns in spent.items():
+            counts = activity == "UPDATE" or first <= m
+            (samples if counts else early).setdefault((activity, stage), []).append(ns)
+    kinds: tuple[Activity, ...] = ("F", "B", "UPDATE")
+    stages = range(len(script.graph.stages))
+    return {(kind, s): _median(samples.get((kind, s)) or early.get((kind, s), [])) for kind in kinds for s in stages}
+
+
+def _settled(script: Script) -> int:
+    """Return the first microbatch that counts: the first ones' accounting takes time of its own."""
+    return script.first.microbatch + max(script.microbatches // 4, min(script.filled, script.microbatches - 1))
 
 
 def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return the median duration of each activity of each stage over the middle half of the run, 0 for none.
-
-    The middle leaves out the first microbatches, whose accounting takes time of its own.
-    """
-    first = script.first.microbatch + max(script.microbatches // 4, min(script.filled, script.microbatches - 1))
+    """Return the median duration of each activity of each stage over the settled part of the run, 0 for none."""
+    first = _settled(script)
     samples: dict[tuple[Activity, int], list[int]] = {}
     early: dict[tuple[Activity, int], list[int]] = {}
     for x in measurements:

@@ -62,7 +62,7 @@ class GlooTransport:
     def start(self) -> None:
         """Post the first receives."""
         for edge in self._coming:
-            self._look_ahead(edge)
+            self.look_ahead(edge)
 
     def post(self, receive: Receive) -> None:
         """Post ``receive`` now unless it has been already."""
@@ -75,8 +75,12 @@ class GlooTransport:
         with exchanging(sentence(receive)):
             work.wait()
         self._waiting[edge] -= 1
-        self._look_ahead(edge)
         return tensor
+
+    def look_ahead(self, edge: Edge) -> None:
+        """Post the next receives of ``edge``, as many as may be there at once."""
+        while self._waiting[edge] < self._ahead and self._coming[edge]:
+            self._post_next(edge)
 
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send ``tensor``, once the edge's send before it is through."""
@@ -98,10 +102,6 @@ class GlooTransport:
             with exchanging(sentence(send)):
                 work.wait()
             del self._sent[edge]  # only now may its tensor go
-
-    def _look_ahead(self, edge: Edge) -> None:
-        while self._waiting[edge] < self._ahead and self._coming[edge]:
-            self._post_next(edge)
 
     def _post_next(self, edge: Edge) -> None:
         receive = self._coming[edge].popleft()

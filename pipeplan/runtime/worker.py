@@ -19,7 +19,17 @@ from torch import Tensor
 from ..plan import Plan
 from .account import Account
 from .checkpoint import Checkpoint, write
-from .collective import agree, barrier, gathered, replica_groups, share_from, sum_over, transfer_times
+from .collective import (
+    agree,
+    barrier,
+    clock_offset,
+    gathered,
+    replica_groups,
+    share_from,
+    sum_over,
+    this_machine,
+    transfer_times,
+)
 from .executor import RankWork, execute
 from .instructions import Edge, Instruction, version_uses
 from .measure import RankMeasurement, RunReport, make_report
@@ -159,6 +169,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     for _, module in model.layers if job.evaluates else ():
         module.eval()
     transfer_ns = transfer_times(script, rank, specs)
+    offset_ns = clock_offset(rank, this_machine())
     gate = _Gate(script, launcher.may_begin)
     saved = [script.first.step]
 
@@ -190,6 +201,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         save=save,
         updated=updated,
         evaluates=job.evaluates,
+        clock=lambda: time.monotonic_ns() + offset_ns,
     )
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
