@@ -37,6 +37,7 @@ from .worker import Engine, Job, Launcher, StepDone, run_rank
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
+TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 NEVER: Final = 2**62
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -266,9 +267,10 @@ def _outcome(
             if pipe not in ready:
                 continue
             try:
-                message: Failure | RunReport | StepDone | None = pipe.recv()
-                if isinstance(message, StepDone):
-                    hear(message)
+                message: Failure | RunReport | list[StepDone] | None = pipe.recv()
+                if isinstance(message, list):
+                    for step in message:
+                        hear(step)
                     continue
                 del silent[rank]
             except EOFError:
@@ -327,11 +329,23 @@ def _rank_main(
     def at(index: int) -> None:
         progress[rank] = index
 
+    untold: list[StepDone] = []
+    told_ns = 0
+
+    def done(step: StepDone) -> None:
+        nonlocal told_ns
+        untold.append(step)
+        if step.at_ns - told_ns >= TELL_NS:
+            pipe.send(untold)
+            untold.clear()
+            told_ns = step.at_ns
+
     try:
-        message: Any = run_rank(job, rank, Launcher(open_store, at, pipe.send, begun.may_begin))
+        message: Any = run_rank(job, rank, Launcher(open_store, at, done, begun.may_begin))
     except BaseException as error:
         message = failure_of(rank, error)
         code = 1
+    pipe.send(untold)
     pipe.send(message)
     pipe.close()
     # exchanges that never ended would hold up an orderly exit for ever
