@@ -10,8 +10,10 @@ import resource
 import signal
 import time
 from dataclasses import replace
+from importlib import import_module
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipeplan import zoo
@@ -347,3 +349,77 @@ def ending(index, seed):
     if index >= 3:
         raise IndexError(f"there is no microbatch {index}")
     return vectors(index, seed)
+
+
+# --- processes that are killed in the middle of something ------------------------------------------------------------
+
+
+def kill_in(place, rank, calls):
+    """Let the process of ``rank`` kill itself in its ``calls``-th call of ``place``, once its work is under way."""
+    module, _, name = place.rpartition(":")
+    owner = import_module(module)
+    *owners, name = name.split(".")
+    for part in owners:
+        owner = getattr(owner, part)
+    original, made = getattr(owner, name), [0]
+
+    def wrapped(*args, **kwargs):
+        found = original(*args, **kwargs)
+        if dist.is_initialized() and dist.get_rank() == rank:
+            made[0] += 1
+            if made[0] == calls:
+                kill_process(None)
+        return found
+
+    setattr(owner, name, wrapped)
+
+
+class KilledInWait:
+    """What a receive returns; to wait for it is deadly."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        kill_process(None)
+
+
+def wait_deadly(rank, calls):
+    original, made = dist.irecv, [0]
+
+    def wrapped(*args, **kwargs):
+        made[0] += 1
+        work = original(*args, **kwargs)
+        return KilledInWait(work) if dist.get_rank() == rank and made[0] == calls else work
+
+    dist.irecv = wrapped
+
+
+PLACES = {
+    "send": ("torch.distributed:isend", 5),
+    "receive": ("torch.distributed:irecv", 6),
+    "reduce": ("torch.distributed:all_reduce", 5),
+    "write": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 2),
+    "metadata": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", 2),
+    "list": ("shutil:rmtree", 4),  # of the second checkpoint, everything but the last renaming has been done
+    "rename": ("os:replace", 2),
+}
+
+
+def deadly(place, rank):
+    """Return what builds a model whose training is deadly for one rank."""
+
+    def build(batch):
+        if place == "wait":
+            wait_deadly(rank, 5)
+        else:
+            where, calls = PLACES[place]
+            kill_in(where, rank, calls)
+        return healthy(batch)
+
+    return build
+
+
+for _place in (*PLACES, "wait"):
+    for _rank in range(3):
+        globals()[f"deadly_{_place}_{_rank}"] = deadly(_place, _rank)
