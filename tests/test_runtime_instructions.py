@@ -24,7 +24,7 @@ from pipeplan.runtime.instructions import (
     version_uses,
 )
 from pipeplan.runtime.prepare import prepare
-from pipeplan.runtime.weights import VERTICAL_SYNC, WEIGHT_POLICIES, weight_policy
+from pipeplan.runtime.weights import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
 from pipeplan.stages import in_flight, make_pattern, most_in_flight, stage_graph, starts_of
@@ -43,7 +43,7 @@ def lists_of(chain, stages, *, weights, interval, microbatches):
     pattern = best_one_f_one_b_star(graph)
     program = unroll(graph, pattern, microbatches)
     start_ns = simulate(program).start_ns
-    rules = VERTICAL_SYNC if weights == "vertical" else WEIGHT_POLICIES[weights]
+    rules = WITH_VERTICAL_SYNC["stash"] if weights == "vertical" else WEIGHT_POLICIES[weights]
     return graph, lowered(program, start_ns, rules, interval, {d: d for d in range(devices)})
 
 
@@ -297,8 +297,7 @@ def test_prepare_of_a_drained_schedule_repeats_its_mini_batch():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"policy": Policy("latest", accumulate=1)}, "latest differentiates with newer weights"),
-        ({"policy": Policy("2bw", 1, vertical_sync=True)}, "vertical sync goes with --weights stash"),
+        ({"policy": Policy("2bw", 1, vertical_sync=True)}, "vertical sync goes with --weights stash or latest"),
         ({"policy": Policy("2bw")}, "accumulate is not decided"),
         ({"policy": Policy("2bw", 1, precision="mixed")}, "'mixed'"),
         ({"policy": Policy("2bw", 1, offload=True)}, "offloaded"),
@@ -320,7 +319,7 @@ def test_steps_must_be_positive():
         prepare(plan, 0)
 
 
-def test_weight_policies_are_refused_by_name():
-    with pytest.raises(BadInput, match="flush, 2bw and stash can"):
-        weight_policy(Policy("latest"))
-    assert weight_policy(Policy("stash", vertical_sync=True)) is VERTICAL_SYNC
+def test_vertical_sync_has_policies_of_its_own():
+    assert weight_policy(Policy("stash", vertical_sync=True)) is WITH_VERTICAL_SYNC["stash"]
+    assert weight_policy(Policy("latest", vertical_sync=True)) is WITH_VERTICAL_SYNC["latest"]
+    assert weight_policy(Policy("latest")) is WEIGHT_POLICIES["latest"]

@@ -57,7 +57,7 @@ def program_lines(script: Script, most: int | None = None) -> list[str]:
 
     ``1F3v2`` is stage 1's forward of microbatch 3 with version 2 of its weights, ``0f3>1`` stage 0's send of its
     output to rank 1, ``0b3<1`` its receive of the gradient, ``0U4`` the update that makes version 4, ``0R4`` the sum
-    over replicas before it, ``S20`` the checkpoint after update 20.
+    over replicas before it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7.
     """
     lines = []
     for rank, (device, instructions) in enumerate(zip(script.devices, script.instructions, strict=True)):
@@ -73,15 +73,19 @@ def word(instruction: Instruction) -> str:
     match instruction:
         case Forward(s, m, v):
             return f"{s}F{m}v{v}"
-        case Backward(s, m, v):
-            return f"{s}B{m}v{v}"
-        case Send(kind, s, m, peer):
-            return f"{s}{kind.lower()}{m}>{peer}"
-        case Receive(kind, s, m, peer):
-            return f"{s}{kind.lower()}{m}<{peer}"
+        case Backward(s, m, v, covers):
+            return f"{s}B{_span(m, covers)}v{v}"
+        case Send(kind, s, m, peer, covers):
+            return f"{s}{kind.lower()}{_span(m, covers)}>{peer}"
+        case Receive(kind, s, m, peer, covers):
+            return f"{s}{kind.lower()}{_span(m, covers)}<{peer}"
         case Reduce(s, v):
             return f"{s}R{v}"
         case Update(s, v):
             return f"{s}U{v}"
         case Save(step):
             return f"S{step}"
+
+
+def _span(last: int, covers: int) -> str:
+    return str(last) if covers == 1 else f"{last - covers + 1}-{last}"

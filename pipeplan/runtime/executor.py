@@ -126,10 +126,10 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
                 times.append(OpTime("F", s, m, start, clock()))
                 if s < work.last:
                     made[("F", s), m] = out
-            case Backward(s, m, version):
+            case Backward(s, m, version, covers):
                 gradient = arrived("B", s, m) if s < work.last else None
                 start = clock()
-                back = work.stages[s].backward(m, version, gradient)
+                back = work.stages[s].backward(m, version, gradient, covers)
                 times.append(OpTime("B", s, m, start, clock()))
                 if s > 0:
                     assert back is not None, "later stages return the gradient of their input"

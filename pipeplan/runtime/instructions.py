@@ -5,14 +5,14 @@ Made from the program alone, before the run and without torch; the executor only
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import InvalidPlan
 from ..program import Program, RankOp, Step, lower
-from ..stages import StageGraph
 from .weights import WeightPolicy
 
 Pass = Literal["F", "B"]
@@ -30,11 +30,15 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run a stage backward; ``version`` is what it differentiates (and recomputes) with."""
+    """Run a stage backward; ``version`` is what it differentiates (and recomputes) with.
+
+    What ``covers`` several microbatches, here and in exchanges of gradients, names the last of them.
+    """
 
     stage: int
     microbatch: int
     version: int
+    covers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Send:
     stage: int
     microbatch: int
     peer: int
+    covers: int = 1
 
     @property
     def edge(self) -> Edge:
@@ -60,6 +65,7 @@ class Receive:
     stage: int
     microbatch: int
     peer: int
+    covers: int = 1
 
     @property
     def edge(self) -> Edge:
@@ -103,12 +109,12 @@ def sentence(instruction: Instruction) -> str:
     match instruction:
         case Forward(stage, microbatch, _):
             return f"the forward of microbatch {microbatch} on stage {stage}"
-        case Backward(stage, microbatch, _):
-            return f"the backward of microbatch {microbatch} on stage {stage}"
-        case Send(kind, stage, microbatch, peer):
-            return f"stage {stage}'s send of {_what(kind)} of microbatch {microbatch} to rank {peer}"
-        case Receive(kind, stage, microbatch, peer):
-            return f"stage {stage}'s receive of {_what(kind)} of microbatch {microbatch} from rank {peer}"
+        case Backward(stage, microbatch, _, covers):
+            return f"the backward of {_which(microbatch, covers)} on stage {stage}"
+        case Send(kind, stage, microbatch, peer, covers):
+            return f"stage {stage}'s send of {_what(kind)} of {_which(microbatch, covers)} to rank {peer}"
+        case Receive(kind, stage, microbatch, peer, covers):
+            return f"stage {stage}'s receive of {_what(kind)} of {_which(microbatch, covers)} from rank {peer}"
         case Reduce(stage, version):
             return f"the gradient sum over the replicas of stage {stage} for update {version}"
         case Update(stage, version):
@@ -119,6 +125,10 @@ def sentence(instruction: Instruction) -> str:
 
 def _what(kind: Pass) -> str:
     return "the activations" if kind == "F" else "the gradient"
+
+
+def _which(last: int, covers: int) -> str:
+    return f"microbatch {last}" if covers == 1 else f"microbatches {last - covers + 1} to {last}"
 
 
 def lowered(
@@ -138,9 +148,10 @@ def lowered(
     """
     graph = program.graph
     orders = lower(program, start_ns)
-    moments = {device: [_moment(graph, start_ns, op) for op in operations] for device, operations in orders.items()}
+    moments = {device: [_moment(program, start_ns, op) for op in operations] for device, operations in orders.items()}
     entries: dict[int, list[tuple[_Moment, int, Instruction]]] = {device: [] for device in orders}
     entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
+    common = _common_versions(program, start_ns, interval)
     for s, stage in enumerate(graph.stages):
         devices = graph.resources[stage.resource].devices
         passes = sorted(
@@ -163,9 +174,9 @@ def lowered(
                 entered.setdefault(op.microbatch, version)
                 entries[device].append((moment, index, Forward(s, op.microbatch, version)))
             else:
-                version = policy.backward_version(used[op.microbatch], made)
-                entries[device].append((moment, index, Backward(s, op.microbatch, version)))
-                finished[minibatch] += 1
+                version = policy.backward_version(used[op.microbatch], made, common(op.microbatch))
+                entries[device].append((moment, index, Backward(s, op.microbatch, version, op.covers)))
+                finished[minibatch] += op.covers
             needs.append((made, version))
             if op.kind == "B" and finished[minibatch] == interval:
                 made += 1
@@ -181,7 +192,7 @@ def lowered(
                 assert op.peer is not None, "an exchange has a peer"
                 kind: Pass = "F" if op.kind.endswith("_F") else "B"
                 make = Send if op.kind.startswith("SEND") else Receive
-                entries[device].append((moment, index, make(kind, op.stage, op.microbatch, ranks[op.peer])))
+                entries[device].append((moment, index, make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)))
     lists: list[list[Instruction]] = [[] for _ in ranks]
     for device, rank in ranks.items():
         in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
@@ -198,22 +209,34 @@ def _sends_before_updates(instructions: list[Instruction]) -> list[Instruction]:
     return instructions
 
 
+def _common_versions(program: Program, start_ns: Sequence[Sequence[int]], interval: int) -> Callable[[int], int]:
+    """Return a function: microbatch -> the newest version that all stages have when the last begins its backward.
+
+    The first stage is the last to make a version.
+    """
+    first, last = program.position["B", 0], program.position["B", len(program.graph.stages) - 1]
+    ends = [row[first] + program.operations[first].duration_ns for row in start_ns]
+    made = sorted(max(ends[m : m + interval]) for m in range(0, len(ends), interval))
+    return lambda microbatch: bisect_right(made, start_ns[microbatch][last])
+
+
 _Moment = tuple[int, int, Step]
 
 
-def _moment(graph: StageGraph, start_ns: Sequence[Sequence[int]], op: RankOp) -> _Moment:
+def _moment(program: Program, start_ns: Sequence[Sequence[int]], op: RankOp) -> _Moment:
     """Return the place in the total order of ``lower``: (start, duration, step) of the step that ``op`` belongs to."""
+    position_of = program.graph.position
     match op.kind:
         case "F" | "B":
-            position = graph.position[op.kind, op.stage]
+            position = position_of[op.kind, op.stage]
         case "SEND_F" | "RECV_F":
             sender = op.stage - (op.kind == "RECV_F")
-            position = graph.position.get(("SEND_F", sender), graph.position["F", sender])
+            position = position_of.get(("SEND_F", sender), position_of["F", sender])
         case "SEND_B" | "RECV_B":
             sender = op.stage + (op.kind == "RECV_B")
-            position = graph.position.get(("SEND_B", sender), graph.position["B", sender])
+            position = position_of.get(("SEND_B", sender), position_of["B", sender])
     start = start_ns[op.microbatch][position]
-    return start, graph.operations[position].duration_ns, Step(op.microbatch, position)
+    return start, program.operations[position].duration_ns, Step(op.microbatch, position)
 
 
 def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: WeightPolicy, interval: int) -> None:

@@ -155,7 +155,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             planned_forward_ns=cost.forward_ns,
             planned_backward_ns=cost.backward_ns,
             forward_ns=durations["F", s],
-            backward_ns=durations["B", s],
+            backward_ns=durations["B", s] // script.program.batch,
             update_ns=durations["UPDATE", s],
             data_ns=durations["DATA", s],
             exchange_ns=max(0, sum(occupied[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),

@@ -37,7 +37,7 @@ class Script:
     ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
     (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
     schedule, the longest segment otherwise; ``timeline`` is its simulation with the plan's times, whose order is run.
-    With ``evaluates`` there are only forwards.
+    With ``renews`` backwards use other weights than the forwards did. With ``evaluates`` there are only forwards.
     """
 
     plan: Plan
@@ -50,6 +50,7 @@ class Script:
     timeline: Timeline
     instructions: tuple[tuple[Instruction, ...], ...]
     segments: tuple[tuple[int, int], ...]
+    renews: bool = False
     first: Position = FROM_THE_START
     evaluates: bool = False
 
@@ -170,6 +171,7 @@ def prepare(
         timeline=timeline,
         instructions=tuple(tuple(forwards(x, first.step) if evaluates else x) for x in joined),
         segments=tuple(segments),
+        renews=policy.renews,
         first=first,
         evaluates=evaluates,
     )

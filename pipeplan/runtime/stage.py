@@ -21,6 +21,7 @@ from ..errors import RunFailed
 from .account import Account, Holding
 from .model import TensorSpec
 from .profiler import Loss
+from .renewal import renewing
 from .versions import Versions
 
 
@@ -88,7 +89,9 @@ class StageModule:
     """Layers ``start..stop`` of the model, with ``checkpoint`` segments of it recomputed.
 
     ``layers`` are the stage's own, without the loss; ``loss`` is None on all stages but the one that holds it. The
-    gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means.
+    gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means. With
+    ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
+    stored activations, recomputed ones run again with the backward's version.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class StageModule:
         account: Account,
         divisor: int,
         boundaries: tuple[TensorSpec, TensorSpec | None],
+        renews: bool = False,
     ) -> None:
         self.index = index
         self.versions = versions
@@ -113,6 +117,7 @@ class StageModule:
         self._input, self._output = boundaries
         self._pieces = _pieces(start, stop, layers, loss, checkpoint)
         self._modules = layers
+        self._renews = renews
         self._in_flight: dict[int, InFlight] = {}
 
     @property
@@ -140,7 +145,7 @@ class StageModule:
                     x = piece.run(x, target)
                 wants_gradient = wants_gradient or _trains(piece)
             else:
-                with self._saving(held.holding, accounted):
+                with self._renewing(held.holding, accounted) if self._renews else self._saving(held.holding, accounted):
                     out = piece.run(self._entered(x, held), target)
                 held.end = get_gradient_edge(out) if out.requires_grad else None
                 wants_gradient = out.requires_grad
@@ -170,26 +175,48 @@ class StageModule:
             self._check(microbatch, "puts out", x, self._output)
         return x
 
-    def backward(self, microbatch: int, version: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1) -> Tensor | None:
         """Return the gradient of the stage's input (None for the first stage) from that of its output.
 
-        ``gradient`` is None where the stage computes the loss. Parameters' gradients are added to what is there.
+        ``gradient`` is None where the stage computes the loss. Parameters' gradients are added to what is there. A
+        backward that ``covers`` several microbatches, up to ``microbatch``, takes and returns their gradients stacked.
+        It is one pass of autograd through all of them, unless the stage recomputes: then, for memory, one by one.
         """
-        flight = self._in_flight.pop(microbatch)
+        flights = [self._in_flight.pop(m) for m in range(microbatch - covers + 1, microbatch + 1)]
+        gradients = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
+        together = covers if not any(piece.recompute for piece in self._pieces) else 1
         self.versions.install(version)
         self.versions.attach_gradient(version)
-        while flight.pieces:
-            piece, held = self._pieces[len(flight.pieces) - 1], flight.pieces.pop()
-            end = held.end if held.again is None else self._recomputed(piece, held, *held.again, flight)
-            if end is not None:
-                torch.autograd.backward(end, self._seed if piece.loss is not None else gradient)
-            if held.wants_gradient and not held.gradient:
-                raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
-            gradient = held.gradient[0] if held.wants_gradient else None
-            self._account.release(held.holding)
+        found: list[Tensor | None] = []
+        for first in range(0, covers, together):
+            found += self._through(flights[first : first + together], gradients[first : first + together])
         self.versions.detach_gradient(version)
         self.versions.released(version)
-        return gradient
+        entered = [x for x in found if x is not None]
+        if not entered:
+            return None
+        return entered[0] if covers == 1 else torch.stack(entered)
+
+    def _through(self, flights: Sequence[InFlight], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run all pieces backward, each for all ``flights`` at once; return the gradients of what entered."""
+        for piece in reversed(self._pieces):
+            everybodys = [flight.pieces.pop() for flight in flights]
+            ends: list[GradientEdge] = []
+            starts: list[Tensor | None] = []
+            for flight, held, gradient in zip(flights, everybodys, gradients, strict=True):
+                end = held.end if held.again is None else self._recomputed(piece, held, *held.again, flight)
+                if end is not None:
+                    ends.append(end)
+                    starts.append(self._seed if piece.loss is not None else gradient)
+            if ends:
+                torch.autograd.backward(ends, starts)
+            del ends
+            if any(held.wants_gradient and not held.gradient for held in everybodys):
+                raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
+            gradients = [held.gradient[0] if held.wants_gradient else None for held in everybodys]
+            for held in everybodys:
+                self._account.release(held.holding)
+        return gradients
 
     def _recomputed(
         self, piece: Piece, held: Held, x: Tensor, random_state: Tensor, flight: InFlight
@@ -197,7 +224,7 @@ class StageModule:
         """Run a piece again on its input ``x``, with the randomness of the first time, and return its graph's end."""
         with (
             torch.random.fork_rng(devices=[]),
-            _buffers_kept(piece.modules),
+            buffers_kept(piece.modules),
             self._saving(held.holding, flight.accounted),
         ):
             torch.set_rng_state(random_state)
@@ -215,10 +242,24 @@ class StageModule:
         if not accounted:
             yield
             return
-        tensors = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
-        permanent = self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in tensors}
-        with self._account.saving(holding, permanent):
+        with self._account.saving(holding, self._permanent()):
             yield
+
+    @contextmanager
+    def _renewing(self, holding: Holding, accounted: bool) -> Iterator[None]:
+        permanent = self._permanent() if accounted else set()
+
+        def hold(tensor: Tensor) -> None:
+            if accounted and tensor.untyped_storage()._cdata not in permanent:
+                self._account.hold(holding, tensor)
+
+        with renewing(self.versions, hold):
+            yield
+
+    def _permanent(self) -> set[int]:
+        """Return the storages of weights and buffers, which the account leaves out."""
+        tensors = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+        return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
         """What is sent must be what the other end expects: gloo would reinterpret or abort."""
@@ -265,7 +306,7 @@ def _names(piece: Piece) -> str:
 
 
 @contextmanager
-def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
     originals = [
         (owner, name, buffer)

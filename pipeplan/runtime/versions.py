@@ -4,6 +4,10 @@ A version is a list of parameters of its own, put into the stage's modules befor
 what a forward used, so passes of several versions can be in flight. Parameters of a version share storage with the
 optimizer's until an update would overwrite weights that are still needed; then the update works on a copy. Device
 memory: needed versions, one gradient, the optimizer's state.
+
+With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
+version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
+the forward but looks them up (see ``renewal``).
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class Versions:
         make_optimizer: MakeOptimizer,
         make_schedule: MakeSchedule | None = None,
         first: int = 0,
+        shared: bool = False,
     ) -> None:
         slots: dict[tuple[nn.Module, str], int] = {}  # a module may stand in the stage twice
         leaves: list[nn.Parameter] = []
@@ -47,7 +52,12 @@ class Versions:
                     slots[owner, name] = index[parameter]
         self._slots = [(owner, name, place) for (owner, name), place in slots.items()]
         self._uses = Counter(uses)
-        self._leaves = {first: leaves}
+        if shared:  # so that storages tell weights apart
+            for leaf in leaves:
+                if leaf.untyped_storage().nbytes() != leaf.nbytes:
+                    leaf.data = leaf.data.clone()
+        self._shared = leaves if shared else None
+        self._leaves = {first: [nn.Parameter(leaf.data) for leaf in leaves] if shared else leaves}
         self._newest = self._installed = first
         self._masters = [nn.Parameter(leaf.data) for leaf in leaves]
         self._spare: list[list[Tensor]] = []
@@ -61,9 +71,18 @@ class Versions:
         if version == self._installed:
             return
         leaves = self._leaves[version]
-        for owner, name, index in self._slots:
-            setattr(owner, name, leaves[index])
+        if self._shared is None:
+            for owner, name, index in self._slots:
+                setattr(owner, name, leaves[index])
+        else:
+            for shared, leaf in zip(self._shared, leaves, strict=True):
+                shared.data = leaf.data
         self._installed = version
+
+    @property
+    def installed(self) -> Sequence[nn.Parameter]:
+        """The parameters that the modules have now."""
+        return self._leaves[self._installed] if self._shared is None else self._shared
 
     def storages(self) -> set[int]:
         """Return the identities of the storages of all live versions."""
@@ -71,12 +90,12 @@ class Versions:
 
     def attach_gradient(self, version: int) -> None:
         """Let backward passes through ``version`` add to the stage's one gradient."""
-        for leaf, gradient in zip(self._leaves[version], self._gradients, strict=True):
+        for leaf, gradient in zip(self._shared or self._leaves[version], self._gradients, strict=True):
             leaf.grad = gradient
 
     def detach_gradient(self, version: int) -> None:
         """Take the gradient back from ``version``."""
-        for index, leaf in enumerate(self._leaves[version]):
+        for index, leaf in enumerate(self._shared or self._leaves[version]):
             self._gradients[index] = leaf.grad
             leaf.grad = None
 
@@ -125,7 +144,7 @@ class Versions:
 
     def place_of(self, parameter: nn.Parameter) -> int | None:
         """Return the index of a weight of the version that is installed, None for a frozen one."""
-        for index, leaf in enumerate(self._leaves[self._installed]):
+        for index, leaf in enumerate(self.installed):
             if leaf is parameter:
                 return index
         return None

@@ -19,15 +19,18 @@ class WeightPolicy:
     """Two rules. ``made`` is the number of updates that the stage has made when the operation's turn comes.
 
     ``forward_version(minibatch, made, entered)`` gives the version of a forward, where ``entered`` is the version with
-    which the first stage ran the microbatch forward; ``backward_version(forward, made)`` that of the backward whose
-    forward used version ``forward``. ``most_versions`` is how many may be needed at once, None when the schedule
-    decides. With ``drains`` the pipeline empties before every update.
+    which the first stage ran the microbatch forward; ``backward_version(forward, made, common)`` that of the backward
+    whose forward used version ``forward``, where ``common`` is the newest version that all stages had when the last one
+    began the backward. ``most_versions`` is how many may be needed at once, None when the schedule decides. With
+    ``drains`` the pipeline empties before every update. With ``renews`` a backward differentiates what the forward has
+    stored, but with other weights than the forward's.
     """
 
     drains: bool
     most_versions: int | None
     forward_version: Callable[[int, int, int], int]
-    backward_version: Callable[[int, int], int]
+    backward_version: Callable[[int, int, int], int]
+    renews: bool = False
 
 
 def _newest(minibatch: int, made: int, entered: int) -> int:
@@ -42,12 +45,16 @@ def _as_entered(minibatch: int, made: int, entered: int) -> int:
     return entered
 
 
-def _as_forward(forward: int, made: int) -> int:
+def _as_forward(forward: int, made: int, common: int) -> int:
     return forward
 
 
-def _newest_again(forward: int, made: int) -> int:
+def _newest_again(forward: int, made: int, common: int) -> int:
     return made
+
+
+def _newest_in_common(forward: int, made: int, common: int) -> int:
+    return common
 
 
 WEIGHT_POLICIES = {
@@ -58,24 +65,24 @@ WEIGHT_POLICIES = {
     # PipeDream's weight stashing: the stage's newest weights, kept for the backward (PipeDream section 3.3)
     "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_newest, backward_version=_as_forward),
     # TiMePReSt without vertical sync: the newest weights in either pass, so one version
-    "latest": WeightPolicy(drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again),
+    "latest": WeightPolicy(
+        drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again, renews=True
+    ),
 }
-# PipeDream's vertical sync: on every stage the version with which the microbatch entered the first
-VERTICAL_SYNC = WeightPolicy(
-    drains=False, most_versions=None, forward_version=_as_entered, backward_version=_as_forward
-)
+WITH_VERTICAL_SYNC = {
+    # PipeDream's: on every stage the version with which the microbatch entered the first
+    "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_as_entered, backward_version=_as_forward),
+    # TiMePReSt's: a pass, in either direction, uses on every stage what is newest on all of them when it starts
+    "latest": WeightPolicy(
+        drains=False, most_versions=None, forward_version=_as_entered, backward_version=_newest_in_common, renews=True
+    ),
+}
 
 
 def weight_policy(policy: Policy) -> WeightPolicy:
-    """Return the rules of ``policy.weights``; BadInput names what cannot be run yet."""
-    if policy.vertical_sync:
-        if policy.weights != "stash":
-            raise BadInput(f"plan: vertical sync goes with --weights stash; this plan has {policy.weights!r}")
-        return VERTICAL_SYNC
-    rules = WEIGHT_POLICIES[policy.weights]
-    if rules.backward_version is not _as_forward:
-        raise BadInput(
-            f"plan: --weights {policy.weights} differentiates with newer weights than the forward used; that cannot be "
-            "run yet, flush, 2bw and stash can"
-        )
-    return rules
+    """Return the rules of ``policy.weights``; BadInput where vertical sync has no meaning."""
+    if not policy.vertical_sync:
+        return WEIGHT_POLICIES[policy.weights]
+    if policy.weights not in WITH_VERTICAL_SYNC:
+        raise BadInput(f"plan: vertical sync goes with --weights stash or latest; this plan has {policy.weights!r}")
+    return WITH_VERTICAL_SYNC[policy.weights]

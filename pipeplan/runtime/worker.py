@@ -30,6 +30,7 @@ from .collective import (
     this_machine,
     transfer_times,
 )
+from .copies import refuse_copies
 from .executor import RankWork, execute
 from .instructions import Edge, Instruction, version_uses
 from .measure import RankMeasurement, RunReport, make_report
@@ -145,6 +146,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     stages = job.plan.allocation.stages
     model = load_model(job.model, job.plan.chain.microbatch, job.seed)
     check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
+    if script.renews and not job.evaluates:
+        _refuse_copies(script, rank, model)
     if job.load is not None:
         load_weights(model, job.load)
     with exchanging("the meeting of the ranks"):
@@ -256,6 +259,7 @@ def _stage_module(script: Script, job: Job, rank: int, s: int, model: LoadedMode
         optimizer_maker(job.optimizer or script.plan.policy.optimizer, job.lr),
         None if job.scheduler is None else schedule_maker(job.scheduler),
         script.first.step,
+        script.renews,
     )
     has_loss = stage.stop == len(script.plan.chain)
     return StageModule(
@@ -269,13 +273,26 @@ def _stage_module(script: Script, job: Job, rank: int, s: int, model: LoadedMode
         account=account,
         divisor=script.interval,
         boundaries=(model.boundaries[stage.start], None if has_loss else model.boundaries[stage.stop]),
+        renews=script.renews,
     )
+
+
+def _refuse_copies(script: Script, rank: int, model: LoadedModel) -> None:
+    """Raise BadInput for a layer that cannot be differentiated with newer weights; recomputed ones always can."""
+    for s in script.stages_of(rank):
+        again = {i for first, last in script.plan.allocation.stages[s].checkpoint for i in range(first, last)}
+        for i in own_layers(script, s, model):
+            if i not in again:
+                refuse_copies(f"layer {i}", *model.layers[i], model.boundaries[i])
 
 
 def _edge_specs(script: Script, model: LoadedModel) -> dict[Edge, TensorSpec]:
     specs: dict[Edge, TensorSpec] = {}
+    covers = script.program.batch
     for s, stage in enumerate(script.plan.allocation.stages[:-1]):
-        specs["F", s] = specs["B", s + 1] = model.boundaries[stage.stop]
+        spec = model.boundaries[stage.stop]
+        specs["F", s] = spec
+        specs["B", s + 1] = spec if covers == 1 else TensorSpec((covers, *spec.shape), spec.dtype)
     return specs
 
 

@@ -1,0 +1,72 @@
+"""Backward passes with other weights than the forward's, on the activations that the forward has stored (TiMePReSt).
+
+Autograd keeps the tensors that a backward reads. While a forward runs here, it keeps of each weight only which one it
+is; the backward reads that weight anew, in the version that is installed by then. Everything else is kept as it was,
+so gradients are those of old activations and new weights. That has a meaning where the backward reads weights
+themselves, as in linear, convolution, normalisation, attention and recurrent layers; a layer that keeps something made
+from its weights alone, such as a normalised or a converted copy, would go on with the old ones; such layers are refused
+(see ``copies``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..errors import RunFailed
+from .versions import Versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight of the stage, or a view of one, in whichever version."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An activation, and how often it had been changed in place when it was stored."""
+
+    tensor: Tensor
+    changes: int
+
+
+@contextmanager
+def renewing(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within the context, let autograd keep which weights it needs, not the weights; ``hold`` hears of all the rest.
+
+    With hooks autograd doesn't check that what it has kept is unchanged; so this does.
+    """
+    parameters = versions.installed
+    places = {parameter.untyped_storage()._cdata: index for index, parameter in enumerate(parameters)}
+
+    def pack(tensor: Tensor) -> _Weight | _Stored:
+        index = places.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            hold(tensor)
+            return _Stored(tensor.detach(), tensor._version)
+        offset = int(tensor.storage_offset()) - int(parameters[index].storage_offset())
+        return _Weight(index, tensor.size(), tensor.stride(), offset)
+
+    def unpack(kept: _Weight | _Stored) -> Tensor:
+        if isinstance(kept, _Weight):
+            weight = parameters[kept.index].data
+            return weight.as_strided(kept.size, kept.stride, int(weight.storage_offset()) + kept.offset)
+        if kept.tensor._version != kept.changes:
+            raise RunFailed(
+                f"a tensor of shape {tuple(kept.tensor.shape)} that the backward needs was changed in place after it "
+                "was stored"
+            )
+        return kept.tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
