@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from collections import Counter  # noqa: E402
+from itertools import pairwise  # noqa: E402
 
 from oracle_renewal import Emulation, SelfAttention, States, add, mean_square, own_weights  # noqa: E402
 from torch import nn  # noqa: E402
@@ -196,7 +197,7 @@ def test_recomputed_layers_run_again_with_the_new_weights(checkpoint):
     entered = stage.backward(N - 1, 1, gradients, N)
     assert account.held_bytes == 0
     cuts = sorted({0, len(modules), *(cut for segment in checkpoint for cut in segment)})
-    parts = list(zip(cuts, cuts[1:], strict=False))
+    parts = list(pairwise(cuts))
     for m in range(N):
         x, stored = inputs[m], []
         for start, stop in parts:

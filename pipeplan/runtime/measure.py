@@ -60,7 +60,7 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, ``data_ns`` per microbatch).
+    """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, all else per microbatch).
 
     ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't. ``exchange_ns`` is
     what its process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
@@ -91,8 +91,9 @@ class DeviceActivations:
 class TransferTime:
     """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
 
-    Measured from the start of the send to the end of the wait, the median over the ``count`` microbatches whose
-    receiver waited already; where ``count`` is 0, by a ping-pong before the run.
+    Measured from the start of the send to the end of the wait, the median over the ``count`` messages whose receiver
+    waited already; where ``count`` is 0, by a ping-pong before the run. Of a message for several microbatches, the
+    share of one.
     """
 
     kind: Literal["F", "B"]
@@ -155,7 +156,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             planned_forward_ns=cost.forward_ns,
             planned_backward_ns=cost.backward_ns,
             forward_ns=durations["F", s],
-            backward_ns=durations["B", s] // script.program.batch,
+            backward_ns=durations["B", s],
             update_ns=durations["UPDATE", s],
             data_ns=durations["DATA", s],
             exchange_ns=max(0, sum(occupied[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
@@ -248,7 +249,7 @@ def calibrated(
         if not resource.is_link
         for replica, device in enumerate(resource.devices)
     }
-    return make_program(measured, program.microbatches, orders)
+    return make_program(measured, program.microbatches, orders, batch=program.batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +281,17 @@ def _handed_over(script: Script, measurements: Sequence[RankMeasurement]) -> dic
             if send is not None and t.start_ns <= send.start_ns:
                 found.setdefault(edge, []).append((t.end_ns - send.start_ns, max(0, t.end_ns - send.end_ns)))
     return {
-        edge: _HandOver(_median(whole for whole, _ in pairs), _median(after for _, after in pairs), len(pairs))
+        edge: _HandOver(
+            _median(whole for whole, _ in pairs) // _covers(script, edge[0]),
+            _median(after for _, after in pairs) // _covers(script, edge[0]),
+            len(pairs),
+        )
         for edge, pairs in found.items()
     }
 
 
 def _occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return how long each stage's passes and updates occupy their process in the settled part of the run (medians).
+    """Return how long a microbatch's passes and updates occupy each stage's process in the settled part (medians).
 
     That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
     sending of its result and what lies between; an update with the telling of it.
@@ -317,7 +322,16 @@ def _occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[t
             (samples if counts else early).setdefault((activity, stage), []).append(ns)
     kinds: tuple[Activity, ...] = ("F", "B", "UPDATE")
     stages = range(len(script.graph.stages))
-    return {(kind, s): _median(samples.get((kind, s)) or early.get((kind, s), [])) for kind in kinds for s in stages}
+    return {
+        (kind, s): _median(samples.get((kind, s)) or early.get((kind, s), [])) // _covers(script, kind)
+        for kind in kinds
+        for s in stages
+    }
+
+
+def _covers(script: Script, activity: Activity) -> int:
+    """Return how many microbatches an operation of this kind is for; times are reported for one of them."""
+    return script.program.batch if activity == "B" else 1
 
 
 def _settled(script: Script) -> int:
@@ -326,7 +340,7 @@ def _settled(script: Script) -> int:
 
 
 def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return the median duration of each activity of each stage over the settled part of the run, 0 for none."""
+    """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
     first = _settled(script)
     samples: dict[tuple[Activity, int], list[int]] = {}
     early: dict[tuple[Activity, int], list[int]] = {}
@@ -336,7 +350,11 @@ def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[
             (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
     kinds: tuple[Activity, ...] = ("F", "B", "DATA", "UPDATE")
     stages = range(len(script.graph.stages))
-    return {(kind, s): _median(samples.get((kind, s)) or early.get((kind, s), [])) for kind in kinds for s in stages}
+    return {
+        (kind, s): _median(samples.get((kind, s)) or early.get((kind, s), [])) // _covers(script, kind)
+        for kind in kinds
+        for s in stages
+    }
 
 
 def _median(values: Iterable[int]) -> int:
