@@ -76,13 +76,18 @@ def versions(policy: Policy, in_flight: IntLike) -> IntLike:
 
 
 def weights_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, in_flight: IntLike) -> IntLike:
-    """Device bytes of weights, gradient and optimizer state (the table of ALGORITHMS section 3).
+    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak."""
+    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight))
+
+
+def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike) -> IntLike:
+    """Device bytes of ``kept`` versions of the weights, of gradient and optimizer state (ALGORITHMS section 3, table).
 
     In mixed precision versions and gradient take 2 bytes per parameter, the state holds fp32 weights and gradient
     beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time.
     """
     copy = gradient_bytes(policy, weight_bytes, parameters)
-    return versions(policy, in_flight) * copy + copy + _state(policy, weight_bytes, parameters, on_device=True)
+    return kept * copy + copy + _state(policy, weight_bytes, parameters, on_device=True)
 
 
 def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:

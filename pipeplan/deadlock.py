@@ -8,7 +8,8 @@ from math import lcm
 from .plan import Plan
 from .program import Program, RankOp, lower, unroll
 from .simulate import Timeline, simulate
-from .stages import StageGraph, most_in_flight, stage_graph, starts_of
+from .stages import most_in_flight, starts_of
+from .timelines import graph_of, plan_timeline
 
 MOST_MICROBATCHES = 2000  # that a plan's proof unrolls, where replica counts have a large common multiple
 
@@ -91,12 +92,15 @@ def program_deadlock(program: Program, timeline: Timeline | None = None) -> list
 
 
 def plan_deadlock(plan: Plan) -> list[str]:
-    """Return how a valid plan's own pattern deadlocks once lowered; [] if it doesn't.
+    """Return how a valid plan's own order deadlocks once lowered; [] if it doesn't.
 
-    Unrolls the fill, two rounds of the steady state and the drain; later rounds repeat them.
+    Unrolls the fill, two rounds of a pattern's steady state and the drain; later rounds repeat them. Of the other kinds
+    of schedules it is the order of the simulated run.
     """
-    assert plan.pattern is not None, "a plan without a pattern has no order to prove"
-    graph: StageGraph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+    if plan.pattern is None:
+        timeline = plan_timeline(plan)
+        return program_deadlock(timeline.program, timeline)
+    graph = graph_of(plan)
     rounds = lcm(*(resource.replicas for resource in graph.resources))
     fill = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
     return program_deadlock(unroll(graph, plan.pattern, min(fill + 2 * rounds, MOST_MICROBATCHES)))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import costs
 from .groups import ceil_div
-from .plan import Bound, Plan
+from .plan import Bound, Plan, Schedule
+from .problem import Platform
 from .program import Step, unroll
 from .simulate import Timeline, simulate
-from .stages import DeviceUse, StageGraph, device_uses, most_in_flight, stage_graph, starts_of
+from .stages import DeviceUse, StageGraph, device_uses, most_in_flight, starts_of
+from .timelines import SteadyRun, graph_of, program_of_kind, steady_nf1b
+
+SIMULATED = ("nf1b", "message-driven")  # kinds of schedules that are judged through their simulated timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,10 @@ class Evaluation:
 
 def evaluate(plan: Plan) -> Evaluation:
     """Return the figures of ``plan``, whose structure and operations must be in order."""
+    graph = graph_of(plan)
+    if plan.schedule.kind in SIMULATED:
+        return evaluate_simulated(graph, plan.schedule, plan.platform)
     assert plan.pattern is not None
-    graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
     starts, period = starts_of(plan.pattern), plan.pattern.period_ns
     makespan = None
     if plan.schedule.kind == "flush":
@@ -44,14 +51,85 @@ def evaluate(plan: Plan) -> Evaluation:
     )
 
 
+def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform) -> Evaluation:
+    """Return the figures of stages under nF1B or message-driven, from their simulated timeline.
+
+    Of nF1B they are those of the steady state and of all that comes before it. Where the simulated run is too short to
+    show one, every stage but the last is charged what the limit admits, and its period is the mean of the run's second
+    half. Message-driven is one drained mini-batch; its peaks are those of the planned times, and what they cannot
+    exceed in whatever order messages really arrive is ``limit`` microbatches per stage and pipeline.
+    """
+    makespan = None
+    if schedule.kind == "nf1b":
+        steady = steady_nf1b(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
+        timeline, period = steady.timeline, steady.period_ns
+        uses = _settled_uses(timeline, platform) if steady.settled else _admitted_uses(steady, platform)
+    else:
+        count = schedule.microbatches or 1
+        timeline = simulate(program_of_kind(graph, schedule, None, count))
+        makespan = flush_makespan_ns(timeline)
+        period = ceil_div(makespan, count)
+        uses = _settled_uses(timeline, platform)
+    unused = [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
+    devices = tuple(uses.get(d, nothing) for d, nothing in enumerate(unused))
+    together = [0] * len(graph.stages)
+    for index, resource in enumerate(graph.resources):
+        for place, s in enumerate(graph.stages_on(index)):
+            together[s] = sum(uses[d].in_flight[place] for d in resource.devices)
+    return Evaluation(graph, period, makespan, devices, max(together))
+
+
+def fits(evaluation: Evaluation) -> bool:
+    """Whether every device stays within its memory."""
+    return all(use.peak_bytes <= use.memory_bytes for use in evaluation.devices)
+
+
+def _settled_uses(timeline: Timeline, platform: Platform) -> dict[int, DeviceUse]:
+    """Return what each device of a simulated run holds at most."""
+    uses = {}
+    for lane, work in enumerate(timeline.program.lanes):
+        if work.device is not None:
+            counts = timeline.in_flight(lane)
+            uses[work.device] = DeviceUse(
+                platform.devices[work.device].memory_bytes,
+                timeline.weights_bytes(lane),
+                timeline.peak_activation_bytes(lane),
+                timeline.buffer_bytes(lane),
+                tuple(counts.get(s, 0) for s in timeline.program.stages_of(lane)),
+            )
+    return uses
+
+
+def _admitted_uses(steady: SteadyRun, platform: Platform) -> dict[int, DeviceUse]:
+    """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
+
+    The last stage has its gradient at once and holds one mini-batch.
+    """
+    program = steady.timeline.program
+    graph, limit = program.graph, program.limit or 1
+    uses = {}
+    for s, stage in enumerate(graph.stages):
+        admitted = limit if s < len(graph.stages) - 1 else 1
+        count = admitted * program.batch
+        kept = admitted + 1 if graph.policy.vertical_sync else 1
+        device = graph.resources[stage.resource].devices[0]
+        uses[device] = DeviceUse(
+            platform.devices[device].memory_bytes,
+            int(costs.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)),
+            int(costs.held_bytes(stage.kept_bytes, stage.peak_bytes, count)),
+            stage.buffer_bytes,
+            (count,),
+        )
+    return uses
+
+
 def flush_makespan_ns(timeline: Timeline) -> int:
     """Return the time of a drained mini-batch: every stage's last backward, then its all-reduce, then the next one."""
     program = timeline.program
-    graph, last = program.graph, program.microbatches
+    graph = program.graph
     ready = []
-    for s, stage in enumerate(graph.stages):
-        replicas = graph.resources[stage.resource].replicas
-        done = max(timeline.end_ns(Step(m, program.release[s])) for m in range(max(0, last - replicas), last))
+    for s in range(len(graph.stages)):
+        done = max(timeline.end_ns(Step(program.leader(m), program.release[s])) for m in range(program.microbatches))
         ready.append((done, s))
     ends = [0] * len(graph.resources)
     for done, s in sorted(ready):  # all-reduces of stages that share devices follow each other

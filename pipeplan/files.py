@@ -247,7 +247,6 @@ def plan_form(plan: Plan) -> PlanFile:
     """Return the file form of a plan that has passed the validator."""
     result = evaluate(plan)
     policy, bound = plan.policy, any_of(plan.lower_bounds)
-    assert plan.pattern is not None
     assert bound is not None
     return PlanFile(
         format="pipeplan-plan/1",
@@ -266,7 +265,9 @@ def plan_form(plan: Plan) -> PlanFile:
             StageFile(s.start, s.stop, list(s.devices), list(s.checkpoint) or None) for s in plan.allocation.stages
         ],
         schedule=ScheduleFile(plan.schedule.kind, plan.schedule.microbatches, plan.schedule.limit),
-        pattern=PatternFile(
+        pattern=None
+        if plan.pattern is None
+        else PatternFile(
             plan.pattern.period_ns,
             [OperationFile(op.kind, op.stage, op.start_ns, op.duration_ns) for op in plan.pattern.operations],
         ),
@@ -356,12 +357,11 @@ def _figures(form: PlanFile, plan: Plan) -> list[str]:
                     f"lower_bounds: {bound.period_ns} ns of class any is more than can be derived ({derived} ns)"
                 )
     expected = plan_form(plan)
+    source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"
     for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):
         for name in DeviceUseFile.__struct_fields__:
             if getattr(have, name) != getattr(want, name):
-                found.append(
-                    f"devices[{d}].{name} is {getattr(have, name)}; the stages and starts give {getattr(want, name)}"
-                )
+                found.append(f"devices[{d}].{name} is {getattr(have, name)}; {source} {getattr(want, name)}")
     if len(form.devices) != len(expected.devices):
         found.append(f"devices has {len(form.devices)} entries; the platform has {len(expected.devices)}")
     if form.gap != expected.gap:

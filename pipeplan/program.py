@@ -113,6 +113,13 @@ class Program:
         """For each stage, the position of the step that frees its last activations: B, or W when split."""
         return tuple(self.position["W" if self.split else "B", s] for s in range(len(self.graph.stages)))
 
+    def stages_of(self, lane: int) -> list[int]:
+        """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""
+        device, graph = self.lanes[lane].device, self.graph
+        if device is None:
+            return []
+        return [s for s, stage in enumerate(graph.stages) if device in graph.resources[stage.resource].devices]
+
     def leader(self, microbatch: int) -> int:
         """Return the microbatch whose steps are the backward of ``microbatch``: the last of its batch."""
         return microbatch - microbatch % self.batch + self.batch - 1

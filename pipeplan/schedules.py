@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import BadInput
+from .message_driven import message_driven
+from .nf1b import nf1b
 from .partition.balance import balance
 from .plan import Plan, Stage
 from .problem import Platform, Policy, Problem, Weights
@@ -18,8 +20,6 @@ from .program import Program, unroll
 from .schedule.alternate import one_f_one_b
 from .schedule.gpipe import gpipe
 from .schedule.interleaved import interleaved
-from .schedule.message_driven import message_driven
-from .schedule.nf1b import nf1b
 from .schedule.zbv import zbv
 from .schedule.zero_bubble import zb1p, zb2p
 from .stages import StageGraph, stage_graph

@@ -6,7 +6,7 @@ decide as they go add a logarithm).
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from math import ceil, lcm
 from . import costs
 from .errors import PipeplanError
 from .program import Arrival, Decide, Program, Step
+from .weight_versions import Used, live_versions, versions_used
 
 Times = tuple[tuple[int, ...], ...]  # [microbatch][position], in ns
 
@@ -176,13 +177,35 @@ class Timeline:
 
     def static_bytes(self, lane: int) -> int:
         """Return what a device holds all the time: buffers, and weights for its in-flight microbatches."""
-        graph = self.program.graph
+        return self.weights_bytes(lane) + self.buffer_bytes(lane)
+
+    def weights_bytes(self, lane: int) -> int:
+        """Return what the weights on a device take in all the versions that it keeps, with gradients and state."""
+        graph, counts = self.program.graph, self.in_flight(lane)
         total = 0
-        for s, count in self.in_flight(lane).items():
+        for s in self.program.stages_of(lane):
             stage = graph.stages[s]
-            total += stage.buffer_bytes
-            total += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, max(1, count))
+            kept = self.kept_versions(s, counts.get(s, 0))
+            total += costs.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
         return total
+
+    def buffer_bytes(self, lane: int) -> int:
+        """Return what the send and receive buffers of the stages on a device take."""
+        return sum(self.program.graph.stages[s].buffer_bytes for s in self.program.stages_of(lane))
+
+    def kept_versions(self, stage: int, in_flight: int) -> int:
+        """Return the versions of its weights that ``stage`` keeps with ``in_flight`` microbatches at most.
+
+        Under nF1B with vertical sync they are those that this run needs at once.
+        """
+        policy = self.program.graph.policy
+        if policy.weights == "latest" and policy.vertical_sync and self.program.limit is not None:
+            return live_versions(self, self._used, stage)
+        return int(costs.versions(policy, max(1, in_flight)))
+
+    @cached_property
+    def _used(self) -> Used:
+        return versions_used(self, vertical_sync=True)
 
     def peak_bytes(self, lane: int) -> int:
         """Return a device's peak: weights for its in-flight microbatches, buffers, and the activations' peak."""
@@ -310,7 +333,7 @@ class _Run:
             if chosen is None:
                 continue
             assert chosen.has_come(now), "a rule may only choose what has come"
-            announced.remove(chosen)
+            del announced[bisect_left(announced, chosen)]
             index = chosen.step.microbatch * length + chosen.step.position
             self.starts[index] = now
             self.ran[number].append(chosen.step)
@@ -379,7 +402,7 @@ class _Run:
             return
         expected = self.expected.pop(index, None)
         if expected is not None:
-            self.announced[number].remove(expected)
+            del self.announced[number][bisect_left(self.announced[number], expected)]
         insort(self.announced[number], self._arrival(index, self.starts[index], True))
         heappush(self.events, (self.starts[index], number))
         if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path

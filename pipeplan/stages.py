@@ -205,6 +205,17 @@ def _ranges(devices: tuple[int, ...]) -> str:
     return ",".join(str(d) for d in devices)
 
 
+def not_one_each(graph: StageGraph, schedule: str) -> str | None:
+    """Return why ``schedule``, which needs one GPU per stage and one stage per GPU, cannot run ``graph``; or None."""
+    for index, resource in enumerate(graph.resources):
+        stages = graph.stages_on(index)
+        if len(stages) > 1:
+            return f"{schedule} gives each GPU one stage; {resource.name} has stages {stages} in this plan"
+        if stages and resource.replicas > 1:
+            return f"{schedule} gives each stage one GPU; stage {stages[0]} of this plan has {resource.replicas}"
+    return None
+
+
 # --- in flight and memory -------------------------------------------------------------------------------------------
 
 

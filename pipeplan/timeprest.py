@@ -16,20 +16,19 @@ from functools import cached_property
 from math import ceil
 
 from .errors import BadInput
+from .nf1b import nf1b
 from .plan import Stage
 from .problem import Chain, Layer, Platform, Policy, Weights
 from .program import Step
 from .schedule.alternate import one_f_one_b
-from .schedule.nf1b import nf1b
 from .search import smallest
 from .simulate import Timeline, simulate
 from .stages import StageGraph, stage_graph
+from .weight_versions import Used, live_versions, versions_used
 
 MOST_PASSES = 300_000  # of microbatches through workers; simulating takes many seconds beyond
 FAR = 64  # workers up to which a version difference of 1 is looked for
 NEAR = 16  # microbatches up to which it is, where the backward's time is proportional to them
-
-Used = tuple[tuple[int, ...], ...]  # [microbatch][position] -> version of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class Analysis:
     @cached_property
     def live_versions(self) -> tuple[int, ...]:
         """For each worker, the most versions of its weights that it holds at once."""
-        return tuple(_live_versions(self.timeline, self.used, stage) for stage in range(self.workers))
+        return tuple(live_versions(self.timeline, self.used, stage) for stage in range(self.workers))
 
 
 def analyse(
@@ -200,52 +199,12 @@ def unit_time(workers: int, microbatches: int, backward: Fraction, weights: Weig
     return stage_graph(Chain("unit time", layers, 0), Platform.flat(workers, 10**9), policy, stages)
 
 
-def versions_used(timeline: Timeline, vertical_sync: bool) -> Used:
-    """Return the version of the weights that each pass of an nF1B run uses, counting updates that are over.
-
-    With vertical sync a pass uses what all stages had when it started on its first one, so it waits for worker 1's
-    backward; without, what its own stage has.
-    """
-    program, count = timeline.program, len(timeline.program.graph.stages)
-    leaders = range(program.batch - 1, program.microbatches, program.batch)
-    made = [[timeline.end_ns(Step(m, 2 * count - 1 - stage)) for m in leaders] for stage in range(count)]
-    rows = []
-    for starts in timeline.start_ns:
-        if vertical_sync:
-            forward, backward = bisect_right(made[0], starts[0]), bisect_right(made[0], starts[count])
-            rows.append((forward,) * count + (backward,) * count)
-        else:
-            stages = (*range(count), *reversed(range(count)))
-            rows.append(tuple(bisect_right(made[s], at) for s, at in zip(stages, starts, strict=True)))
-    return tuple(rows)
-
-
 def _most_open(timeline: Timeline) -> int:
     """Return the most mini-batches that have started on worker 1 and whose backward there is not over."""
     program, last = timeline.program, 2 * len(timeline.program.graph.stages) - 1
     over = [timeline.end_ns(Step(program.leader(m), last)) for m in range(0, program.microbatches, program.batch)]
     starts = (timeline.begin_ns(Step(m, 0)) for m in range(0, program.microbatches, program.batch))
     return max(k - bisect_right(over, at) for k, at in enumerate(starts, 1))
-
-
-def _live_versions(timeline: Timeline, used: Used, stage: int) -> int:
-    """A version lives from the end of the backward that makes it until it is neither newest nor still to be used."""
-    program = timeline.program
-    last_use: dict[int, int] = {}
-    made = [0]
-    for step in program.lanes[stage].steps:
-        end, version = timeline.end_ns(step), used[step.microbatch][step.position]
-        last_use[version] = max(last_use.get(version, 0), end)
-        if program.operations[step.position].kind == "B":
-            made.append(end)
-    changes = [(0, 1)]
-    for version, superseded in enumerate(made[1:]):
-        changes += [(superseded, 1), (max(superseded, last_use.get(version, 0)), -1)]
-    live = most = 0
-    for _, change in sorted(changes):  # at equal times what is not needed any more goes first
-        live += change
-        most = max(most, live)
-    return most
 
 
 def _held(timeline: Timeline) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The one judge of plans: every broken rule as a sentence that names the operation, the resource and the numbers.
 
 It rebuilds everything from the chain, the platform and the starts, trusts no reported figure, needs no tolerance (all
-times are integers), and imports no scheduler. Rules: ALGORITHMS section 2.
+times are integers), and imports no scheduler. A plan without a pattern, whose GPUs decide as they go, is judged through
+its simulated timeline. Rules: ALGORITHMS section 2.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ from itertools import pairwise
 
 from . import costs
 from .errors import InvalidPlan
+from .evaluate import SIMULATED, evaluate_simulated
 from .plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from .problem import Chain, Platform, Policy
-from .stages import Operation, Resource, StageGraph, most_in_flight, resource_use, stage_graph, starts_of
+from .stages import (
+    DeviceUse,
+    Operation,
+    Resource,
+    StageGraph,
+    most_in_flight,
+    not_one_each,
+    resource_use,
+    starts_of,
+)
+from .timelines import graph_of
 from .units import format_bytes
 
 
@@ -35,13 +47,30 @@ def violations(plan: Plan) -> list[str]:
     ]
     if found:
         return found
-    graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+    graph = graph_of(plan)
+    if plan.schedule.kind in SIMULATED:
+        return simulated_violations(plan, graph)
     if plan.pattern is None:
         return ["the plan has no pattern: nothing says when its operations run"]
     found = operation_violations(graph, plan.pattern)
     if found:
         return found
-    return [*pattern_violations(graph, plan.pattern), *bound_violations(plan)]
+    return [*pattern_violations(graph, plan.pattern), *bound_violations(plan, plan.pattern.period_ns)]
+
+
+def simulated_violations(plan: Plan, graph: StageGraph) -> list[str]:
+    """Return every breach of the rules of a plan that runs by simulation: one GPU per stage, memory, bounds."""
+    refused = not_one_each(graph, plan.schedule.kind) if plan.schedule.kind == "nf1b" else None
+    if refused is not None:
+        return [refused]
+    result = evaluate_simulated(graph, plan.schedule, plan.platform)
+    found = []
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            for device in resource.devices:
+                name = resource.name if resource.replicas == 1 else f"device {device} of {resource.name}"
+                found += _over(name, graph.stages_on(index), result.devices[device])
+    return [*found, *bound_violations(plan, result.period_ns)]
 
 
 def structure_violations(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> list[str]:
@@ -85,18 +114,29 @@ def schedule_violations(plan: Plan) -> list[str]:
         if policy.weights == "flush":
             return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]
         return []
-    if schedule.kind != "flush":
-        return [f"a plan's schedule is a pattern or flush; the pattern says nothing about {schedule.kind}"]
-    if policy.weights != "flush":
-        return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
+    if schedule.kind == "nf1b":
+        what = "runs"
+        if policy.weights != "latest":
+            return [f"nf1b takes the newest weights, which is for weights latest; the policy is {policy.weights}"]
+    else:
+        what = "drains"
+        if policy.weights != "flush":
+            return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
     if schedule.microbatches is None or schedule.microbatches < 1:
-        return [f"the schedule drains mini-batches of {schedule.microbatches} microbatches; it needs at least 1"]
+        return [f"the schedule {what} mini-batches of {schedule.microbatches} microbatches; it needs at least 1"]
+    found = []
     if schedule.microbatches != policy.accumulate:
-        return [
-            f"the schedule drains mini-batches of {schedule.microbatches} microbatches, "
+        found.append(
+            f"the schedule {what} mini-batches of {schedule.microbatches} microbatches, "
             f"but the policy updates weights every {policy.accumulate}"
-        ]
-    return []
+        )
+    if schedule.kind in SIMULATED:
+        if plan.pattern is not None:
+            found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
+        if schedule.limit is None or schedule.limit < 1:
+            what = "mini-batches" if schedule.kind == "nf1b" else "microbatches per pipeline"
+            found.append(f"the schedule admits {schedule.limit} {what}; {schedule.kind} needs a limit of at least 1")
+    return found
 
 
 def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> list[str]:
@@ -211,17 +251,21 @@ def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
         if resource.is_link:
             continue
         use = resource_use(graph, starts_of(pattern), pattern.period_ns, index)
-        if use.peak_bytes > use.memory_bytes:
-            held = ", ".join(
-                f"stage {s} with {n} in flight" for s, n in zip(graph.stages_on(index), use.in_flight, strict=True)
-            )
-            found.append(
-                f"{_each(resource)} needs {format_bytes(use.peak_bytes)} ({use.peak_bytes} bytes: weights "
-                f"{format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)}, buffers "
-                f"{format_bytes(use.buffer_bytes)}; {held}) but has {format_bytes(use.memory_bytes)} "
-                f"({use.memory_bytes} bytes)"
-            )
+        found += _over(_each(resource), graph.stages_on(index), use)
     return found
+
+
+def _over(name: str, stages: Sequence[int], use: DeviceUse) -> list[str]:
+    """Say how a device that holds ``stages`` is over its memory, if it is."""
+    if use.peak_bytes <= use.memory_bytes:
+        return []
+    held = ", ".join(f"stage {s} with {n} in flight" for s, n in zip(stages, use.in_flight, strict=True))
+    return [
+        f"{name} needs {format_bytes(use.peak_bytes)} ({use.peak_bytes} bytes: weights "
+        f"{format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)}, buffers "
+        f"{format_bytes(use.buffer_bytes)}; {held}) but has {format_bytes(use.memory_bytes)} "
+        f"({use.memory_bytes} bytes)"
+    ]
 
 
 def _updates(graph: StageGraph, pattern: Pattern) -> list[str]:
@@ -250,13 +294,11 @@ def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
     return found
 
 
-def bound_violations(plan: Plan) -> list[str]:
+def bound_violations(plan: Plan, period: int) -> list[str]:
     """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period."""
-    assert plan.pattern is not None
-    period = plan.pattern.period_ns
     found = []
     for bound in plan.lower_bounds:
-        if bound.period_ns > period and plan.schedule.kind == "pattern":
+        if bound.period_ns > period and plan.schedule.kind != "flush":
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         found += class_violations(bound, plan.allocation)
     return found

@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 
+from pipeplan.message_driven import message_driven
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.program import Program
 from pipeplan.schedule.alternate import one_f_one_b
-from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.zero_bubble import zb1p
 from pipeplan.simulate import simulate
 from pipeplan.stages import StageGraph, stage_graph

@@ -11,7 +11,8 @@ from dataclasses import replace
 from cases import random_chain, random_platform
 
 from pipeplan.bounds import any_bound
-from pipeplan.plan import Allocation, Pattern, Plan, Provenance, Schedule, Stage
+from pipeplan.evaluate import evaluate_simulated
+from pipeplan.plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from pipeplan.problem import Chain, Device, Platform, Policy, Problem
 from pipeplan.stages import StageGraph, device_uses, make_pattern, most_in_flight, stage_graph, starts_of
 
@@ -151,6 +152,26 @@ def fitted(
         provenance=Provenance("random"),
         schedule=Schedule("flush", policy.accumulate) if policy.weights == "flush" else Schedule(),
     )
+
+
+def random_simulated_plan(rng: random.Random, kind: ScheduleKind | None = None) -> Plan:
+    """Return a valid plan of kind ``nf1b`` or ``message-driven``, often just fitting its memory."""
+    kind = kind or rng.choice(("nf1b", "message-driven"))
+    plain = kind == "nf1b"
+    layers, devices = max(rng.randint(1, 6), rng.randint(1, 6)), rng.randint(1, 4)
+    chain = random_chain(rng, layers, edges=rng.random() < 0.3, saved=rng.random() < 0.5, optimizer=True)
+    platform = random_platform(rng, devices, levels=True, latency=True, speeds=True, duplex=True)
+    policy = replace(random_policy(rng, ("latest",) if plain else ("flush",)), accumulate=rng.randint(1, 6))
+    stages = random_stages(rng, layers, devices, replicas=not plain, shared=not plain and rng.random() < 0.4)
+    schedule = Schedule(kind, policy.accumulate, rng.randint(1, len(stages) + 2))
+    graph = stage_graph(chain, platform, policy, stages)
+    result = evaluate_simulated(graph, schedule, platform)
+    memories = [use.peak_bytes + rng.choice((0, 0, 1, 50)) for use in result.devices]
+    platform = replace(
+        platform, devices=tuple(Device(m, d.speed) for m, d in zip(memories, platform.devices, strict=True))
+    )
+    bound = any_bound(Problem(chain, platform, policy, True, "segments"))
+    return Plan(chain, platform, policy, Allocation(stages), None, (bound,), Provenance("random"), schedule)
 
 
 def graph_of(plan: Plan) -> StageGraph:

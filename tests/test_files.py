@@ -3,6 +3,7 @@ import io
 import json
 import os
 import random
+import re
 import stat
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 from cases import PUBLISHED, published, random_chain, random_platform
-from plan_cases import random_plan
+from plan_cases import random_plan, random_simulated_plan
 
 from pipeplan import files
 from pipeplan.bounds import any_bound
@@ -172,6 +173,61 @@ def test_plans_come_back_byte_for_byte(tmp_path):
         assert again == plan
         assert plan_text(again) == text
         assert load_plan(written(tmp_path, text)) == plan
+
+
+@pytest.mark.parametrize("kind", ["nf1b", "message-driven"])
+def test_plans_without_a_pattern_come_back_byte_for_byte_and_edits_are_noticed(kind, tmp_path):
+    path = tmp_path / "plan.json"
+    for seed in range(12):
+        plan = random_simulated_plan(random.Random(seed), kind)
+        text = plan_text(plan)
+        path.write_text(text)
+        again, found = read_plan(str(path))
+        assert found == []
+        assert again == plan
+        assert plan_text(again) == text
+        form = json.loads(text)
+        assert form["pattern"] is None
+        assert form["schedule"] == {
+            "kind": kind,
+            "microbatches": plan.policy.accumulate,
+            "limit": plan.schedule.limit,
+        }
+        device = plan.allocation.stages[0].devices[0]
+        for name in ("peak_bytes", "weights_bytes", "activation_bytes", "buffer_bytes"):
+            edited = json.loads(text)
+            edited["devices"][device][name] += 1
+            path.write_text(json.dumps(edited))
+            _, found = read_plan(str(path))
+            assert len(found) == 1
+            assert found[0].startswith(f"devices[{device}].{name} is {edited['devices'][device][name]}; the simulated")
+        edited = json.loads(text)
+        edited["gap"] += 0.5
+        path.write_text(json.dumps(edited))
+        assert read_plan(str(path))[1][0].startswith("gap is")
+        edited = json.loads(text)
+        edited["schedule"]["microbatches"] += 1
+        path.write_text(json.dumps(edited))
+        assert "but the policy updates weights every" in read_plan(str(path))[1][0]
+        del edited["schedule"]["limit"]
+        path.write_text(json.dumps(edited))
+        assert any("admits None" in sentence for sentence in read_plan(str(path))[1])
+
+
+def test_another_limit_gives_other_figures(tmp_path):
+    """A plan whose limit was edited says what its own would be."""
+    path = tmp_path / "plan.json"
+    noticed = 0
+    for seed in range(30):
+        form = json.loads(plan_text(random_simulated_plan(random.Random(seed), "nf1b")))
+        if form["schedule"]["limit"] < 2:
+            continue
+        form["schedule"]["limit"] = 1
+        path.write_text(json.dumps(form))
+        found = read_plan(str(path))[1]
+        assert all(re.match(r"(devices\[|gap)", sentence) for sentence in found)
+        noticed += bool(found)
+    assert noticed > 5
 
 
 def test_equal_input_gives_equal_bytes_and_keys_keep_their_order():

@@ -11,12 +11,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
 
 # Each module's row, by the longest name that it starts with; what isn't named here assembles the others, in row 6.
-# Decimals order modules of one row: problem -> costs, plan; program -> simulate -> evaluate.
+# Decimals order modules of one row: problem -> costs, plan; program -> simulate -> timelines -> evaluate -> validate.
 ROWS = {
     "errors": 1.0, "search": 1.0, "groups": 1.0, "units": 1.1,
     "problem": 2.0, "costs": 2.1, "plan": 2.1, "granularity": 2.1,
     "stages": 3.0,
-    "validate": 4.0, "bounds": 4.0, "program": 4.0, "simulate": 4.1, "evaluate": 4.2, "deadlock": 4.2, "jitter": 4.2,
+    "bounds": 4.0, "program": 4.0, "nf1b": 4.1, "message_driven": 4.1, "weight_versions": 4.1, "simulate": 4.2,
+    "jitter": 4.3, "timelines": 4.3, "evaluate": 4.4, "deadlock": 4.4, "validate": 4.5,
     "partition": 5.0, "schedule": 5.0,
     "": 6.0, "report": 6.5,
     "zoo": 7.0, "runtime": 7.1,
@@ -26,8 +27,19 @@ PACKAGES = {"partition", "schedule", "report", "runtime", "zoo", "cli", ""}  # m
 
 # Whose rows reach less far than "everything above".
 NEVER = {
-    "partition": ["stages", "validate", "bounds", "program", "simulate", "evaluate", "schedule"],
-    "schedule": ["validate", "bounds", "evaluate", "partition"],
+    "partition": [
+        "stages",
+        "validate",
+        "bounds",
+        "program",
+        "nf1b",
+        "message_driven",
+        "simulate",
+        "timelines",
+        "evaluate",
+        "schedule",
+    ],
+    "schedule": ["validate", "bounds", "timelines", "evaluate", "partition"],
     "validate": ["schedule"],
     "runtime": ["partition", "schedule", "planner", "report"],
     "zoo": ["partition", "schedule", "stages", "planner", "report", "runtime"],

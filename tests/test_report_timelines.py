@@ -13,10 +13,10 @@ from test_schedules import straight
 from pipeplan.errors import BadInput
 from pipeplan.files import plan_text, profile_text
 from pipeplan.jitter import jittered_ns
+from pipeplan.message_driven import message_driven
 from pipeplan.report.gantt import draw, panels, pattern_window, timeline_rows
 from pipeplan.report.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.schedule.alternate import one_f_one_b
-from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.zbv import zbv
 from pipeplan.schedules import SCHEDULES
 from pipeplan.simulate import simulate

@@ -26,7 +26,7 @@ def command(plan: str, as_json: bool) -> None:
     from ..report.tables import headline
 
     loaded, found = read_plan(plan)
-    if not found and loaded.pattern is not None:
+    if not found:
         found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
     if as_json:
         click.echo(json.dumps({"valid": not found, "violations": found}, indent=1))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..errors import BadInput
 from ..program import Program, Step, make_program
-from ..stages import StageGraph
+from ..stages import StageGraph, not_one_each
 
 Slot = Callable[[Literal["F", "B"], int, int], int]  # (kind, stage, microbatch) -> unit time
 
@@ -57,11 +57,6 @@ def explicit(
 
 def one_stage_each(graph: StageGraph, schedule: str) -> None:
     """Raise BadInput unless every stage has one device for itself, which ``schedule`` is defined for."""
-    for index, resource in enumerate(graph.resources):
-        stages = graph.stages_on(index)
-        if len(stages) > 1:
-            raise BadInput(f"{schedule} gives each GPU one stage; {resource.name} has stages {stages} in this plan")
-        if stages and resource.replicas > 1:
-            raise BadInput(
-                f"{schedule} gives each stage one GPU; stage {stages[0]} of this plan has {resource.replicas}"
-            )
+    found = not_one_each(graph, schedule)
+    if found is not None:
+        raise BadInput(found)

@@ -9,8 +9,8 @@ from schedule_cases import balanced, held, picture, staircase
 
 from pipeplan.deadlock import program_deadlock
 from pipeplan.errors import BadInput
+from pipeplan.nf1b import nf1b
 from pipeplan.program import Step
-from pipeplan.schedule.nf1b import nf1b
 from pipeplan.simulate import simulate
 
 MINI_BATCHES = 20

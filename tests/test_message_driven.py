@@ -7,8 +7,8 @@ from schedule_cases import balanced, held, picture, staircase
 
 from pipeplan.deadlock import program_deadlock
 from pipeplan.errors import BadInput
+from pipeplan.message_driven import message_driven, next_message
 from pipeplan.program import Arrival, Step
-from pipeplan.schedule.message_driven import message_driven, next_message
 from pipeplan.simulate import simulate
 
 

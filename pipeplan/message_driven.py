@@ -4,39 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import BadInput
-from ..program import Arrival, Decide, Program, make_program
-from ..stages import StageGraph
+from .errors import BadInput
+from .program import Arrival, Decide, Program, make_program
+from .stages import StageGraph
 
 
 def message_driven(graph: StageGraph, microbatches: int, limit: int | None = None) -> Program:
     """Return the program of Myelin's Algorithm 2, drained at the end; devices decide by :func:`next_message`.
 
-    ``limit`` is the paper's ``pipeline_limit``: microbatches in the pipeline at most. With 4 devices, limit 4 and
-    backwards twice as long as forwards, one column per forward::
+    ``limit`` is the paper's ``pipeline_limit``: microbatches in one pipeline at most, and there are as many pipelines
+    as replicas of the first stage. With 4 devices, limit 4 and backwards twice as long as forwards, one column per
+    forward::
 
         device 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 -- F4 B1 -- F5 B2 -- ...
         device 1  .  F0 F1 F2 F3 .  .  .  B0 -- .  B1 -- F4 B2 -- F5 ...
         device 2  .  .  F0 F1 F2 F3 B0 -- .  B1 -- .  B2 -- F4 B3 -- ...
         device 3  .  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- ...
 
-    The default is p without transfers, else 2p - 1: with transfers p microbatches are too few, and 2p - 1 suffice while
-    both transfers of a cut take no longer than a forward and a backward (within 5% of no limit). Without transfers
-    balanced stages take (m + p - 1)(f + b) for p up to 4; with more devices first come, first served loses a little.
-    Source: Myelin section IV, Algorithm 2; its
-    line 25 is read as "while microbatches remain".
+    The default is that of :func:`default_limit`. Without transfers balanced stages take (m + p - 1)(f + b) for p up to
+    4; with more devices first come, first served loses a little.
+
+    A real run decides anew by what really arrives, so its order may differ from the simulated one. What holds in any
+    order is the limit: no GPU ever holds more than ``limit`` microbatches of each of its stages for each pipeline that
+    it serves. The simulated peak, which may be less, is what a plan's memory figures guarantee for the planned times.
+    Source: Myelin section IV, Algorithm 2; its line 25 is read as "while microbatches remain".
     """
     if limit is not None and limit < 1:
         raise BadInput(f"limit: {limit} is not positive")
     stages = len(graph.stages)
-    transfers = any(op.kind.startswith("SEND") for op in graph.operations)
+    pipelines = graph.resources[graph.stages[0].resource].replicas
     rules = {
         (index, replica): lambda: next_message(stages)
         for index, resource in enumerate(graph.resources)
         if not resource.is_link
         for replica in range(resource.replicas)
     }
-    return make_program(graph, microbatches, {}, rules=rules, limit=limit or (2 * stages - 1 if transfers else stages))
+    return make_program(graph, microbatches, {}, rules=rules, limit=pipelines * (limit or default_limit(graph)))
+
+
+def default_limit(graph: StageGraph) -> int:
+    """Return how many microbatches one pipeline holds unless a limit is given: p without transfers, else 2p - 1.
+
+    With transfers p microbatches are too few, and 2p - 1 suffice while both transfers of a cut take no longer than a
+    forward and a backward (within 5% of no limit).
+    """
+    stages = len(graph.stages)
+    return 2 * stages - 1 if any(op.kind.startswith("SEND") for op in graph.operations) else stages
 
 
 def next_message(stages: int) -> Decide:
