@@ -51,6 +51,13 @@ QUICK_NS = 10**9  # a line at most so often
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--timeout", metavar="TIME", help="Longest wait for another rank, such as 60s.  [default: from the plan]")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each process.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs if torch sees any, unless the plan's profile is of a CPU.",
+)
 @click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict (torch.save).")
 @click.option("--load", metavar="FILE", type=PATH, help="Start from a state_dict.")
 @click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")

@@ -12,6 +12,11 @@ from ..plan import Plan
 from ..units import format_bytes, format_ns
 from .tables import console
 
+_EXCHANGES = {
+    "nccl": "tensors travelled over NCCL",
+    "staged": "ranks shared GPUs, so tensors travelled through host memory",
+}
+
 if TYPE_CHECKING:
     from ..runtime.measure import RunReport
 
@@ -65,6 +70,13 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
+    if report.exchange != "gloo":
+        out.print(f"ran on {', '.join(sorted(set(report.hardware)))}; {_EXCHANGES[report.exchange]}")
+    for memory in report.memory:
+        out.print(
+            f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "
+            f"{format_bytes(memory.planned_bytes)} predicted"
+        )
     for device in report.activations:
         out.print(
             f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import BadInput, RunFailed
 from ..units import format_bytes
+from .device import random_state, set_random_state
 from .prepare import Position
 
 FORMAT = "pipeplan-checkpoint/1"
@@ -165,13 +166,13 @@ def rates_of(loaded: State) -> tuple[Any, Any]:
     return pair
 
 
-def random_state() -> dict[str, Tensor]:
+def random_entry(device: torch.device) -> dict[str, Tensor]:
     """Return the entry for this rank's random state."""
-    return {f"{RANDOM}.{dist.get_rank()}": torch.get_rng_state()}
+    return {f"{RANDOM}.{dist.get_rank()}": random_state(device)}
 
 
-def set_random_state(loaded: State) -> None:
+def restore_random(loaded: State, device: torch.device) -> None:
     """Take this rank's random state from what :func:`read` returned, if the ranks are as many as they were."""
     state = loaded.get(f"{RANDOM}.{dist.get_rank()}")
     if state is not None:
-        torch.set_rng_state(state)
+        set_random_state(state, device)

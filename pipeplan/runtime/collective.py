@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RunFailed
+from .device import Exchange
 from .instructions import Edge
+from .links import Group, Links
 from .model import TensorSpec
 from .prepare import Script
 from .transport import exchanging
 
 PINGS = 10
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
-
-Group = Any  # a process group; torch's type for it differs between versions
 
 
 def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
@@ -37,8 +37,12 @@ def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
         raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(everybodys[0]) - 1}")
 
 
-def replica_groups(script: Script) -> dict[int, Group]:
-    """Return the process group of each replicated stage. All ranks make all groups, in one order, as torch wants it."""
+def replica_groups(script: Script, exchange: Exchange) -> dict[int, Group]:
+    """Return the process group of each replicated stage. All ranks make all groups, in one order, as torch wants it.
+
+    gloo's take tensors of GPUs too, through the host.
+    """
+    backend = "nccl" if exchange == "nccl" else "gloo"
     groups: dict[int, Group] = {}
     made: dict[tuple[int, ...], Group] = {}
     with exchanging("the making of replica groups"):
@@ -46,7 +50,7 @@ def replica_groups(script: Script) -> dict[int, Group]:
             if stage.replicas > 1:
                 ranks = tuple(script.ranks_of(s))
                 if ranks not in made:
-                    made[ranks] = dist.new_group(sorted(ranks))
+                    made[ranks] = dist.new_group(sorted(ranks), backend=backend)
                 groups[s] = made[ranks]
     return groups
 
@@ -71,7 +75,7 @@ def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec]) -> dict[Edge, int]:
+def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec], links: Links) -> dict[Edge, int]:
     """Measure how long the tensors of each cut take one way: half of the fastest ping-pong between the first replicas.
 
     The fastest, because a busy machine delays single ones at random. Cuts are measured one after the other; the
@@ -82,17 +86,12 @@ def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec]) 
         here, there = script.ranks_of(s)[0], script.ranks_of(s + 1)[0]
         if here == there or rank not in (here, there):
             continue
-        tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype)
+        tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype, device=links.device)
         rounds = []
         with exchanging(f"the measuring of the link between ranks {here} and {there}"):
             for _ in range(PINGS + 1):  # the first connects
                 start = time.monotonic_ns()
-                if rank == here:
-                    dist.send(tensor, there)
-                    dist.recv(tensor, there)
-                else:
-                    dist.recv(tensor, here)
-                    dist.send(tensor, here)
+                links.ping(tensor, rank, here, there)
                 rounds.append(time.monotonic_ns() - start)
         if rank == here:
             found["F", s] = found["B", s + 1] = min(rounds[1:]) // 2

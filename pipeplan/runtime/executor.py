@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from .instructions import (
     sentence,
 )
 from .measure import OpTime
+from .recorder import HostRecorder, Recorder
 from .stage import StageModule
 
 
@@ -65,7 +65,7 @@ class RankWork:
     and target, ``reduce(stage, tensors)`` sums over a stage's replicas, ``progress`` hears the index of each
     instruction before it is carried out. Microbatches below ``accounted`` are accounted. ``allows(instruction)`` is
     False for those of mini-batches that the run was asked not to begin; ``save(step)`` writes a checkpoint and
-    ``updated(stage, version)`` hears of updates.
+    ``updated(stage, version)`` hears of updates. ``recorder`` notes when all this happens.
     """
 
     stages: Mapping[int, StageModule]
@@ -79,7 +79,7 @@ class RankWork:
     save: Callable[[int], None]
     updated: Callable[[int, int], None]
     evaluates: bool = False
-    clock: Callable[[], int] = time.monotonic_ns  # the same time on all ranks
+    recorder: Recorder = field(default_factory=HostRecorder)
 
 
 def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]:
@@ -88,24 +88,23 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
     Raises OperationFailed with the instruction at which anything failed. A receive is posted at its place at the
     latest, and waited for where it is used. Between stages of one rank tensors are handed over as they are.
     """
-    times: list[OpTime] = []
     made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
-    clock, transport = work.clock, work.transport
+    recorder, transport = work.recorder, work.transport
 
     def arrived(kind: Pass, stage: int, microbatch: int) -> Tensor:
         edge = edge_into(kind, stage)
         if edge[1] in work.stages:
             return made.pop((edge, microbatch))
-        start = clock()
+        start = recorder.mark()
         tensor = transport.take(edge, microbatch)
-        times.append(OpTime("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start, clock()))
+        recorder.note("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start)
         transport.look_ahead(edge)
         return tensor
 
     def sample(stage: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        start = clock()
+        start = recorder.mark()
         pair = work.data(microbatch)
-        times.append(OpTime("DATA", stage, microbatch, start, clock()))
+        recorder.note("DATA", stage, microbatch, start)
         return pair
 
     def carry_out(instruction: Instruction) -> None:
@@ -117,44 +116,44 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
                 if x is None or stage.takes_targets:
                     entry, target = sample(s, m)
                     x = entry if x is None else x
-                start = clock()
+                start = recorder.mark()
                 target = target if stage.takes_targets else None
                 if work.evaluates:
                     out = stage.evaluate(m, version, x, target)
                 else:
                     out = stage.forward(m, version, x, target, m < work.accounted)
-                times.append(OpTime("F", s, m, start, clock()))
+                recorder.note("F", s, m, start)
                 if s < work.last:
                     made[("F", s), m] = out
             case Backward(s, m, version, covers):
                 gradient = arrived("B", s, m) if s < work.last else None
-                start = clock()
+                start = recorder.mark()
                 back = work.stages[s].backward(m, version, gradient, covers)
-                times.append(OpTime("B", s, m, start, clock()))
+                recorder.note("B", s, m, start)
                 if s > 0:
                     assert back is not None, "later stages return the gradient of their input"
                     made[("B", s), m] = back
             case Send():
                 kind, s, m = instruction.kind, instruction.stage, instruction.microbatch
                 tensor = made.pop((instruction.edge, m))
-                start = clock()
+                start = recorder.mark()
                 transport.send(instruction, tensor)
-                times.append(OpTime("SEND_F" if kind == "F" else "SEND_B", s, m, start, clock()))
+                recorder.note("SEND_F" if kind == "F" else "SEND_B", s, m, start)
             case Receive():
                 transport.post(instruction)
             case Reduce(s, _):
-                start = clock()
+                start = recorder.mark()
                 work.reduce(s, work.stages[s].versions.gradients())
-                times.append(OpTime("REDUCE", s, -1, start, clock()))
+                recorder.note("REDUCE", s, -1, start)
             case Update(s, version):
-                start = clock()
+                start = recorder.mark()
                 work.stages[s].versions.update(version)
-                times.append(OpTime("UPDATE", s, version, start, clock()))
+                recorder.note("UPDATE", s, version, start)
                 work.updated(s, version)
             case Save(step):
-                start = clock()
+                start = recorder.mark()
                 work.save(step)
-                times.append(OpTime("SAVE", -1, step, start, clock()))
+                recorder.note("SAVE", -1, step, start)
 
     transport.start()
     for index, instruction in enumerate(instructions):
@@ -166,4 +165,4 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
         except Exception as error:
             raise OperationFailed(instruction) from error
     transport.finish()
-    return times
+    return recorder.settle()

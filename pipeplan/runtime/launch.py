@@ -25,6 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import BadInput, RunFailed, RunStopped
 from ..plan import Plan
 from .checkpoint import Checkpoint, newest, usable_folder
+from .device import Choice as DeviceChoice
+from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
 from .instructions import sentence
 from .measure import RunReport
@@ -62,17 +64,20 @@ def run_plan(
     resume: bool = False,
     max_restarts: int = 0,
     engine: Engine = "own",
+    device: DeviceChoice = "auto",
     listener: Callable[[StepProgress], None] | None = None,
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` says until ``steps`` weight updates are made at rate ``lr``; return what happened.
 
     The plan's policy gives weights, optimizer and microbatches per update; ``optimizer`` overrides its optimizer,
     ``scheduler`` changes the learning rate after each update. With ``evaluates`` the model is run forward alone on as
-    many microbatches. One process runs for each used device, on ``threads`` CPU threads, over gloo: processes of its
-    own on this machine, or under torchrun the calling process as the rank that its environment names (then only rank 0
-    gets a report, the others None). ``timeout_s`` limits every wait for another rank; the default comes from the plan.
-    ``save`` is a file for the trained model's ``state_dict``, ``load`` one to start from. Data repeats after ``epoch``
-    microbatches, with the next seed. ``listener`` hears of every update.
+    many microbatches. One process runs for each used device, with ``threads`` CPU threads: processes of its own on this
+    machine, or under torchrun the calling process as the rank that its environment names (then only rank 0 gets a
+    report, the others None). ``device`` says on what: CPUs over gloo; GPUs over NCCL, or through the host where ranks
+    share one; ``auto`` takes GPUs if torch sees any and the plan's profile isn't of a CPU. ``timeout_s`` limits every
+    wait for another rank; the default comes from the plan. ``save`` is a file for the trained model's ``state_dict``,
+    ``load`` one to start from. Data repeats after ``epoch`` microbatches, with the next seed. ``listener`` hears of
+    every update.
 
     A checkpoint is written to the folder ``checkpoint`` at the end, after each update whose number ``every`` divides,
     and when SIGTERM or SIGINT comes; the pipeline drains before it, so with weights that outlive an update the next
@@ -113,7 +118,9 @@ def run_plan(
         checkpoint=_absolute(checkpoint),
         every=every,
         engine=engine,
+        device=device,
     )
+    kind_of(device, plan.chain.device)  # whether there is a GPU shows before any process starts
     if job.checkpoint is not None:
         usable_folder(job.checkpoint)
     attempt = 0
@@ -185,9 +192,13 @@ class _Begun:
 
 def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
-    # what takes seconds to import is imported once, in a server from which the ranks are forked
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
+    context: Any
+    if kind_of(job.device, job.plan.chain.device) == "cuda":
+        context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
+    else:
+        # what takes seconds to import is imported once, in a server from which the ranks are forked
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
     progress = context.RawArray("q", [-1] * len(script.devices))  # the instruction that each rank is at
     begun = _Begun(context)
     processes: list[BaseProcess] = []
@@ -341,7 +352,7 @@ def _rank_main(
             told_ns = step.at_ns
 
     try:
-        message: Any = run_rank(job, rank, Launcher(open_store, at, done, begun.may_begin))
+        message: Any = run_rank(job, rank, Launcher(open_store, at, done, begun.may_begin, rank))
     except BaseException as error:
         message = failure_of(rank, error)
         code = 1
@@ -383,7 +394,7 @@ def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgre
     if listener is not None and rank == script.ranks_of(len(script.plan.allocation.stages) - 1)[0]:
         done = Progress(listener, 1, script.last.step, script.interval, script.plan.chain.microbatch).hear
     try:
-        return run_rank(job, rank, Launcher(open_store, done=done))
+        return run_rank(job, rank, Launcher(open_store, done=done, local_rank=int(os.environ.get("LOCAL_RANK", rank))))
     except Exception as error:
         failure = failure_of(rank, error)
         for store in stores:

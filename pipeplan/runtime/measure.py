@@ -47,7 +47,8 @@ class RankMeasurement:
     """What one rank reports: its operations, losses by microbatch, and peak activations.
 
     ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
-    versions that were live at once.
+    versions that were live at once. ``device`` and ``exchange`` name what it ran on and how its tensors travelled;
+    ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU.
     """
 
     rank: int
@@ -56,6 +57,9 @@ class RankMeasurement:
     peak_activation_bytes: int
     transfer_ns: dict[Edge, int]
     versions: dict[int, int]
+    device: str = "cpu"
+    exchange: str = "gloo"
+    peak_device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,16 @@ class DeviceActivations:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Most bytes that a GPU held for a rank's tensors, weights and all: as simulated, and as torch counted."""
+
+    device: int
+    rank: int
+    planned_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferTime:
     """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
 
@@ -110,7 +124,8 @@ class RunReport:
     ``planned_period_ns`` is the plan's; ``calibrated_period_ns`` is the simulation of the same program with the times
     that the operations took in this run, so that what is left is the model's error; ``measured_period_ns`` is the
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
-    value per microbatch, ``times`` every rank's operations.
+    value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
+    tensors travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``memory`` is of GPUs alone.
     """
 
     steps: int
@@ -126,6 +141,9 @@ class RunReport:
     activations: tuple[DeviceActivations, ...]
     transfers: tuple[TransferTime, ...]
     times: tuple[tuple[OpTime, ...], ...]
+    memory: tuple[DeviceMemory, ...] = ()
+    hardware: tuple[str, ...] = ()
+    exchange: str = "gloo"
 
     @property
     def samples_per_s(self) -> float:
@@ -206,6 +224,13 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             for (kind, stage), ns in sorted(idle.items())
         ),
         times=tuple(x.times for x in measurements),
+        memory=tuple(
+            DeviceMemory(device, rank, script.timeline.peak_bytes(lanes[device]), peak)
+            for rank, device in enumerate(script.devices)
+            if (peak := measurements[rank].peak_device_bytes) is not None
+        ),
+        hardware=tuple(x.device for x in measurements),
+        exchange=measurements[0].exchange,
     )
 
 

@@ -7,7 +7,7 @@ section 3). A recomputed piece keeps its input and the random state, and runs ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import RunFailed
 from .account import Account, Holding
+from .device import CPU, on_host, random_state, with_random_state
 from .model import TensorSpec
 from .profiler import Loss
 from .renewal import renewing
@@ -85,13 +86,18 @@ class InFlight:
     accounted: bool
 
 
+def _at_once(action: Callable[[], None]) -> None:
+    action()
+
+
 class StageModule:
     """Layers ``start..stop`` of the model, with ``checkpoint`` segments of it recomputed.
 
     ``layers`` are the stage's own, without the loss; ``loss`` is None on all stages but the one that holds it. The
     gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means. With
     ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
-    stored activations, recomputed ones run again with the backward's version.
+    stored activations, recomputed ones run again with the backward's version. The layers are on ``device``;
+    ``later(action)`` does what must wait until the device has computed what it was given so far.
     """
 
     def __init__(
@@ -107,13 +113,16 @@ class StageModule:
         divisor: int,
         boundaries: tuple[TensorSpec, TensorSpec | None],
         renews: bool = False,
+        device: torch.device = CPU,
+        later: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
         self.index = index
         self.versions = versions
         self.losses: dict[int, float] = {}
         self._account = account
-        self._seed = torch.tensor(1 / divisor)
-        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd follow what enters
+        self._device, self._later = device, later
+        self._seed = torch.tensor(1 / divisor, device=device)
+        self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
         self._input, self._output = boundaries
         self._pieces = _pieces(start, stop, layers, loss, checkpoint)
         self._modules = layers
@@ -138,7 +147,7 @@ class StageModule:
             held = Held(wants_gradient)
             flight.pieces.append(held)
             if piece.recompute:
-                held.again = x, torch.get_rng_state()
+                held.again = x, random_state(self._device)
                 if accounted:
                     self._account.hold(held.holding, x)
                 with torch.no_grad():
@@ -154,9 +163,7 @@ class StageModule:
         self._in_flight[microbatch] = flight
         self.versions.released(version)
         if self.takes_targets:
-            value = self.losses[microbatch] = float(x)
-            if not isfinite(value):
-                raise RunFailed(f"the loss is {value}; a lower learning rate may help")
+            self._keep_loss(microbatch, x, trains=True)
             self._seed = self._seed.to(x.dtype)
         elif self._output is not None:
             self._check(microbatch, "puts out", x, self._output)
@@ -170,7 +177,7 @@ class StageModule:
             for piece in self._pieces:
                 x = piece.run(x, target)
         if self.takes_targets:
-            self.losses[microbatch] = float(x)
+            self._keep_loss(microbatch, x, trains=False)
         elif self._output is not None:
             self._check(microbatch, "puts out", x, self._output)
         return x
@@ -218,18 +225,26 @@ class StageModule:
                 self._account.release(held.holding)
         return gradients
 
-    def _recomputed(
-        self, piece: Piece, held: Held, x: Tensor, random_state: Tensor, flight: InFlight
-    ) -> GradientEdge | None:
+    def _recomputed(self, piece: Piece, held: Held, x: Tensor, random: Tensor, flight: InFlight) -> GradientEdge | None:
         """Run a piece again on its input ``x``, with the randomness of the first time, and return its graph's end."""
         with (
-            torch.random.fork_rng(devices=[]),
+            with_random_state(random, self._device),
             buffers_kept(piece.modules),
             self._saving(held.holding, flight.accounted),
         ):
-            torch.set_rng_state(random_state)
             out = piece.run(self._entered(x, held), flight.target)
         return get_gradient_edge(out) if out.requires_grad else None
+
+    def _keep_loss(self, microbatch: int, x: Tensor, trains: bool) -> None:
+        """Read the value when it is there; on a GPU, waiting for it here would hold up what comes after."""
+        value = on_host(x)
+
+        def read() -> None:
+            found = self.losses[microbatch] = float(value)
+            if trains and not isfinite(found):
+                raise RunFailed(f"the loss is {found} for microbatch {microbatch}; a lower learning rate may help")
+
+        self._later(read)
 
     def _entered(self, x: Tensor, held: Held) -> Tensor:
         if not held.wants_gradient:

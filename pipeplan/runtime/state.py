@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from .checkpoint import (
@@ -11,11 +12,11 @@ from .checkpoint import (
     State,
     optimizer_entries,
     optimizer_key,
-    random_state,
+    random_entry,
     rates_entry,
     rates_of,
     read,
-    set_random_state,
+    restore_random,
 )
 from .model import LoadedModel
 from .prepare import Script
@@ -43,12 +44,14 @@ def first_replicas(script: Script, rank: int) -> list[int]:
     return [s for s in script.stages_of(rank) if script.ranks_of(s)[0] == rank]
 
 
-def training_state(script: Script, rank: int, model: LoadedModel, runners: Mapping[int, StageModule]) -> State:
+def training_state(
+    script: Script, rank: int, model: LoadedModel, runners: Mapping[int, StageModule], device: torch.device
+) -> State:
     """Return what ``rank`` writes to a checkpoint: weights, buffers, optimizer, learning rates, random state."""
     for runner in runners.values():
         runner.versions.install_newest()
     own = first_replicas(script, rank)
-    state: State = {**model_state(script, own, model), **random_state()}
+    state: State = {**model_state(script, own, model), **random_entry(device)}
     for s in own:
         versions = runners[s].versions
         for name, index in _weights(script, s, model, runners[s]):
@@ -66,7 +69,12 @@ def training_state(script: Script, rank: int, model: LoadedModel, runners: Mappi
 
 
 def restore(
-    checkpoint: Checkpoint, script: Script, rank: int, model: LoadedModel, runners: Mapping[int, StageModule]
+    checkpoint: Checkpoint,
+    script: Script,
+    rank: int,
+    model: LoadedModel,
+    runners: Mapping[int, StageModule],
+    device: torch.device,
 ) -> None:
     """Take up training where ``checkpoint`` left it, whichever plan wrote it."""
     loaded = read(checkpoint, dict(model_state(script, script.stages_of(rank), model)))
@@ -74,7 +82,7 @@ def restore(
         for name, index in _weights(script, s, model, runner):
             runner.versions.restore_optimizer(index, optimizer_entries(loaded, name))
         runner.versions.restore_rates(*rates_of(loaded))
-    set_random_state(loaded)
+    restore_random(loaded, device)
 
 
 def _weights(script: Script, s: int, model: LoadedModel, runner: StageModule) -> Iterator[tuple[str, int]]:

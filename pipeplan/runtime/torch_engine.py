@@ -6,18 +6,20 @@ knows no weight versions, replicas or recomputation, and accounts nothing. Weigh
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from ..errors import BadInput, RunFailed
+from .links import Links
 from .measure import OpTime
 from .model import LoadedModel, TensorSpec
 from .prepare import Script
+from .recorder import Recorder
 from .stage import StageModule
 from .transport import PeerLost
 
@@ -45,9 +47,14 @@ def execute_on_torch(
     runners: Mapping[int, StageModule],
     data: Callable[[int], tuple[Tensor, Tensor]],
     updated: Callable[[int, int], None],
+    links: Links,
+    recorder: Recorder,
 ) -> list[OpTime]:
     """Run all mini-batches of ``script`` and return when updates were made; losses go to the last stage's runner."""
+    if links.exchange == "staged":
+        raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
     plan, interval = script.plan, script.interval
+    group = dist.new_group(backend="nccl") if links.exchange == "nccl" else None
     last = len(plan.allocation.stages) - 1
     stages = []
     for s in runners:
@@ -59,14 +66,14 @@ def execute_on_torch(
                 modules,
                 s,
                 last + 1,
-                torch.device("cpu"),
-                input_args=(_example(model.boundaries[layers.start], s > 0),),
-                output_args=(_example(out, True),),
+                links.device,
+                input_args=(_example(model.boundaries[layers.start], s > 0, links.device),),
+                output_args=(_example(out, True, links.device),),
+                group=group,
             )
         )
     runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=model.loss)  # type: ignore[no-untyped-call]  # torch has no types there
     runtime._prepare_schedule_with_comms(_actions(script), format="compute_only")
-    times: list[OpTime] = []
     for step in range(script.first.step, script.first.step + script.steps):
         begin = script.at(step).microbatch
         inputs: tuple[Tensor, ...] = ()
@@ -86,17 +93,18 @@ def execute_on_torch(
         if last in runners:
             runners[last].losses.update({begin + k: loss.item() for k, loss in enumerate(losses)})
         for s, runner in runners.items():
-            start = time.monotonic_ns()
+            start = recorder.mark()
             runner.versions.detach_gradient(step)
             runner.versions.update(step + 1)
             runner.versions.install(step + 1)
-            times.append(OpTime("UPDATE", s, step + 1, start, time.monotonic_ns()))
+            recorder.note("UPDATE", s, step + 1, start)
             updated(s, step + 1)
-    return times
+    return recorder.settle()
 
 
-def _example(spec: TensorSpec, gradient: bool) -> Tensor:
-    return torch.zeros(spec.shape, dtype=spec.dtype, requires_grad=gradient and spec.dtype.is_floating_point)
+def _example(spec: TensorSpec, gradient: bool, device: torch.device) -> Tensor:
+    gradient = gradient and spec.dtype.is_floating_point
+    return torch.zeros(spec.shape, dtype=spec.dtype, requires_grad=gradient, device=device)
 
 
 def _actions(script: Script) -> dict[int, list[_Action | None]]:

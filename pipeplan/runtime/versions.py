@@ -155,9 +155,14 @@ class Versions:
         return {key: value for key, value in state.items() if value is not None}
 
     def restore_optimizer(self, index: int, state: Mapping[str, Any]) -> None:
-        """Let the optimizer remember ``state`` of the weight at ``index``."""
+        """Let the optimizer remember ``state`` of the weight at ``index``, next to it; its counter where it counts."""
         if self._optimizer is not None and state:
-            self._optimizer.state[self._masters[index]] = dict(state)
+            master, group = self._masters[index], self._optimizer.param_groups[0]
+            counts_there = group.get("capturable") or group.get("fused")
+            self._optimizer.state[master] = {
+                key: x.to(master.device) if isinstance(x, Tensor) and (key != "step" or counts_there) else x
+                for key, x in state.items()
+            }
 
     @property
     def groups(self) -> list[dict[str, Any]] | None:

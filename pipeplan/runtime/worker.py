@@ -31,16 +31,20 @@ from .collective import (
     transfer_times,
 )
 from .copies import refuse_copies
+from .device import Choice as DeviceChoice
+from .device import begin_peak, exchange_of, kind_of, label, moved, own_device, peak_bytes, place
 from .executor import RankWork, execute
 from .instructions import Edge, Instruction, version_uses
+from .links import open_links
 from .measure import RankMeasurement, RunReport, make_report
 from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, load_weights
 from .optimizers import Choice, optimizer_maker, schedule_maker
 from .prepare import FROM_THE_START, Script, prepare
+from .recorder import Recorder, recorder_of
 from .stage import StageModule
 from .state import first_replicas, model_state, own_layers, restore, training_state
 from .torch_engine import execute_on_torch, refuse_for_torch
-from .transport import GlooTransport, exchanging
+from .transport import exchanging
 from .versions import Versions
 
 Engine = Literal["own", "torch"]
@@ -53,7 +57,7 @@ class Job:
     ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
     folder for new ones, ``every`` so many updates. ``optimizer`` None is the plan's. The data repeats after ``epoch``
     microbatches, with the next seed. ``save`` is the file to which rank 0 writes the trained model's state, ``load``
-    one to start from.
+    one to start from. ``device`` is asked for on each rank.
     """
 
     plan: Plan
@@ -73,6 +77,7 @@ class Job:
     every: int | None = None
     resume: Checkpoint | None = None
     engine: Engine = "own"
+    device: DeviceChoice = "auto"
 
     def script(self) -> Script:
         """Return what the ranks will do."""
@@ -108,13 +113,15 @@ class Launcher:
 
     ``open_store`` opens the store at which the ranks meet. It is called when the model is built, so that what is wrong
     with a model shows before anybody waits. ``at`` hears the index of each instruction, ``done`` of each update of the
-    last stage; ``may_begin`` says whether a mini-batch is to be begun, the same to all ranks.
+    last stage; ``may_begin`` says whether a mini-batch is to be begun, the same to all ranks. ``local_rank`` counts the
+    processes of this machine.
     """
 
     open_store: Callable[[], Any]
     at: Callable[[int], None] = _ignore
     done: Callable[[StepDone], None] = _ignore
     may_begin: Callable[[int], bool] = _always
+    local_rank: int = 0
 
 
 class _Gate:
@@ -142,10 +149,15 @@ class _Gate:
 def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     """Play ``rank`` in the run of ``job``; return the report on rank 0, None elsewhere."""
     torch.set_num_threads(job.threads)
+    device = own_device(kind_of(job.device, job.plan.chain.device), launcher.local_rank)
     script = job.script()
     stages = job.plan.allocation.stages
     model = load_model(job.model, job.plan.chain.microbatch, job.seed)
     check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
+    for s in script.stages_of(rank):
+        place([model.layers[i][1] for i in own_layers(script, s, model)], device)
+    if isinstance(model.loss, torch.nn.Module):
+        place([model.loss], device)
     if script.renews and not job.evaluates:
         _refuse_copies(script, rank, model)
     if job.load is not None:
@@ -159,44 +171,50 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
             timeout=timedelta(seconds=job.timeout_s),
         )
     agree(rank, model.boundaries)
-    groups = replica_groups(script)
+    with exchanging("the comparison of devices at the start"):
+        exchange = exchange_of(device, this_machine())
+    links = open_links(script, rank, exchange, device)
+    groups = replica_groups(script, exchange)
     for s in script.stages_of(rank):
         if s in groups:
             share_from(script.ranks_of(s)[0], groups[s], _tensors(script, s, model))
     specs = _edge_specs(script, model)
+    recorder = recorder_of(device, clock_offset(rank, this_machine()))
     account = Account()
-    runners = {s: _stage_module(script, job, rank, s, model, account) for s in script.stages_of(rank)}
+    runners = {s: _stage_module(script, job, rank, s, model, account, recorder, device) for s in script.stages_of(rank)}
     torch.manual_seed(job.seed + 1 + rank)
     if job.resume is not None:
-        restore(job.resume, script, rank, model, runners)
+        restore(job.resume, script, rank, model, runners, device)
     for _, module in model.layers if job.evaluates else ():
         module.eval()
-    transfer_ns = transfer_times(script, rank, specs)
-    offset_ns = clock_offset(rank, this_machine())
+    transfer_ns = transfer_times(script, rank, specs, links)
     gate = _Gate(script, launcher.may_begin)
     saved = [script.first.step]
 
     def save(step: int) -> None:
         assert job.checkpoint is not None, "only then has the script checkpoints"
+        recorder.settle()
         for s in runners:
             if s in groups:  # replicas have seen different microbatches; the first one's statistics are kept by all
                 share_from(script.ranks_of(s)[0], groups[s], _buffers(script, s, model))
-        state = training_state(script, rank, model, runners)
+        state = training_state(script, rank, model, runners, device)
         write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state)
         saved.append(step)
 
     def updated(stage: int, version: int) -> None:
         if stage == len(stages) - 1:
-            begin = script.at(version - 1).microbatch
-            losses = runners[stage].losses
-            found = tuple(losses[m] for m in range(begin, begin + script.interval) if m in losses)
-            launcher.done(StepDone(version, found, time.monotonic_ns()))
+            recorder.later(lambda: tell(version, runners[stage].losses))
+
+    def tell(version: int, losses: Mapping[int, float]) -> None:
+        begin = script.at(version - 1).microbatch
+        found = tuple(losses[m] for m in range(begin, begin + script.interval) if m in losses)
+        launcher.done(StepDone(version, found, time.monotonic_ns()))
 
     work = RankWork(
         stages=runners,
         last=len(stages) - 1,
-        transport=GlooTransport(script.instructions[rank], specs, len(stages)),
-        data=lambda microbatch: _sample(model, job, microbatch),
+        transport=links.transport(rank, script.instructions[rank], specs, len(stages)),
+        data=lambda microbatch: _sample(model, job, microbatch, device),
         reduce=lambda s, tensors: sum_over(groups[s], tensors),
         progress=launcher.at,
         accounted=script.first.microbatch + script.filled,
@@ -204,13 +222,14 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         save=save,
         updated=updated,
         evaluates=job.evaluates,
-        clock=lambda: time.monotonic_ns() + offset_ns,
+        recorder=recorder,
     )
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
+    begin_peak(device)
     barrier()
     if job.engine == "torch":
-        times = execute_on_torch(script, rank, model, runners, work.data, updated)
+        times = execute_on_torch(script, rank, model, runners, work.data, updated, links, recorder)
     else:
         times = execute(script.instructions[rank], work)
     if gate.refused is not None and gate.refused != saved[-1]:
@@ -224,21 +243,26 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
             peak_activation_bytes=account.peak_bytes,
             transfer_ns=transfer_ns,
             versions={s: runner.versions.most for s, runner in runners.items()},
+            device=label(device),
+            exchange=exchange,
+            peak_device_bytes=peak_bytes(device),
         ),
     )
     if job.save is not None:
         for runner in runners.values():
             runner.versions.install_newest()
-        states = gathered(rank, model_state(script, first_replicas(script, rank), model))
+        own = model_state(script, first_replicas(script, rank), model)
+        states = gathered(rank, {key: value.cpu() for key, value in own.items()})
         if states is not None:
             _write(Path(job.save), {key: value for state in states for key, value in state.items()})
     dist.destroy_process_group()
     return make_report(script, measurements) if measurements is not None else None
 
 
-def _sample(model: LoadedModel, job: Job, microbatch: int) -> tuple[Tensor, Tensor]:
+def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     epoch, index = divmod(microbatch, job.epoch) if job.epoch else (0, microbatch)
-    return model.data(index, job.seed + epoch)
+    x, target = model.data(index, job.seed + epoch)
+    return moved(x, device), moved(target, device)
 
 
 def _tensors(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
@@ -250,7 +274,16 @@ def _buffers(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
     return [buffer for i in own_layers(script, s, model) for buffer in model.layers[i][1].buffers()]
 
 
-def _stage_module(script: Script, job: Job, rank: int, s: int, model: LoadedModel, account: Account) -> StageModule:
+def _stage_module(
+    script: Script,
+    job: Job,
+    rank: int,
+    s: int,
+    model: LoadedModel,
+    account: Account,
+    recorder: Recorder,
+    device: torch.device,
+) -> StageModule:
     stage = script.plan.allocation.stages[s]
     modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     versions = Versions(
@@ -274,6 +307,8 @@ def _stage_module(script: Script, job: Job, rank: int, s: int, model: LoadedMode
         divisor=script.interval,
         boundaries=(model.boundaries[stage.start], None if has_loss else model.boundaries[stage.stop]),
         renews=script.renews,
+        device=device,
+        later=recorder.later,
     )
 
 

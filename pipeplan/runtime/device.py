@@ -1,0 +1,151 @@
+"""Where a rank computes: on the CPU, on a GPU of its own, or on one that it shares; all that torch does differently.
+
+On a GPU operations are queued: the host runs ahead, and reading a value would wait for everything before it. So values
+are copied out asynchronously (:func:`on_host`) and looked at when the device has got there (:mod:`.recorder`). Sums on
+a GPU may differ in the last bits from run to run; ``torch.use_deterministic_algorithms`` in the model's module helps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import BadInput, RunFailed
+
+Kind = Literal["cpu", "cuda"]
+Choice = Literal["auto", "cpu", "cuda"]
+Exchange = Literal["gloo", "staged", "nccl"]  # between CPUs; between GPUs through host memory; between GPUs
+
+CPU: Final = torch.device("cpu")
+_A_CPU = re.compile(r", \d+ threads?$")  # how the profiler ends the name of a CPU
+
+
+def kind_of(choice: Choice, profiled_on: str) -> Kind:
+    """Return the kind of device to run on: ``auto`` is a GPU if torch sees one and the profile isn't of a CPU.
+
+    ``profiled_on`` is the profile's device; what a plan promises holds for that one. BadInput when there is no GPU.
+    """
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch sees no GPU here; --device cpu runs on the CPU")
+    if choice == "auto":
+        return "cuda" if not _A_CPU.search(profiled_on) and torch.cuda.is_available() else "cpu"
+    return choice
+
+
+def own_device(kind: Kind, local_rank: int) -> torch.device:
+    """Return the device of the ``local_rank``-th process of this machine, and make it torch's current one.
+
+    With fewer GPUs than processes they go round. A process that sees one GPU alone takes that.
+    """
+    if kind == "cpu":
+        return CPU
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def label(device: torch.device) -> str:
+    """Return the name for reports: ``cpu``, or the GPU's model."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def exchange_of(device: torch.device, machine: str) -> Exchange:
+    """Return how the ranks' tensors travel; all ranks ask together, over the default group. ``machine`` names this one.
+
+    NCCL refuses two ranks on one GPU; where any two share, all exchange through the host. RunFailed when some ranks
+    have GPUs and others don't.
+    """
+    mine = None if device.type == "cpu" else (machine, str(_properties(device).uuid))
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, mine)
+    return _exchange(everybodys)
+
+
+def _exchange(gpus: Sequence[tuple[str, str] | None]) -> Exchange:
+    """Return how ranks on these (machine, GPU), None for a CPU, exchange tensors."""
+    without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+    if not without:
+        return "nccl" if len(set(gpus)) == len(gpus) else "staged"
+    if len(without) < len(gpus):
+        raise RunFailed(f"rank {without[0]} sees no GPU, others do; run all with --device cpu or give it one")
+    return "gloo"
+
+
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
+
+
+def place(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move ``modules`` to ``device`` in place; parameters stay the same objects, so tied ones stay tied."""
+    for module in modules:
+        module.to(device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``; to a GPU from pinned memory, so that the host doesn't wait for the copy."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` in host memory, which is there when the device has got here; on a CPU itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return another queue of the device's; None on a CPU, which has none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of torch's random numbers: the CPU's, and a GPU's after it, in one row of bytes."""
+    state = torch.get_rng_state()
+    return state if device.type == "cpu" else torch.cat([state, torch.cuda.get_rng_state(device)])
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set what :func:`random_state` returned; a state without a GPU's leaves that as it is."""
+    length = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:length])
+    if device.type == "cuda" and state.numel() > length:
+        torch.cuda.set_rng_state(state[length:], device)
+
+
+@contextmanager
+def with_random_state(state: Tensor, device: torch.device) -> Iterator[None]:
+    """Within the context, random numbers start at ``state``; afterwards they go on as if nothing had been."""
+    before = random_state(device)
+    set_random_state(state, device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
+def begin_peak(device: torch.device) -> None:
+    """Let :func:`peak_bytes` count from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most bytes that this process's tensors took on the GPU; None on a CPU, where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
