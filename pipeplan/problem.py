@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from math import lcm
 from typing import Any, Literal
 
 import numpy as np
@@ -261,6 +262,18 @@ class Platform:
         """Return the index of the lowest level whose one unit holds all of ``devices``."""
         first, last = min(devices), max(devices)
         return next(k for k, size in enumerate(self.unit_sizes) if first // size == last // size)
+
+    def level_between(self, one: Sequence[int], other: Sequence[int]) -> int:
+        """Return the lowest level that joins every two devices of the groups that exchange a microbatch's tensors.
+
+        Microbatch m is on ``one[m % len(one)]`` and ``other[m % len(other)]``: pipelines side by side, each inside a
+        server, never leave it. For groups that lie one behind the other it is the level that joins them all.
+        """
+        if len(self.levels) == 1 or max(one) < min(other) or max(other) < min(one):
+            return self.level_of((*one, *other))
+        return max(
+            self.level_of((one[m % len(one)], other[m % len(other)])) for m in range(lcm(len(one), len(other)))
+        )
 
     @cached_property
     def paths(self) -> tuple[tuple[int, int], ...]:

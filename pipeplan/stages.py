@@ -156,7 +156,7 @@ def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequen
         backward.append(Operation("B", s, part.backward_ns, part.resource))
         if s < len(transfers) and transfers[s]:
             here, there = part.resource, parts[s + 1].resource
-            level = platform.level_of(stage.devices + stages[s + 1].devices)
+            level = platform.level_between(stage.devices, stages[s + 1].devices)
             duration = platform.transfer_ns(chain.cut_bytes[stage.stop], level)
             forward.append(Operation("SEND_F", s, duration, link(here, there)))
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here)))
