@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .partition.contiguous import feasible
-from .plan import Allocation
+from .plan import Allocation, Stage
 from .problem import Device, Level, Platform, Problem, Weights
 from .search import smallest
-from .stages import one_at_a_time, resource_use, stage_graph, starts_of
+from .stages import DeviceUse, one_at_a_time, resource_use, stage_graph, starts_of
 from .units import format_bytes
 
 MOST_GPUS = 1024
@@ -33,6 +33,21 @@ def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken:
         f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
     )
     return f"no plan fits: {_binding(problem, least)}{advice}"
+
+
+def shortfall(problem: Problem) -> str:
+    """Return in few words how much a problem that no plan fits lacks: the stage that binds, what it needs at least."""
+    least = least_memory(problem)
+    if least is None:
+        return _binding(problem, least)
+    allocation = possible(_with_memory(problem, least))
+    assert allocation is not None, "so much memory suffices"
+    stage, use, _ = _tightest(problem, allocation)
+    over = use.peak_bytes - use.memory_bytes
+    return (
+        f"stage {allocation.stages.index(stage)} of layers {stage.start} to {stage.stop - 1} needs "
+        f"{format_bytes(use.peak_bytes)} with one microbatch in flight, {format_bytes(over)} too much"
+    )
 
 
 def possible(problem: Problem) -> Allocation | None:
@@ -64,7 +79,8 @@ def _binding(problem: Problem, least: int | None) -> str:
     return "no split is possible"
 
 
-def _worst(problem: Problem, allocation: Allocation) -> str:
+def _tightest(problem: Problem, allocation: Allocation) -> tuple[Stage, DeviceUse, str]:
+    """Return the stage that is most over its memory with one microbatch in flight, its memory, its devices' name."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
     pattern = one_at_a_time(graph)
     uses = [
@@ -73,7 +89,11 @@ def _worst(problem: Problem, allocation: Allocation) -> str:
         if not resource.is_link
     ]
     index, use = max(enumerate(uses), key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
-    stage = allocation.stages[graph.stages_on(index)[0]]
+    return allocation.stages[graph.stages_on(index)[0]], use, graph.resources[index].name
+
+
+def _worst(problem: Problem, allocation: Allocation) -> str:
+    stage, use, where = _tightest(problem, allocation)
     names = [layer.name for layer in problem.chain.layers[stage.start : stage.stop]]
     layers = (
         f"layer {stage.start} ({names[0]})"
@@ -81,7 +101,7 @@ def _worst(problem: Problem, allocation: Allocation) -> str:
         else (f"layers {stage.start} to {stage.stop - 1} ({names[0]} to {names[-1]})")
     )
     return (
-        f"even with one microbatch in flight, {layers} on {graph.resources[index].name} need "
+        f"even with one microbatch in flight, {layers} on {where} need "
         f"{format_bytes(use.peak_bytes)} (weights {format_bytes(use.weights_bytes)}, activations "
         f"{format_bytes(use.activation_bytes)}, buffers {format_bytes(use.buffer_bytes)}), "
         f"the device has {format_bytes(use.memory_bytes)}"

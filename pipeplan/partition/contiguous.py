@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 
@@ -75,6 +76,23 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
             offered = None if found is None else found[0]
     stages = None if offered is None else decide(offered, period, tail)
     return None if stages is None else _claim(problem, stages, 1, period)
+
+
+def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
+    """Return all that stages offer up to ``slack`` times the smallest period, that time, and whether nothing is missing.
+
+    For searches with another goal than the period. None when no contiguous allocation fits the memory at any period.
+    """
+    best = smallest_period(problem)
+    if best is None:
+        return None
+    tables = ground(problem)
+    most = math.ceil(_claimed(best) * slack)
+    if problem.checkpointing != "segments":
+        return tables, most, True
+    found = with_segments(tables, most, 1, _unhurried(problem), _plain_delays(tables), _QUICK)
+    assert found is not None, "the best allocation is among them"
+    return found[0], most, found[1]
 
 
 def smallest_period(problem: Problem, upper: int | None = None, lower: int | None = None) -> Allocation | None:

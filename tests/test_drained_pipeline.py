@@ -1,0 +1,43 @@
+"""The quick simulation of one pipeline agrees with the simulator, and stands for a whole grid of them."""
+
+import random
+
+import pytest
+from cases import random_chain, random_platform
+
+from pipeplan.drained_pipeline import drained
+from pipeplan.evaluate import flush_makespan_ns
+from pipeplan.plan import Stage
+from pipeplan.problem import Policy, Problem
+from pipeplan.schedules import message_driven
+from pipeplan.simulate import simulate
+from pipeplan.stages import stage_graph
+
+
+def random_split(rng, layers, groups):
+    cuts = [0, *sorted(rng.sample(range(1, layers), len(groups) - 1)), layers]
+    return tuple(
+        Stage(a, b, group, rng.choice([(), ((a, b),), ((b - 1, b),)]))
+        for a, b, group in zip(cuts[:-1], cuts[1:], groups, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_pipeline_runs_as_the_simulator_says(seed):
+    rng = random.Random(seed)
+    stages = rng.randint(1, 5)
+    layers, microbatches = stages + rng.randint(0, 4), rng.randint(1, 12)
+    chain = random_chain(rng, layers, optimizer=seed % 2 == 0, saved=True)
+    platform = random_platform(rng, stages, memory=(50, 120), duplex=True, latency=True, speeds=True)
+    problem = Problem(chain, platform, Policy("flush", microbatches, "adam"))
+    split = random_split(rng, layers, [(d,) for d in range(stages)])
+    limit = rng.randint(1, 2 * stages)
+    graph = stage_graph(chain, platform, problem.policy, split)
+    timeline = simulate(message_driven(graph, microbatches, limit))
+    found = drained(problem, split, microbatches, limit)
+    assert found.exact
+    assert found.batch_ns == flush_makespan_ns(timeline)
+    lanes = {lane.device: i for i, lane in enumerate(timeline.program.lanes)}
+    assert found.in_flight == tuple(timeline.in_flight(lanes[s])[s] for s in range(stages))
+    memories = [device.memory_bytes for device in platform.devices]
+    assert found.over_bytes == tuple(timeline.peak_bytes(lanes[s]) - memories[s] for s in range(stages))
