@@ -1,4 +1,4 @@
-"""The search for the hybrid grid that is done first with a batch: bounds first, then splits, simulation, local moves."""
+"""The search for the hybrid grid that is done first with a batch: bounds, then splits, simulation, local moves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from .grids import Config, Found, GridProblem, Outcome, Row, configs, limits, wh
 from .judge import Settings
 from .partition.drained import Pipeline, drained_bound, least_drained_ns, pipeline, splits
 from .plan import Stage
-from .units import format_bytes, format_ns
+from .units import format_ns
 
 _PROBES = 2  # splits of each configuration at first
 _NEAR = 0.06  # how much slower than the best a configuration may be to get more
+_WHOLE = 20_000  # steps of a batch up to which all pipelines are simulated, beyond one stands for all
+_SETTLED = 4_000_000  # steps of a batch up to which the finalists are simulated in full
 _FINALISTS = 4  # configurations whose stages are moved about
 
 
@@ -53,6 +55,7 @@ def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal")
         search.probe()
         search.deepen()
         search.improve(EFFORTS[effort].steps)
+        search.settle()
         search.bound()
         stopped = "time limit" if search.late else None
     except KeyboardInterrupt:
@@ -115,8 +118,7 @@ class _Search:
 
     def deepen(self) -> None:
         """Simulate all splits and limits of the configurations that came close to the best."""
-        order = sorted(self.points, key=lambda c: self.points[c].result.batch_ns)
-        for config in order:
+        for config in self._order():
             assert self.best is not None, "there are points"
             offer = self.offer(config)
             near = self.points[config].result.batch_ns <= self.best.batch_ns * (1 + _NEAR)
@@ -161,7 +163,8 @@ class _Search:
             return None
         key = config, stages, limit
         if key not in self._seen:
-            self._seen[key] = drained(self.asked.of(config), stages, offer.microbatches, limit)
+            whole = 4 * config.gpus * offer.microbatches <= _WHOLE
+            self._seen[key] = drained(self.asked.of(config), stages, offer.microbatches, limit, whole=whole)
             self.steps += self._seen[key].steps
         result = self._seen[key]
         if not result.fits or (before is not None and result.batch_ns >= before.result.batch_ns):
@@ -169,7 +172,7 @@ class _Search:
         point = _Point(cuts, in_flight, limit, stages, result)
         self.points[config] = point
         if self.best is None or result.batch_ns < self.best.batch_ns:
-            self.best = Found(config, stages, limit, result.batch_ns, result.exact)
+            self.best = self._found(config)
             if self.settings.progress:
                 self.settings.progress(
                     f"best so far {format_ns(result.batch_ns)} with {config.inter} x {config.data}, microbatch "
@@ -180,8 +183,7 @@ class _Search:
     def improve(self, steps: int) -> None:
         """Move the cuts, limits and in-flight counts of the best few configurations while that helps."""
         end = self.steps + steps
-        order = sorted(self.points, key=lambda c: self.points[c].result.batch_ns)[:_FINALISTS]
-        for config in order:
+        for config in self._order()[:_FINALISTS]:
             offer = self.offer(config)
             assert offer is not None, "it has a point"
             improved = True
@@ -193,6 +195,28 @@ class _Search:
                     if self.judge(config, offer, cuts, in_flight, limit) is not None:
                         improved = True
                         break
+
+    def settle(self) -> None:
+        """Simulate the best few configurations in full, so that the figure of the best is that of its plan."""
+        for config in self._order()[:_FINALISTS]:
+            point, microbatches = self.points[config], config.microbatches(self.asked.batch)
+            if point.result.exact or 4 * config.gpus * microbatches > _SETTLED:
+                continue
+            result = drained(self.asked.of(config), point.stages, microbatches, point.limit)
+            if result.fits:
+                self.points[config] = replace(point, result=result)
+            else:  # side by side, pipelines hold more than one alone
+                del self.points[config]
+        self.best = None
+        for config in self._order()[:1]:
+            self.best = self._found(config)
+
+    def _order(self) -> list[Config]:
+        return sorted(self.points, key=lambda config: self.points[config].result.batch_ns)
+
+    def _found(self, config: Config) -> Found:
+        point = self.points[config]
+        return Found(config, point.stages, point.limit, point.result.batch_ns, point.result.exact)
 
     def bound(self) -> None:
         """Bound the configurations that may still hide something better, by what their limits allow."""
@@ -233,14 +257,7 @@ class _Search:
         points = [(self.points[c].result.batch_ns, i, c) for i, c in enumerate(alive) if c in self.points]
         if not points:
             return Row(inter, data, None, bound, "not searched")
-        config = min(points)[2]
-        point = self.points[config]
-        return Row(
-            inter,
-            data,
-            Found(config, point.stages, point.limit, point.result.batch_ns, point.result.exact),
-            bound,
-        )
+        return Row(inter, data, self._found(min(points)[2]), bound)
 
     def _too_large(self, own: Sequence[Config]) -> str:
         config = min(own, key=lambda c: (c.microbatch, not c.offload))
@@ -248,9 +265,7 @@ class _Search:
         platform = problem.platform
         alone = replace(
             problem,
-            platform=replace(
-                platform, devices=tuple(platform.slowest(group) for group in config.groups())
-            ),
+            platform=replace(platform, devices=tuple(platform.slowest(group) for group in config.groups())),
             replicas=False,
         )
         return shortfall(alone)
@@ -262,9 +277,7 @@ def _staircase(offer: Pipeline, limit: int) -> tuple[int, ...]:
     return tuple(min(limit, offer.microbatches, 2 * (count - s) - 1) for s in range(count))
 
 
-def _moves(
-    offer: Pipeline, point: _Point, limits_too: bool
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def _moves(offer: Pipeline, point: _Point, limits_too: bool) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Yield what lies one move away: in-flight counts as simulated, a cut moved, another limit."""
     held = point.result.in_flight
     if held != point.in_flight:

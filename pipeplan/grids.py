@@ -55,7 +55,8 @@ class GridProblem:
     """What is asked: ``problem`` for a batch of ``batch`` samples in microbatches of one of the ``sizes``.
 
     ``offloads`` lists whether the optimizer's state may be, or must be, on the host; ``limit`` fixes the microbatches
-    in a pipeline. The chain and the accumulation of ``problem`` are those of a configuration.
+    in a pipeline, ``data`` the number of pipelines. The chain and the accumulation of ``problem`` are left to the
+    configuration.
     """
 
     problem: Problem
@@ -64,6 +65,7 @@ class GridProblem:
     sizes: tuple[int, ...]
     offloads: tuple[bool, ...] = (False,)
     limit: int | None = None
+    data: int | None = None
 
     def of(self, config: Config) -> Problem:
         """Return the problem under a configuration: its microbatches, updates and optimizer state."""
@@ -101,8 +103,8 @@ class Row:
 class Outcome:
     """What a search found: the best plan (None: nothing fits), a row for each grid of all GPUs and for the best one.
 
-    ``bound_ns``: no grid of at most as many GPUs, with contiguous stages, microbatches of the given sizes and any limit,
-    runs the batch in less. ``stopped`` says why the search ended early.
+    ``bound_ns``: no grid of at most as many GPUs, with contiguous stages, microbatches of the given sizes and any
+    limit, runs the batch in less. ``stopped`` says why the search ended early.
     """
 
     best: Found | None
@@ -129,7 +131,9 @@ def configs(asked: GridProblem) -> Iterator[Config]:
     platform = asked.problem.platform
     placements: tuple[Placement, ...] = ("stage", "pipeline") if len(platform.levels) > 1 else ("stage",)
     for inter in range(1, min(len(platform), len(asked.problem.chain)) + 1):
-        for data in range(1, len(platform) // inter + 1):
+        for data in [asked.data] if asked.data else range(1, len(platform) // inter + 1):
+            if inter * data > len(platform):
+                continue
             for size in asked.sizes:
                 if asked.batch % (data * size) == 0:
                     for offload in asked.offloads:
@@ -160,7 +164,7 @@ def limits(inter: int, microbatches: int) -> list[int]:
     if inter == 1:
         return [1]
     if inter <= 4:
-        tried = [*range(inter, 2 * inter), *range(inter - 1, 0, -1)]
+        tried = [inter, 2 * inter - 1, *range(inter + 1, 2 * inter - 1), *range(inter - 1, 0, -1)]
     else:
         tried = [inter, 2 * inter - 1, inter * 5 // 4, inter * 3 // 2, inter * 3 // 4, inter // 2, inter // 4, 2, 1]
     return list(dict.fromkeys(min(x, microbatches) for x in tried))

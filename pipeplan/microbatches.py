@@ -36,7 +36,9 @@ class Profiles:
         base = self.measured[near[0]]
         other = self.measured[near[1]] if len(near) > 1 else None
         layers = tuple(
-            _layer(layer, base.microbatch, other and other.layers[i], other and other.microbatch, microbatch, self)
+            _scaled(layer, base.microbatch, microbatch, self.fixed_ns)
+            if other is None
+            else _between(layer, base.microbatch, other.layers[i], other.microbatch, microbatch)
             for i, layer in enumerate(base.layers)
         )
         size = ceil(Fraction(base.input_bytes * microbatch, base.microbatch))
@@ -80,20 +82,32 @@ def profiles(chains: Sequence[Chain], fixed_ns: int = 0) -> Profiles:
     return Profiles(measured, fixed_ns)
 
 
-def _layer(layer: Layer, size: int, other: Layer | None, other_size: int | None, wanted: int, given: Profiles) -> Layer:
+def _scaled(layer: Layer, size: int, wanted: int, fixed_ns: int) -> Layer:
     def number(name: str) -> int | None:
-        value = getattr(layer, name)
+        value: int | None = getattr(layer, name)
         if value is None:
             return None
-        if other is None or other_size is None or getattr(other, name) is None:
-            fixed = min(value, given.fixed_ns) if name in _TIMES else 0
-            return fixed + ceil(Fraction((value - fixed) * wanted, size))
-        slope = Fraction(getattr(other, name) - value, other_size - size)
+        fixed = min(value, fixed_ns) if name in _TIMES else 0
+        return fixed + ceil(Fraction((value - fixed) * wanted, size))
+
+    return _with(layer, {name: number(name) for name in _SCALED})
+
+
+def _between(layer: Layer, size: int, other: Layer, other_size: int, wanted: int) -> Layer:
+    def number(name: str) -> int | None:
+        value: int | None = getattr(layer, name)
+        far: int | None = getattr(other, name)
+        if value is None or far is None:
+            return None
         proportional = Fraction(value * wanted, size)
         low, high = min(proportional, Fraction(value)), max(proportional, Fraction(value))
-        return ceil(min(high, max(low, value + slope * (wanted - size))))
+        return ceil(min(high, max(low, value + Fraction(far - value, other_size - size) * (wanted - size))))
 
-    numbers = {name: number(name) for name in _SCALED}
-    if numbers["backward_weight_ns"] is not None and numbers["backward_ns"] is not None:
-        numbers["backward_weight_ns"] = min(numbers["backward_weight_ns"], numbers["backward_ns"])
+    return _with(layer, {name: number(name) for name in _SCALED})
+
+
+def _with(layer: Layer, numbers: dict[str, int | None]) -> Layer:
+    part, whole = numbers["backward_weight_ns"], numbers["backward_ns"]
+    if part is not None and whole is not None:
+        numbers["backward_weight_ns"] = min(part, whole)  # the two are rounded on their own
     return replace(layer, **numbers)  # type: ignore[arg-type]  # None only where the field may be

@@ -271,9 +271,7 @@ class Platform:
         """
         if len(self.levels) == 1 or max(one) < min(other) or max(other) < min(one):
             return self.level_of((*one, *other))
-        return max(
-            self.level_of((one[m % len(one)], other[m % len(other)])) for m in range(lcm(len(one), len(other)))
-        )
+        return max(self.level_of((one[m % len(one)], other[m % len(other)])) for m in range(lcm(len(one), len(other))))
 
     @cached_property
     def paths(self) -> tuple[tuple[int, int], ...]:

@@ -61,7 +61,11 @@ def problem_options(command: Command, gpus: Any = None) -> Command:
                 help="Its state takes 0, 1 or 2 times the fp32 weights.",
             ),
             click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="fp32", show_default=True),
-            click.option("--offload", is_flag=True, help="Keep optimizer state in host memory."),
+            click.option(
+                "--offload/--no-offload",
+                default=None,
+                help="Keep optimizer state in host memory.  [default: no; with --data-parallel, where that is faster]",
+            ),
             click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
             click.option(
                 "--checkpointing",
@@ -88,7 +92,7 @@ def read_problem(
     accumulate: int | None,
     optimizer: str,
     precision: str,
-    offload: bool,
+    offload: bool | None,
     no_replicas: bool,
     checkpointing: Checkpointing | None,
     no_checkpointing: bool,
@@ -106,7 +110,7 @@ def read_problem(
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
     chain = merging(granularity)(read_profile(profile))
-    policy = Policy(weights, accumulate, optimizer, precision, offload)  # type: ignore[arg-type]  # click checked them
+    policy = Policy(weights, accumulate, optimizer, precision, bool(offload))  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
     return Problem(chain, where, policy, not no_replicas, allowed), assumptions

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..partition import ALGORITHMS
 from ..units import parse_time
+from .grid import NAMES, grid_options, grid_problem, refuse_without_grid
 from .options import JSON, problem_options, read_problem
 
 QUIET_S = 1.0  # what takes less needs no progress
@@ -17,6 +19,7 @@ QUIET_S = 1.0  # what takes less needs no progress
 
 @click.command()
 @problem_options
+@grid_options
 @click.option(
     "--algorithm",
     type=click.Choice(["auto", *ALGORITHMS]),
@@ -69,20 +72,28 @@ def command(
 
     \b
     Example: pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json
+    pipeplan plan profile.json --gpus 8 --mem 16GB --data-parallel auto --batch 64 --microbatch 1,2,4
 
     Ctrl-C ends the search with the best plan so far.
     """
     from ..files import plan_text, write_text
     from ..judge import Settings
-    from ..planner import make_plan
 
+    wanted = {name: shared.pop(name) for name in NAMES}
     options = {name: value for name, value in {"straight": straight, "mode": mode, "charge": charge}.items() if value}
     known = () if algorithm == "auto" else ALGORITHMS[algorithm].options
     unknown = sorted(set(options) - set(known))
     if unknown:
         flags = {"straight": "--straight", "mode": "--algorithm-mode", "charge": "--charge"}
         raise click.UsageError(f"{', '.join(flags[x] for x in unknown)} is not an option of --algorithm {algorithm}")
-    problem, assumptions = read_problem(**shared, segments=algorithm == "auto")
+    if wanted["data_parallel"] is None:
+        refuse_without_grid(wanted)
+        problem, assumptions = read_problem(**shared, segments=algorithm == "auto")
+    else:
+        _refuse_with_grid(algorithm, shared)
+        problem, assumptions = read_problem(**{**shared, "weights": "flush"}, segments=True)
+        asked, more = grid_problem(problem, shared["profile"], shared["granularity"], shared["offload"], **wanted)
+        assumptions += more
     limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
     began = time.perf_counter()
 
@@ -95,15 +106,42 @@ def command(
             click.echo(f"{elapsed:6.1f} s  {line}", err=True)
 
     settings = Settings(solver, remaining_s=remaining_s, progress=progress)  # type: ignore[arg-type]  # click checked it
-    plan = make_plan(problem, algorithm, options, settings, effort)
+    if wanted["data_parallel"] is None:
+        from ..planner import make_plan
+
+        plan = make_plan(problem, algorithm, options, settings, effort)
+    else:
+        from ..grid_plan import make_grid_plan
+
+        plan = make_grid_plan(asked, settings, effort)
     plan = replace(plan, provenance=replace(plan.provenance, seconds=round(time.perf_counter() - began, 3)))
     if output is not None:
         write_text(output, plan_text(plan))
     if as_json and output != "-":
         write_text("-", plan_text(plan))
     elif output != "-":
-        from ..report.tables import print_plan
+        if wanted["data_parallel"] is None:
+            from ..report.tables import print_plan
 
-        print_plan(plan, assumptions)
+            print_plan(plan, assumptions)
+        else:
+            from ..report.grids import print_grids
+
+            print_grids(plan, assumptions)
         if output is not None:
             click.echo(f"written to {output}")
+
+
+def _refuse_with_grid(algorithm: str, shared: dict[str, Any]) -> None:
+    """Raise a usage error for what contradicts --data-parallel."""
+    context = click.get_current_context()
+    if context.get_parameter_source("weights") is not ParameterSource.DEFAULT and shared["weights"] != "flush":
+        raise click.UsageError(
+            f"--data-parallel drains the pipelines after every batch, which is --weights flush, not {shared['weights']}"
+        )
+    if shared["accumulate"] is not None:
+        raise click.UsageError("--data-parallel updates weights once per --batch; leave out --accumulate")
+    if shared["no_replicas"]:
+        raise click.UsageError("--data-parallel and --no-replicas contradict each other; --data-parallel 1 has none")
+    if algorithm != "auto":
+        raise click.UsageError(f"--data-parallel has a search of its own; leave out --algorithm {algorithm}")

@@ -79,7 +79,7 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
 
 
 def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
-    """Return all that stages offer up to ``slack`` times the smallest period, that time, and whether nothing is missing.
+    """Return all that stages offer up to ``slack`` times the smallest period, that time, whether nothing is missing.
 
     For searches with another goal than the period. None when no contiguous allocation fits the memory at any period.
     """

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Pipeline:
         return self._menus[self.problem.platform.devices[stage]]
 
     def times(self, stage: int, in_flight: int) -> Ints:
-        """Return U, shape (cuts, cuts), of ``stage`` while it holds ``in_flight`` microbatches; NEVER where none fits."""
+        """Return U, shape (cuts, cuts), of ``stage`` while it holds ``in_flight`` microbatches; NEVER if it can't."""
         key = self.problem.platform.devices[stage], in_flight
         if key not in self._tables:
             size = len(self.ground.cuts)
@@ -82,9 +83,9 @@ class Pipeline:
         return (min(limit, self.microbatches),) * (stages - 1) + (1,)
 
     def stages(self, cuts: Sequence[int], in_flight: Sequence[int]) -> tuple[Stage, ...] | None:
-        """Return the stages between ``cuts`` (indices) that recompute least; None where one doesn't fit or is too slow."""
+        """Return the stages between ``cuts`` (indices) that recompute least; None if one doesn't fit or is too slow."""
         found = []
-        for s, (i, j) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+        for s, (i, j) in enumerate(pairwise(cuts)):
             if j <= i or self.times(s, in_flight[s])[i, j] >= NEVER:
                 return None
             start, stop = int(self.ground.cuts[i]), int(self.ground.cuts[j])
@@ -114,7 +115,7 @@ def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: 
     tables, most, exact = found
     cuts = tables.cuts.tolist()
     trips, loads = [], []
-    for here, there in zip(groups[:-1], groups[1:], strict=True):
+    for here, there in pairwise(groups):
         level = platform.level_between(here, there)
         moves = np.array([platform.transfer_ns(problem.chain.cut_bytes[cut], level) for cut in cuts], dtype=np.int64)
         trips.append(np.minimum(2 * moves, NEVER))
@@ -161,7 +162,7 @@ def _shortest_bottleneck(offer: Pipeline, times: Sequence[Ints]) -> int | None:
 
 
 def _shortest_path(offer: Pipeline, times: Sequence[Ints], longest: int) -> tuple[int, ...] | None:
-    """Return the cuts of the split whose stages and transfers take least in all, no stage and no link over ``longest``."""
+    """Return the cuts of the split whose stages and transfers take least, with no stage or link over ``longest``."""
     size = len(offer.ground.cuts)
     best = np.full(size, NEVER, dtype=np.int64)
     best[0] = 0
@@ -186,7 +187,7 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> i
 
     Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
     on, so no split drains before M U(s) + P(s), nor before the forwards ahead, M U(s) and its all-reduce. Microbatch
-    m + limit enters when m has left, so not before ceil(M / limit) P(p) either. The first stage holds min(limit, M)
+    m + limit enters when m has left, so not before ceil(M / limit) P(p) either, nor before a link has moved everything. The first stage holds min(limit, M)
     microbatches, the others at least one, which says what they must recompute. The least such time over all splits is
     bisected; for one time a dynamic program keeps the shortest P for every cut. O(p n^2) for n cuts and each step.
     """
@@ -197,7 +198,9 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> i
     else:
         times = [offer.times(s, held if s == 0 else 1) for s in range(count)]
     rounds = 1 if most is None else ceil_div(microbatches, most)
-    forward = [costs.forward_ns(offer.problem.chain, 0, offer.ground.cuts, d.speed) for d in offer.problem.platform.devices]
+    forward = [
+        costs.forward_ns(offer.problem.chain, 0, offer.ground.cuts, d.speed) for d in offer.problem.platform.devices
+    ]
     fastest = np.min(np.stack(forward), axis=0)
     ends = [microbatches * np.where(table >= NEVER, NEVER // microbatches, table) for table in times]
     with_sync = [end + fastest[:, None] + sync for end, sync in zip(ends, offer.syncs, strict=True)]
@@ -210,7 +213,7 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> i
             allowed = (ends[s] + path[:, None] <= total) & (with_sync[s] <= total)
             path = np.where(allowed, table + path[:, None], NEVER).min(axis=0)
             if s < len(offer.trips):
-                path = np.minimum(path + offer.trips[s], NEVER)
+                path = np.where(microbatches * offer.loads[s] <= total, np.minimum(path + offer.trips[s], NEVER), NEVER)
         return (path[-1] < NEVER and rounds * int(path[-1]) <= total) or None
 
     low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
@@ -242,9 +245,9 @@ def _ceiling_speed(offer: Pipeline) -> int:
 
 
 def least_drained_ns(offer: Pipeline, cuts: Sequence[int], in_flight: Sequence[int], limit: int) -> int | None:
-    """Return what :func:`drained_bound` says of one split whose stages hold ``in_flight``; None where one doesn't fit."""
+    """Return what :func:`drained_bound` says of one split whose stages hold ``in_flight``; None if one doesn't fit."""
     path = least = 0
-    for s, (i, j) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for s, (i, j) in enumerate(pairwise(cuts)):
         time = int(offer.times(s, in_flight[s])[i, j]) if i < j else NEVER
         if time >= NEVER:
             return None
