@@ -7,9 +7,9 @@ from cases import random_chain, random_platform
 
 from pipeplan.drained_pipeline import drained
 from pipeplan.evaluate import flush_makespan_ns
+from pipeplan.message_driven import message_driven
 from pipeplan.plan import Stage
 from pipeplan.problem import Policy, Problem
-from pipeplan.schedules import message_driven
 from pipeplan.simulate import simulate
 from pipeplan.stages import stage_graph
 
@@ -33,7 +33,7 @@ def test_a_grid_runs_as_the_simulator_says(seed):
     split = random_split(rng, layers, [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)])
     limit = rng.randint(1, 2 * stages)
     graph = stage_graph(chain, platform, problem.policy, split)
-    timeline = simulate(message_driven(graph, microbatches * pipelines, limit * pipelines))
+    timeline = simulate(message_driven(graph, microbatches * pipelines, limit))
     found = drained(problem, split, microbatches, limit)
     assert found.exact
     assert found.batch_ns == flush_makespan_ns(timeline)

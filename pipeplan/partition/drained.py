@@ -186,10 +186,11 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> i
     """Return a time below which no contiguous split on these groups runs a batch, for any limit in ``least..most``.
 
     Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
-    on, so no split drains before M U(s) + P(s), nor before the forwards ahead, M U(s) and its all-reduce. Microbatch
-    m + limit enters when m has left, so not before ceil(M / limit) P(p) either, nor before a link has moved everything. The first stage holds min(limit, M)
-    microbatches, the others at least one, which says what they must recompute. The least such time over all splits is
-    bisected; for one time a dynamic program keeps the shortest P for every cut. O(p n^2) for n cuts and each step.
+    on, so no split drains before M U(s) + P(s), nor before the forwards ahead, M U(s) and its all-reduce, nor before a
+    link has moved everything. Microbatch m + limit enters when m has left, so not before ceil(M / limit) P(p) either.
+    The first stage holds min(limit, M) microbatches, the others at least one, which says what they must recompute. The
+    least such time over all splits is bisected; for one time a dynamic program keeps the shortest P for every cut.
+    O(p n^2) for n cuts and each step.
     """
     count, microbatches = len(offer.groups), offer.microbatches
     held = min(least, microbatches) if count > 1 else 1
