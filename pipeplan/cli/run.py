@@ -48,8 +48,13 @@ QUICK_NS = 10**9  # a line at most so often
     help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10, or module:function; steps after each update.",
 )
 @click.option("--vertical-sync", is_flag=True, help="With weights stash: the same version on all stages.")
+@click.option(
+    "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
+)
+@click.option("--limit", type=click.IntRange(1), help="message-driven: microbatches at most in each pipeline.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--timeout", metavar="TIME", help="Longest wait for another rank, such as 60s.  [default: from the plan]")
+@click.option("--link-delay", metavar="TIME", help="Let messages come so much later, to try what a slow network does.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each process.")
 @click.option(
     "--device",
@@ -82,7 +87,10 @@ def command(
     epochs: int | None,
     epoch_length: int | None,
     vertical_sync: bool,
+    schedule: str | None,
+    limit: int | None,
     timeout: str | None,
+    link_delay: str | None,
     optimizer: str | None,
     scheduler: str | None,
     evaluate: bool,
@@ -108,8 +116,12 @@ def command(
     if vertical_sync:
         loaded = dataclasses.replace(loaded, policy=dataclasses.replace(loaded.policy, vertical_sync=True))
     from ..runtime.model import ModelSpec
-    from ..runtime.prepare import prepare
+    from ..runtime.prepare import message_driven_plan, prepare
 
+    if schedule is not None or limit is not None:
+        if schedule is None and loaded.schedule.kind != "message-driven":
+            raise click.UsageError("--limit goes with --schedule message-driven")
+        loaded = message_driven_plan(loaded, limit)
     spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
     epoch = None
     if epochs is not None:
@@ -131,6 +143,7 @@ def command(
         epoch=epoch,
         evaluates=evaluate,
         timeout_s=None if timeout is None else parse_time(timeout, "--timeout") / 1e9,
+        link_delay_s=0.0 if link_delay is None else parse_time(link_delay, "--link-delay") / 1e9,
         optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
         every=checkpoint_every,
@@ -186,6 +199,10 @@ def _print_dry_run(plan: Plan, steps: int, every: int | None, evaluate: bool, as
         click.echo(json.dumps(figures, indent=1))
         return
     click.echo(f"{len(script.devices)} processes; {script.steps} updates of {script.interval} microbatches")
+    if script.limit is not None:
+        click.echo(
+            f"at most {script.limit} microbatches in each pipeline; arrivals decide the order, as here simulated"
+        )
     click.echo(f"torchrun:\n  {lines[0]}\nSlurm:\n  {lines[1]}\nprograms:")
     for line in program_lines(script, WORDS):
         click.echo(f"  {line}")

@@ -55,6 +55,22 @@ def replica_groups(script: Script, exchange: Exchange) -> dict[int, Group]:
     return groups
 
 
+def pipeline_group(script: Script, rank: int) -> Group:
+    """Return the process group in which ``rank`` sends and receives: its row of the grid of pipelines and replicas.
+
+    Where stages have different numbers of replicas there are no separate rows, and the group is everybody's. All ranks
+    make all groups, in one order, as torch wants it.
+    """
+    stages = [script.ranks_of(s) for s in range(len(script.plan.allocation.stages))]
+    rows = list(zip(*stages, strict=True)) if len(set(map(len, stages))) == 1 else [range(len(script.devices))]
+    own = None
+    with exchanging("the making of pipeline groups"):
+        for row in rows:
+            group = dist.new_group(sorted(set(row)))
+            own = group if rank in row else own
+    return own
+
+
 def share_from(first: int, group: Group, tensors: Sequence[Tensor]) -> None:
     """Give every rank of ``group`` the values that ``tensors`` have on rank ``first``."""
     with exchanging("the sharing of initial weights"):

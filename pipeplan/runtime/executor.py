@@ -1,8 +1,8 @@
-"""The executor: one loop that walks a rank's instructions. It decides nothing."""
+"""The executor: one loop that walks a rank's instructions, in the order that it is given. It decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,11 +82,13 @@ class RankWork:
     recorder: Recorder = field(default_factory=HostRecorder)
 
 
-def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]:
-    """Carry out ``instructions`` in order and return when everything happened.
+def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable[int] | None = None) -> list[OpTime]:
+    """Carry out ``instructions`` and return when everything happened.
 
-    Raises OperationFailed with the instruction at which anything failed. A receive is posted at its place at the
-    latest, and waited for where it is used. Between stages of one rank tensors are handed over as they are.
+    ``order`` gives their indices one by one, and may wait to see what came of one before it gives the next; without it
+    they are carried out as listed. Raises OperationFailed with the instruction at which anything failed. A receive is
+    posted at its place at the latest, and waited for where it is used. Between stages of one rank tensors are handed
+    over as they are.
     """
     made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
     recorder, transport = work.recorder, work.transport
@@ -95,7 +97,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
         edge = edge_into(kind, stage)
         if edge[1] in work.stages:
             return made.pop((edge, microbatch))
-        start = recorder.mark()
+        start = recorder.mark() if order is None else idle_since  # an order that waits does so for this message
         tensor = transport.take(edge, microbatch)
         recorder.note("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start)
         transport.look_ahead(edge)
@@ -156,7 +158,9 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
                 recorder.note("SAVE", -1, step, start)
 
     transport.start()
-    for index, instruction in enumerate(instructions):
+    idle_since = recorder.mark()
+    for index in range(len(instructions)) if order is None else order:
+        instruction = instructions[index]
         if not work.allows(instruction):
             continue
         work.progress(index)
@@ -164,5 +168,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork) -> list[OpTime]
             carry_out(instruction)
         except Exception as error:
             raise OperationFailed(instruction) from error
+        if order is not None:
+            idle_since = recorder.mark()
     transport.finish()
     return recorder.settle()

@@ -65,6 +65,7 @@ def run_plan(
     max_restarts: int = 0,
     engine: Engine = "own",
     device: DeviceChoice = "auto",
+    link_delay_s: float = 0.0,
     listener: Callable[[StepProgress], None] | None = None,
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` says until ``steps`` weight updates are made at rate ``lr``; return what happened.
@@ -76,8 +77,9 @@ def run_plan(
     report, the others None). ``device`` says on what: CPUs over gloo; GPUs over NCCL, or through the host where ranks
     share one; ``auto`` takes GPUs if torch sees any and the plan's profile isn't of a CPU. ``timeout_s`` limits every
     wait for another rank; the default comes from the plan. ``save`` is a file for the trained model's ``state_dict``,
-    ``load`` one to start from. Data repeats after ``epoch`` microbatches, with the next seed. ``listener`` hears of
-    every update.
+    ``load`` one to start from. Data repeats after ``epoch`` microbatches, with the next seed. ``link_delay_s`` makes
+    every message between ranks come so much later, to see what a slow network would do. ``listener`` hears of every
+    update.
 
     A checkpoint is written to the folder ``checkpoint`` at the end, after each update whose number ``every`` divides,
     and when SIGTERM or SIGINT comes; the pipeline drains before it, so with weights that outlive an update the next
@@ -119,6 +121,7 @@ def run_plan(
         every=every,
         engine=engine,
         device=device,
+        link_delay_ns=round(link_delay_s * 1e9),
     )
     kind_of(device, plan.chain.device)  # whether there is a GPU shows before any process starts
     if job.checkpoint is not None:

@@ -42,8 +42,11 @@ class Links:
         """Return what moves the messages of ``instructions``."""
         if self.exchange == "nccl":
             return OrderedTransport(rank, specs, self.pairs, self.device)
-        through_host = GlooTransport(instructions, specs, stages)
-        return through_host if self.exchange == "gloo" else StagedTransport(through_host, self.device)
+        return self.through_host(GlooTransport(instructions, specs, stages))
+
+    def through_host(self, between_hosts: Transport) -> Transport:
+        """Return what moves this device's messages over a transport between hosts."""
+        return between_hosts if self.exchange == "gloo" else StagedTransport(between_hosts, self.device)
 
     def ping(self, tensor: Tensor, rank: int, here: int, there: int) -> None:
         """Send ``tensor`` from ``here`` to ``there`` and back, and wait until it has arrived; both call this."""

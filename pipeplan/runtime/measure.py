@@ -189,14 +189,15 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
     assert everything, "a run has operations"
     passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
-    again = simulate(calibrated(script.program, occupied, latency_ns, script.interval)) if passes else None
+    decides = script.plan.schedule.kind == "message-driven"
+    again = calibrated(script.program, occupied, latency_ns, script.interval, decides) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
         batch=plan.chain.microbatch,
         seconds=max(spans) / 1e9,
         planned_period_ns=script.planned_period_ns,
-        calibrated_period_ns=None if again is None else script.period_of(again),
+        calibrated_period_ns=None if again is None else script.period_of(simulate(again)),
         measured_period_ns=measured,
         mean_period_ns=mean,
         losses=tuple(losses[m] for m in sorted(losses)),
@@ -240,9 +241,13 @@ def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
 
 
 def calibrated(
-    program: Program, occupied: Mapping[tuple[Activity, int], int], latency_ns: Mapping[Edge, int], interval: int
+    program: Program,
+    occupied: Mapping[tuple[Activity, int], int],
+    latency_ns: Mapping[Edge, int],
+    interval: int,
+    decides: bool = False,
 ) -> Program:
-    """Return ``program``, its devices in the same order, with measured durations.
+    """Return ``program``, its devices in the same order (under the same rules if it ``decides``), as long as measured.
 
     ``occupied`` is what each stage's passes and updates take of their process, sends included; a backward is charged
     its share of the update, as costs charge it. ``latency_ns`` is how long after a send its message is there. As that
@@ -267,14 +272,17 @@ def calibrated(
                 operations.append(replace(op, duration_ns=duration, resource=len(resources)))
                 resources.append(graph.resources[op.resource])
     measured = replace(graph, stages=tuple(costs), operations=tuple(operations), resources=tuple(resources))
-    lanes = {lane.device: lane.steps for lane in program.lanes if lane.device is not None}
-    orders = {
-        (index, replica): lanes[device]
-        for index, resource in enumerate(resources)
-        if not resource.is_link
-        for replica, device in enumerate(resource.devices)
-    }
-    return make_program(measured, program.microbatches, orders, batch=program.batch)
+    lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
+    orders, rules = {}, {}
+    for index, resource in enumerate(resources):
+        for replica, device in enumerate(resource.devices if not resource.is_link else ()):
+            lane = lanes[device]
+            if decides and lane.rule is not None:
+                rules[index, replica] = lane.rule
+            else:
+                orders[index, replica] = lane.steps
+    limit = program.limit if decides else None
+    return make_program(measured, program.microbatches, orders, rules=rules, batch=program.batch, limit=limit)
 
 
 @dataclass(frozen=True, slots=True)

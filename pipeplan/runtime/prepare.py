@@ -5,16 +5,18 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 
 from ..errors import BadInput
 from ..evaluate import flush_makespan_ns
-from ..plan import Plan
-from ..program import Program, unroll
+from ..message_driven import default_limit
+from ..plan import Plan, Schedule
+from ..program import Decide, Program
 from ..simulate import Timeline, simulate
-from ..stages import StageGraph, most_in_flight, stage_graph, starts_of
+from ..stages import StageGraph, most_in_flight, starts_of
+from ..timelines import graph_of, program_of_kind
 from .instructions import Instruction, Reduce, Save, Update, forwards, later, lowered, repeated
 from .weights import weight_policy
 
@@ -90,18 +92,36 @@ class Script:
         return timeline.steady_period_ns()
 
     @property
+    def limit(self) -> int | None:
+        """Microbatches at most in each pipeline of a message-driven run, None for a run whose order is fixed."""
+        if self.plan.schedule.kind != "message-driven" or self.evaluates:
+            return None
+        assert self.program.limit is not None, "message-driven programs are limited"
+        return self.program.limit // self.plan.allocation.stages[0].replicas
+
+    def rule(self, rank: int) -> Decide:
+        """Return what decides the order of a rank of a message-driven run: the rule of its lane in the program."""
+        lane = next(lane for lane in self.program.lanes if lane.device == self.devices[rank])
+        assert lane.rule is not None, "the order of a message-driven run is decided by rules"
+        return lane.rule()
+
+    @property
     def planned_period_ns(self) -> float:
         """What the plan promises: the pattern's period, or a drained mini-batch's share per microbatch."""
-        assert self.plan.pattern is not None
         if self.drains:
             return flush_makespan_ns(self.timeline) / self.interval
+        assert self.plan.pattern is not None, "only drained schedules do without"
         return self.plan.pattern.period_ns
 
     @property
     def filled(self) -> int:
-        """Microbatches after which the pipeline has held as many as it ever will, on every replica."""
+        """Microbatches after which the pipeline has held as many as it ever will, on every replica.
+
+        Where the order is decided on the way, what it holds may differ; the first mini-batch stands for the others.
+        """
         pattern = self.plan.pattern
-        assert pattern is not None
+        if pattern is None:
+            return self.interval
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
     def stages_of(self, rank: int) -> list[int]:
@@ -129,19 +149,18 @@ def prepare(
         raise BadInput(f"steps: the checkpoint has {first.step} updates already, and the run is to end after {steps}")
     policy = weight_policy(plan.policy)
     _refuse(plan)
-    assert plan.pattern is not None
     interval = (plan.schedule.microbatches if policy.drains else None) or plan.policy.accumulate
     if interval is None:
         raise BadInput("plan: policy.accumulate is not decided, so nothing says when weights are updated")
     if not policy.drains:  # a replica has one microbatch of each mini-batch at least, as costs charge it
         interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
-    graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+    graph = graph_of(plan)
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}
     lengths = _lengths(first.step, steps, every)
     made: dict[int, tuple[Program, Timeline, list[list[Instruction]]]] = {}
     for length in sorted(set(lengths), reverse=True):
-        program = unroll(graph, plan.pattern, interval if policy.drains else length * interval)
+        program = program_of_kind(graph, plan.schedule, plan.pattern, interval if policy.drains else length * interval)
         timeline = simulate(program)
         lists = lowered(program, timeline.start_ns, policy, interval, ranks)
         if policy.drains:
@@ -177,6 +196,21 @@ def prepare(
     )
 
 
+def message_driven_plan(plan: Plan, limit: int | None = None) -> Plan:
+    """Return ``plan``, which drains, with its devices running what arrives, ``limit`` microbatches in each pipeline.
+
+    Without a limit it is the plan's own, or the one that the schedule chooses. BadInput when the plan doesn't drain.
+    """
+    if plan.policy.weights != "flush":
+        raise BadInput(
+            f"plan: a message-driven pipeline drains before every update, which is --weights flush; this plan has "
+            f"{plan.policy.weights!r}"
+        )
+    count = plan.schedule.microbatches or plan.policy.accumulate
+    limit = limit or plan.schedule.limit or default_limit(graph_of(plan))
+    return replace(plan, pattern=None, schedule=Schedule("message-driven", count, limit))
+
+
 def _lengths(first: int, last: int, every: int | None) -> list[int]:
     """Return the updates of each segment between updates ``first`` and ``last``."""
     if every is None:
@@ -187,7 +221,9 @@ def _lengths(first: int, last: int, every: int | None) -> list[int]:
 
 def _refuse(plan: Plan) -> None:
     """Raise BadInput with one sentence for what the runtime doesn't do."""
-    if plan.schedule.kind not in ("pattern", "flush") or plan.pattern is None:
+    if plan.schedule.kind == "message-driven":
+        _refuse_uneven(message_driven_plan(plan))
+    elif plan.schedule.kind not in ("pattern", "flush") or plan.pattern is None:
         raise BadInput(f"plan: schedules of kind {plan.schedule.kind!r} cannot be run yet; pattern and flush can")
     if plan.policy.precision != "fp32":
         raise BadInput(f"plan: precision {plan.policy.precision!r} cannot be run yet; fp32 can")
@@ -207,4 +243,18 @@ def _refuse(plan: Plan) -> None:
             raise BadInput(
                 f"plan: layers {one} ({plan.chain.layers[one].name}) and {other} ({plan.chain.layers[other].name}) "
                 f"share weights but are in stages {holders[0]} and {holders[1]}; that cannot be run yet"
+            )
+
+
+def _refuse_uneven(plan: Plan) -> None:
+    """Raise BadInput unless every replica gets equally many microbatches of a batch, as in a grid of pipelines."""
+    count = plan.schedule.microbatches
+    assert count is not None, "a plan that drains knows its batch"
+    for s, stage in enumerate(plan.allocation.stages):
+        fewer = count - count % stage.replicas
+        if fewer < count:
+            enough = " or ".join(str(n) for n in (fewer, fewer + stage.replicas) if n)
+            raise BadInput(
+                f"plan: a batch of {count} microbatches cannot be shared evenly by the {stage.replicas} replicas of "
+                f"stage {s}; {enough} can"
             )

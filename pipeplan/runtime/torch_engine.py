@@ -29,6 +29,8 @@ def refuse_for_torch(script: Script) -> None:
     stages = script.plan.allocation.stages
     if not script.drains:
         raise BadInput(f"plan: torch's engine drains before every update; weights are {script.plan.policy.weights!r}")
+    if script.plan.schedule.kind == "message-driven":
+        raise BadInput("plan: torch's engine runs a fixed order; message-driven devices decide as messages come")
     if script.evaluates:
         raise BadInput("run: torch's engine trains; evaluate with our own")
     for s, stage in enumerate(stages):

@@ -24,6 +24,7 @@ from .collective import (
     barrier,
     clock_offset,
     gathered,
+    pipeline_group,
     replica_groups,
     share_from,
     sum_over,
@@ -37,12 +38,14 @@ from .executor import RankWork, execute
 from .instructions import Edge, Instruction, version_uses
 from .links import open_links
 from .measure import RankMeasurement, RunReport, make_report
+from .message_driven import arrival_order
 from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, load_weights
 from .optimizers import Choice, optimizer_maker, schedule_maker
 from .prepare import FROM_THE_START, Script, prepare
 from .recorder import Recorder, recorder_of
 from .stage import StageModule
 from .state import first_replicas, model_state, own_layers, restore, training_state
+from .threaded import ThreadedTransport
 from .torch_engine import execute_on_torch, refuse_for_torch
 from .transport import exchanging
 from .versions import Versions
@@ -57,7 +60,8 @@ class Job:
     ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
     folder for new ones, ``every`` so many updates. ``optimizer`` None is the plan's. The data repeats after ``epoch``
     microbatches, with the next seed. ``save`` is the file to which rank 0 writes the trained model's state, ``load``
-    one to start from. ``device`` is asked for on each rank.
+    one to start from. ``device`` is asked for on each rank. Messages come ``link_delay_ns`` later than they could, to
+    emulate a slow network.
     """
 
     plan: Plan
@@ -78,6 +82,7 @@ class Job:
     resume: Checkpoint | None = None
     engine: Engine = "own"
     device: DeviceChoice = "auto"
+    link_delay_ns: int = 0
 
     def script(self) -> Script:
         """Return what the ranks will do."""
@@ -187,7 +192,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         restore(job.resume, script, rank, model, runners, device)
     for _, module in model.layers if job.evaluates else ():
         module.eval()
-    transfer_ns = transfer_times(script, rank, specs, links)
+    transfer_ns = {edge: ns + job.link_delay_ns for edge, ns in transfer_times(script, rank, specs, links).items()}
     gate = _Gate(script, launcher.may_begin)
     saved = [script.first.step]
 
@@ -210,10 +215,16 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         found = tuple(losses[m] for m in range(begin, begin + script.interval) if m in losses)
         launcher.done(StepDone(version, found, time.monotonic_ns()))
 
+    instructions = script.instructions[rank]
+    mail: ThreadedTransport | None = None
+    if script.limit is not None or job.link_delay_ns:
+        room = 1 if script.limit is None else script.limit * stages[0].replicas
+        group = pipeline_group(script, rank)
+        mail = ThreadedTransport(instructions, specs, room, job.timeout_s, job.link_delay_ns, group)
     work = RankWork(
         stages=runners,
         last=len(stages) - 1,
-        transport=links.transport(rank, script.instructions[rank], specs, len(stages)),
+        transport=links.transport(rank, instructions, specs, len(stages)) if mail is None else links.through_host(mail),
         data=lambda microbatch: _sample(model, job, microbatch, device),
         reduce=lambda s, tensors: sum_over(groups[s], tensors),
         progress=launcher.at,
@@ -231,7 +242,11 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     if job.engine == "torch":
         times = execute_on_torch(script, rank, model, runners, work.data, updated, links, recorder)
     else:
-        times = execute(script.instructions[rank], work)
+        order = None
+        if script.limit is not None and mail is not None:
+            position = script.program.position
+            order = arrival_order(instructions, work, mail, script.rule(rank), script.limit, script.minibatch, position)
+        times = execute(instructions, work, order)
     if gate.refused is not None and gate.refused != saved[-1]:
         save(gate.refused)
     measurements = gathered(

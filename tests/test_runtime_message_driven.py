@@ -1,0 +1,463 @@
+"""Message-driven runs: real processes against plain training, and the order of arrival on its own."""
+
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import runtime_cases  # noqa: E402
+from runtime_cases import (  # noqa: E402
+    BACKWARD_S,
+    FORWARD_S,
+    chain_of,
+    largest_difference,
+    plan_of,
+    serial,
+    zoo_chain,
+)
+
+from pipeplan.errors import BadInput, RunFailed  # noqa: E402
+from pipeplan.message_driven import next_message  # noqa: E402
+from pipeplan.plan import Stage  # noqa: E402
+from pipeplan.problem import Platform  # noqa: E402
+from pipeplan.program import Step  # noqa: E402
+from pipeplan.runtime.executor import RankWork, execute  # noqa: E402
+from pipeplan.runtime.instructions import Backward, Forward, Send, Update  # noqa: E402
+from pipeplan.runtime.launch import run_plan  # noqa: E402
+from pipeplan.runtime.message_driven import arrival_order  # noqa: E402
+from pipeplan.runtime.model import ModelSpec  # noqa: E402
+from pipeplan.runtime.prepare import message_driven_plan, prepare  # noqa: E402
+from pipeplan.runtime.threaded import Message  # noqa: E402
+
+SECONDS = 60  # far more than anything here takes
+pytestmark = pytest.mark.timeout(4 * SECONDS)
+
+GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
+GRID = [(0, 2, (0, 1)), (2, 6, (2, 3))]
+RECOMPUTED = [Stage(0, 2, (0, 1), ((0, 2),)), Stage(2, 6, (2, 3), ((2, 3), (3, 5)))]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def driven(stages, microbatches, limit=None, *, chain=None, **options):
+    plan = plan_of(chain or zoo_chain(GPT, 2), stages, weights="flush", accumulate=microbatches, **options)
+    return message_driven_plan(plan, limit)
+
+
+# --- exactness ---------------------------------------------------------------------------------------------------
+
+TRAINING = {  # what a grid's stages do differently
+    "stored": {"stages": GRID},
+    "recomputed": {"stages": RECOMPUTED},
+}
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.parametrize("training", TRAINING)
+def test_a_grid_equals_training_in_one_process(training, limit, tmp_path):
+    """Two pipelines of two stages, limits p and 2p - 1, over 50 updates."""
+    plan = driven(TRAINING[training]["stages"], 8, limit, optimizer="adam")
+    saved = tmp_path / "state.pt"
+    report = run_plan(plan, ModelSpec(GPT), steps=50, lr=0.001, seed=1, save=saved)
+    losses, state = serial(GPT, 2, steps=50, accumulate=8, optimizer="adam", lr=0.001, seed=1)
+    assert report.losses == pytest.approx(losses, abs=1e-5)
+    assert largest_difference(torch.load(saved), state) <= 1e-4  # Adam divides by gradients near 0
+    assert report.step_losses[-1] < report.step_losses[0] - 0.3
+    assert len(report.times) == 4
+
+
+SHAPES = {
+    "one microbatch": {"stages": GRID, "microbatches": 2, "limit": 3},
+    "one at a time": {"stages": GRID, "microbatches": 4, "limit": 1},
+    "more room than microbatches": {"stages": [(0, 2, (0,)), (2, 6, (1,))], "microbatches": 3, "limit": 8},
+    "one device": {"stages": [(0, 6, (0,))], "microbatches": 3, "limit": 2},
+    "many to one": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "microbatches": 6, "limit": 2},
+    "one to many": {"stages": [(0, 3, (0,)), (3, 6, (1, 2))], "microbatches": 6, "limit": 3},
+    "three stages, default limit": {"stages": [(0, 2, (0,)), (2, 3, (1,)), (3, 6, (2,))], "microbatches": 6},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_grid_equals_training_in_one_process(shape, tmp_path):
+    plan = driven(**SHAPES[shape])
+    count = plan.schedule.microbatches
+    saved = tmp_path / "state.pt"
+    report = run_plan(plan, ModelSpec(GPT), steps=4, lr=0.05, seed=1, save=saved)
+    losses, state = serial(GPT, 2, steps=4, accumulate=count, optimizer="sgd", lr=0.05, seed=1)
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert largest_difference(torch.load(saved), state) <= 1e-6
+    order = [(t.activity, t.microbatch) for t in report.times[0] if t.activity in "FB"]
+    limit = prepare(plan, 1).limit
+    held = most = 0
+    for activity, _ in order:
+        held += 1 if activity == "F" else -1
+        most = max(most, held)
+    own = count // plan.allocation.stages[0].replicas
+    assert most <= min(limit, own)
+    if len(plan.allocation.stages) > 1:  # the first stage injects as many before it hears of any
+        assert all(activity == "F" for activity, _ in order[: min(limit, own)])
+
+
+def test_an_evaluation_makes_no_update(tmp_path):
+    plan = driven(GRID, 4, 3)
+    before, after = tmp_path / "before.pt", tmp_path / "after.pt"
+    run_plan(plan, ModelSpec(GPT), steps=2, lr=0.05, seed=1, save=before)
+    report = run_plan(plan, ModelSpec(GPT), steps=2, lr=0.05, seed=1, load=before, save=after, evaluates=True)
+    assert largest_difference(torch.load(before), torch.load(after)) == 0
+    assert len(report.losses) == 8
+    assert not [t for times in report.times for t in times if t.activity in ("B", "UPDATE", "REDUCE")]
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
+    plan = driven(GRID, 4, 3, optimizer="momentum")
+    options = {"lr": 0.05, "seed": 1, "checkpoint": tmp_path / "checkpoints"}
+    first = run_plan(plan, ModelSpec(GPT), steps=3, every=2, **options)
+    second = run_plan(plan, ModelSpec(GPT), steps=5, resume=True, **options)
+    losses, _ = serial(GPT, 2, steps=5, accumulate=4, optimizer="momentum", lr=0.05, seed=1)
+    assert [*first.losses, *second.losses] == pytest.approx(losses, abs=1e-6)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "forced"), [(1, True), (2, True), (3, False)])
+def test_a_rank_holds_what_the_limit_allows(limit, forced):
+    """With one at a time, or two on two stages, the order leaves no choice of what is held."""
+    plan = driven([(0, 2, (0,)), (2, 6, (1,))], 6, limit)
+    report = run_plan(plan, ModelSpec(GPT), steps=2, lr=0.01)
+    graph = prepare(plan, 1).graph
+    for found, stage in zip(report.activations, graph.stages, strict=True):
+        assert 0 < found.measured_bytes <= limit * stage.saved_bytes
+        if forced:
+            assert found.measured_bytes == found.planned_bytes
+
+
+# --- time --------------------------------------------------------------------------------------------------------
+
+
+def pausing_plan(microbatches, limit):
+    """Four stages of one pause each, over links that carry both directions at once."""
+    chain = chain_of(runtime_cases.pausing, 4)
+    layers = [replace(x, forward_ns=round(FORWARD_S * 1e9), backward_ns=round(BACKWARD_S * 1e9)) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**4, backward_ns=10**4)
+    stages = [(0, 1, (0,)), (1, 2, (1,)), (2, 3, (2,)), (3, 5, (3,))]
+    plan = driven(stages, microbatches, limit, chain=replace(chain, layers=tuple(layers)))
+    return replace(plan, platform=Platform(plan.platform.devices, plan.platform.levels, full_duplex=True))
+
+
+def test_a_larger_limit_hides_a_slow_link_as_predicted():
+    """f = c = 10 ms, b = 20 ms: with limit p a stage idles while its next message travels, with 2p - 1 it doesn't."""
+    model = ModelSpec("runtime_cases:pausing", "runtime_cases:vectors")
+    reports = [run_plan(pausing_plan(16, limit), model, steps=3, lr=0.01, link_delay_s=FORWARD_S) for limit in (4, 7)]
+    for report in reports:
+        assert all(x.measured_ns >= FORWARD_S * 1e9 for x in report.transfers)
+        assert 0.85 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
+    measured, simulated = (
+        reports[0].measured_period_ns / reports[1].measured_period_ns,
+        reports[0].calibrated_period_ns / reports[1].calibrated_period_ns,
+    )
+    assert simulated == pytest.approx(84 / 63, rel=0.1)  # ALGORITHMS section 7
+    assert measured == pytest.approx(simulated, rel=0.15)
+    assert measured > 1.1
+
+
+@pytest.mark.parametrize("weights", ["flush", "2bw"])
+def test_a_fixed_order_runs_over_a_slow_link_too(weights):
+    plan = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights=weights, accumulate=3)
+    delay_s = 0.02
+    report = run_plan(plan, ModelSpec(GPT), steps=3, lr=0.05, seed=1, link_delay_s=delay_s)
+    version = (lambda stage, m: max(m // 3 - 1, 0)) if weights == "2bw" else None
+    losses, _ = serial(GPT, 2, steps=3, accumulate=3, optimizer="sgd", lr=0.05, seed=1, version=version)
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert all(x.measured_ns >= delay_s * 1e9 for x in report.transfers)
+    sent = {t.microbatch: t.end_ns for t in report.times[0] if t.activity == "F"}
+    used = {t.microbatch: t.start_ns for t in report.times[1] if t.activity == "F"}
+    assert all(used[m] - sent[m] >= delay_s * 1e9 for m in sent)  # both ranks read the machine's one clock
+
+
+# --- what cannot be run, and what goes wrong -----------------------------------------------------------------------
+
+
+def test_a_batch_must_fill_the_grid():
+    with pytest.raises(
+        BadInput, match=r"7 microbatches cannot be shared evenly by the 2 replicas of stage 0; 6 or 8 can"
+    ):
+        prepare(driven(GRID, 7), 1)
+    with pytest.raises(
+        BadInput, match=r"of 1 microbatches cannot be shared evenly by the 2 replicas of stage 0; 2 can"
+    ):
+        prepare(driven(GRID, 1), 1)
+
+
+def test_only_plans_that_drain_can_be_message_driven():
+    plan = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights="2bw")
+    with pytest.raises(BadInput, match="drains before every update, which is --weights flush; this plan has '2bw'"):
+        message_driven_plan(plan, 3)
+    with pytest.raises(BadInput, match="torch's engine runs a fixed order"):
+        run_plan(driven([(0, 2, (0,)), (2, 6, (1,))], 4), ModelSpec(GPT), steps=1, lr=0.1, engine="torch")
+
+
+FAULTS = {
+    "raising": "rank {rank} failed in the forward of microbatch 4 on stage {rank}: ValueError: a bad microbatch",
+    "backward_raising": "rank {rank} failed in the backward of microbatch 4 on stage {rank}: "
+    "ArithmeticError: no way back",
+    "killed": "rank {rank} died in the forward of microbatch 4 on stage {rank}: killed by SIGKILL",
+}
+
+
+def faulty_plan(cut):
+    return driven([(0, cut, (0,)), (cut, 6, (1,))], 8, 3, chain=chain_of(runtime_cases.healthy, 4))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
+    """The fault is in layer 3; nobody waits for a timeout."""
+    model = ModelSpec(f"runtime_cases:{fault}", "runtime_cases:vectors")
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as caught:
+        run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, steps=20, lr=0.01, timeout_s=10 * SECONDS)
+    assert str(caught.value).startswith(FAULTS[fault].format(rank=rank))
+    assert time.monotonic() - began < 5 * SECONDS
+
+
+def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
+    model = ModelSpec("runtime_cases:hanging", "runtime_cases:vectors")
+    with pytest.raises(
+        RunFailed, match=r"rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost .*for 2 s"
+    ):
+        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01, timeout_s=2)
+
+
+# --- the order alone ---------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        return self.now
+
+
+class Script:
+    """Mail that comes at given times: (at, edge, microbatch); waiting moves the clock."""
+
+    def __init__(self, clock, letters):
+        self.clock, self.letters = clock, sorted(letters)
+
+    def news(self, until_ns):
+        if self.letters and self.letters[0][0] > self.clock.now and (until_ns is None or until_ns > self.clock.now):
+            self.clock.now = self.letters[0][0] if until_ns is None else min(until_ns, self.letters[0][0])
+        elif until_ns is not None and not self.letters:
+            self.clock.now = max(self.clock.now, until_ns)
+        come = [x for x in self.letters if x[0] <= self.clock.now]
+        self.letters = self.letters[len(come) :]
+        assert come or until_ns is not None, "waits for ever"
+        return [Message(edge, m, at) for at, edge, m in come]
+
+
+def words(script, rank, letters, durations, limit=None, allows=lambda _: True):
+    """Carry out a rank's instructions in the order of arrival; return (time, word) of its passes."""
+    clock = Clock()
+    instructions = script.instructions[rank]
+    work = RankWork({}, 1, None, None, None, lambda _: None, 0, allows, None, None)
+    order = arrival_order(
+        instructions,
+        work,
+        Script(clock, letters),
+        script.rule(rank),
+        limit or script.limit,
+        script.minibatch,
+        script.program.position,
+        clock,
+    )
+    done = []
+    for index in order:
+        match instructions[index]:
+            case Forward(s, m, _):
+                done.append((clock.now, f"{s}F{m}"))
+                clock.now += durations["F"]
+            case Backward(s, m, _):
+                done.append((clock.now, f"{s}B{m}"))
+                clock.now += durations["B"]
+            case Send(kind, s, m, _):
+                done.append((clock.now, f"{s}{kind.lower()}{m}"))
+            case Update(s, version):
+                done.append((clock.now, f"{s}U{version}"))
+    return done
+
+
+def two_stages(microbatches, limit):
+    return driven([(0, 3, (0,)), (3, 6, (1,))], microbatches, limit, chain=chain_of(runtime_cases.healthy, 4))
+
+
+def test_the_first_stage_injects_the_limit_and_then_one_for_each_that_is_through():
+    script = prepare(two_stages(4, 2), 1)
+    letters = [(30, ("B", 1), 0), (31, ("B", 1), 1), (70, ("B", 1), 2), (71, ("B", 1), 3)]
+    done = words(script, 0, letters, {"F": 10, "B": 5})
+    assert [word for _, word in done if "f" not in word] == [
+        "0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3", "0U1"
+    ]  # fmt: skip
+    assert {word: at for at, word in done}["0B0"] == 30
+    assert {word: at for at, word in done}["0B1"] == 45  # the injected forward went first
+
+
+def test_what_arrived_first_runs_first():
+    script = prepare(two_stages(4, 3), 1)
+    letters = [(0, ("F", 0), 1), (1, ("F", 0), 0), (2, ("F", 0), 3), (3, ("F", 0), 2)]
+    done = words(script, 1, letters, {"F": 10, "B": 20})
+    assert [word for _, word in done] == [
+        "1F1", "1B1", "1b1", "1F0", "1B0", "1b0", "1F3", "1B3", "1b3", "1F2", "1B2", "1b2", "1U1"
+    ]  # fmt: skip
+
+
+def test_a_message_is_not_used_before_its_time():
+    script = prepare(two_stages(2, 2), 1)
+    done = words(script, 1, [(50, ("F", 0), 0), (90, ("F", 0), 1)], {"F": 10, "B": 20})
+    assert [(at, word) for at, word in done if word[1] in "FB"] == [(50, "1F0"), (60, "1B0"), (90, "1F1"), (100, "1B1")]
+
+
+def test_what_a_run_may_not_begin_is_not_waited_for():
+    script = prepare(two_stages(2, 2), 3)
+    letters = [(10 * m, ("F", 0), m) for m in range(2)]
+    done = words(script, 1, letters, {"F": 1, "B": 1}, allows=lambda x: script.minibatch(x) < 1)
+    assert [word for _, word in done if "U" in word] == ["1U1"]
+
+
+class FakeVersions:
+    def gradients(self):
+        return []
+
+    def update(self, version):
+        pass
+
+
+class FakeStage:
+    """A stage that takes a random moment and counts what it holds."""
+
+    takes_targets = False
+    versions = FakeVersions()
+
+    def __init__(self, chance):
+        self.chance, self.held, self.most = chance, set(), 0
+
+    def forward(self, m, version, x, target, accounted):
+        time.sleep(self.chance.random() / 500)
+        self.held.add(m)
+        self.most = max(self.most, len(self.held))
+        return torch.tensor(m)
+
+    def backward(self, m, version, gradient, covers):
+        time.sleep(self.chance.random() / 500)
+        self.held.remove(m)
+        return torch.tensor(m)
+
+
+class Post:
+    """Messages between threads, each a random moment late."""
+
+    def __init__(self, ranks, seed):
+        self.changed = threading.Condition()
+        self.boxes = [{} for _ in range(ranks)]
+        self.unread = [[] for _ in range(ranks)]
+        self.chance = random.Random(seed)
+
+    def deliver(self, rank, edge, m, tensor):
+        with self.changed:
+            at = time.monotonic_ns() + round(self.chance.random() * 3e6)
+            self.boxes[rank][edge, m] = tensor
+            self.unread[rank].append(Message(edge, m, at))
+            self.changed.notify_all()
+
+
+class PostBox:
+    def __init__(self, post, rank):
+        self.post, self.rank = post, rank
+
+    def start(self):
+        pass
+
+    def finish(self):
+        pass
+
+    def take(self, edge, m):
+        with self.post.changed:
+            return self.post.boxes[self.rank].pop((edge, m))
+
+    def look_ahead(self, edge):
+        pass
+
+    def send(self, send, tensor):
+        self.post.deliver(send.peer, send.edge, send.microbatch, tensor)
+
+    def news(self, until_ns):
+        seconds = SECONDS if until_ns is None else max(0, until_ns - time.monotonic_ns()) / 1e9
+        with self.post.changed:
+            came = self.post.changed.wait_for(lambda: self.post.unread[self.rank], seconds)
+            assert came or until_ns is not None, "deadlock"
+            news, self.post.unread[self.rank] = self.post.unread[self.rank], []
+            return news
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2, 2), (2, 1, 3)])
+def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
+    devices = iter(range(sum(replicas)))
+    places = [tuple(next(devices) for _ in range(r)) for r in replicas]
+    stages = [(2 * i, 2 * i + 2, where) for i, where in enumerate(places)]
+    script = prepare(driven(stages, 12, limit, chain=chain_of(runtime_cases.healthy, 4)), 2)
+    post = Post(len(script.devices), seed=limit)
+    barriers = {s: threading.Barrier(r) for s, r in enumerate(replicas)}
+    ran, modules, errors = [[] for _ in script.devices], [], []
+
+    def play(rank):
+        mine = {s: FakeStage(random.Random(rank)) for s in script.stages_of(rank)}
+        modules.append((rank, mine))
+        box = PostBox(post, rank)
+        work = RankWork(
+            mine, 2, box, lambda m: (torch.tensor(m), None), lambda s, _: barriers[s].wait(SECONDS), lambda _: None, 0,
+            lambda _: True, None, lambda s, version: None,
+        )  # fmt: skip
+        instructions = script.instructions[rank]
+        position = script.program.position
+        order = arrival_order(instructions, work, box, script.rule(rank), script.limit, script.minibatch, position)
+        try:
+            ran[rank] = execute(instructions, work, order)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(len(script.devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not errors
+    for rank, times in enumerate(ran):
+        for s in script.stages_of(rank):
+            share = 24 // replicas[s]
+            assert Counter(t.activity for t in times if t.activity in "FB") == {"F": share, "B": share}
+            assert [t.microbatch for t in times if t.activity == "UPDATE"] == [1, 2]
+    for _, mine in modules:
+        for s, stage in mine.items():
+            assert not stage.held
+            assert stage.most <= limit * (replicas[0] if s else 1)
+
+
+def test_the_rule_is_the_simulators():
+    script = prepare(driven(GRID, 8, 3), 1)
+    assert script.limit == 3
+    assert script.program.limit == 6  # of both pipelines
+    assert script.rule(0).__qualname__ == next_message(2).__qualname__
+    assert Step(0, 0) in script.timeline.program.lanes[0].steps
