@@ -6,10 +6,12 @@ memory alone decides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from .evaluate import evaluate_simulated, fits
 from .partition.contiguous import feasible
-from .plan import Allocation, Stage
+from .plan import Allocation, Schedule, Stage
 from .problem import Device, Level, Platform, Problem, Weights
 from .search import smallest
 from .stages import DeviceUse, one_at_a_time, resource_use, stage_graph, starts_of
@@ -48,6 +50,57 @@ def shortfall(problem: Problem) -> str:
         f"stage {allocation.stages.index(stage)} of layers {stage.start} to {stage.stop - 1} needs "
         f"{format_bytes(use.peak_bytes)} with one microbatch in flight, {format_bytes(over)} too much"
     )
+
+
+def why_not_admitted(
+    problem: Problem, schedule: Schedule, rejected: Allocation | None = None, broken: str | None = None
+) -> str:
+    """Return one sentence on why nothing fits a schedule that admits up to a limit, and what would.
+
+    ``schedule.limit`` is the user's, or None; ``rejected`` and ``broken`` are as for :func:`why_infeasible`.
+    """
+    if rejected is None:
+        if possible(problem) is not None:
+            reason = f"the algorithm's split cannot run: {broken}" if broken else "the algorithm proposes no split"
+            return f"{reason}; --algorithm contiguous may find one that can"
+        return why_infeasible(problem, rejected, broken)
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
+    admitted = replace(schedule, limit=schedule.limit or 1)
+    uses = evaluate_simulated(graph, admitted, problem.platform).devices
+    device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
+    use = uses[device]
+    stage = next(stage for stage in rejected.stages if device in stage.devices)
+    count = f"{admitted.limit} {'mini-batch' if schedule.kind == 'nf1b' else 'microbatch'}"
+    count += "es" if admitted.limit != 1 else ""
+    size = f" of {schedule.microbatches}" if schedule.kind == "nf1b" else " per pipeline"
+    remedies = []
+    if schedule.limit is not None and schedule.limit > 1:
+        fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
+        remedies += [f"with --limit {fewer}"] if fewer else []
+    if schedule.kind == "nf1b" and schedule.microbatches is not None and not remedies:
+        smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
+        remedies += [f"with --accumulate {smaller}"] if smaller else []
+    remedies.append(f"from {format_bytes(_round_up(use.peak_bytes))} per GPU")
+    held = ", ".join(map(str, use.in_flight))
+    return (
+        f"no plan fits {schedule.kind}: {'even ' if admitted.limit == 1 else ''}with {count}{size} admitted, "
+        f"{_named(problem, stage)} on device {device} need {format_bytes(use.peak_bytes)} "
+        f"(weights {format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)} of {held} "
+        f"microbatches, buffers {format_bytes(use.buffer_bytes)}), the device has {format_bytes(use.memory_bytes)}; "
+        f"feasible {_either(remedies)}"
+    )
+
+
+def _admits(problem: Problem, allocation: Allocation, schedule: Schedule) -> bool:
+    policy = replace(problem.policy, accumulate=schedule.microbatches)
+    graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
+    return fits(evaluate_simulated(graph, schedule, problem.platform))
+
+
+def _most(holds: Callable[[int], bool], below: int) -> int | None:
+    """Return the largest count under ``below`` that ``holds``, which is monotone, or None."""
+    found = smallest(lambda less: holds(below - less) or None, 1, below - 1) if below > 1 else None
+    return None if found is None else below - found[0]
 
 
 def possible(problem: Problem) -> Allocation | None:
@@ -94,18 +147,20 @@ def _tightest(problem: Problem, allocation: Allocation) -> tuple[Stage, DeviceUs
 
 def _worst(problem: Problem, allocation: Allocation) -> str:
     stage, use, where = _tightest(problem, allocation)
-    names = [layer.name for layer in problem.chain.layers[stage.start : stage.stop]]
-    layers = (
-        f"layer {stage.start} ({names[0]})"
-        if len(names) == 1
-        else (f"layers {stage.start} to {stage.stop - 1} ({names[0]} to {names[-1]})")
-    )
+    layers = _named(problem, stage)
     return (
         f"even with one microbatch in flight, {layers} on {where} need "
         f"{format_bytes(use.peak_bytes)} (weights {format_bytes(use.weights_bytes)}, activations "
         f"{format_bytes(use.activation_bytes)}, buffers {format_bytes(use.buffer_bytes)}), "
         f"the device has {format_bytes(use.memory_bytes)}"
     )
+
+
+def _named(problem: Problem, stage: Stage) -> str:
+    names = [layer.name for layer in problem.chain.layers[stage.start : stage.stop]]
+    if len(names) == 1:
+        return f"layer {stage.start} ({names[0]})"
+    return f"layers {stage.start} to {stage.stop - 1} ({names[0]} to {names[-1]})"
 
 
 def _remedies(problem: Problem, least: int | None) -> list[str]:

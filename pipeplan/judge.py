@@ -1,7 +1,8 @@
 """Judge: schedules allocations, remembers the best, and tells searches what each is worth.
 
 Searches propose allocations and never schedule; the judge schedules and never proposes. Contiguous allocations go to
-1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff.
+1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff. Where GPUs
+decide as they go there is no pattern, and the simulated run decides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from .plan import Allocation, Bound, Pattern, Stage
+from .admission import Admission
+from .plan import Allocation, Bound, Pattern, Schedule, Stage
 from .problem import Problem
 from .schedule.group_bound import group_bound, may_reach
 from .schedule.ilp import IlpStatus, Solver, schedule_ilp
@@ -42,16 +44,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A scheduled allocation: its cost (ns), its pattern, and what the solver said (None for 1F1B*)."""
+    """A scheduled allocation: its cost (ns), its pattern, and what the solver said (None for 1F1B*).
+
+    Without a pattern there is the ``schedule`` instead, its limit decided.
+    """
 
     cost: int
     allocation: Allocation
-    pattern: Pattern
+    pattern: Pattern | None
     status: IlpStatus | None = None
+    schedule: Schedule | None = None
 
 
 class Judge:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
+
+    With an ``admission`` they run without a pattern, and their cost is that of the limit that it chooses.
 
     More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
     run something that the model doesn't know.
@@ -62,8 +70,10 @@ class Judge:
     that of class ``any`` in ``floor_ns``, for the progress lines.
     """
 
-    def __init__(self, problem: Problem, settings: Settings, cost: Cost = period_cost) -> None:
-        self.problem, self.settings, self.cost = problem, settings, cost
+    def __init__(
+        self, problem: Problem, settings: Settings, cost: Cost = period_cost, admission: Admission | None = None
+    ) -> None:
+        self.problem, self.settings, self.cost, self.admission = problem, settings, cost, admission
         self.best: Verdict | None = None
         self.rejected: Allocation | None = None
         self.broken: str | None = None
@@ -80,6 +90,11 @@ class Judge:
         return late
 
     @property
+    def periodic(self) -> bool:
+        """Whether an allocation costs the period of its pattern, so that bounds on periods are bounds on costs."""
+        return self.cost is period_cost and self.admission is None
+
+    @property
     def limit(self) -> int | None:
         """Cost that an allocation must beat, or None while nothing fits."""
         return None if self.best is None else self.best.cost
@@ -89,7 +104,11 @@ class Judge:
         if allocation.stages in self.seen or self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)
-        if self.cost is not period_cost:  # scheduled by 1F1B* alone, in the order of their loads
+        if self.admission is not None:
+            floor = self.admission.floor_ns(graph)
+            beaten = self.best is not None and floor >= self._to_beat(graph)
+            return None if beaten or self.admission.refuses(graph) else floor
+        if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
             return graph.period_floor_ns if graph.contiguous else None
         if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
             return None
@@ -112,18 +131,38 @@ class Judge:
         if self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)
-        pattern, status = self._schedule(graph)
-        if pattern is None:
-            if status is None or status == "infeasible":
-                self.rejected = self.rejected or allocation
+        verdict = self._decided(graph, allocation) if self.admission else self._patterned(graph, allocation)
+        if verdict is None:
             return None
-        cost = self.cost(graph, pattern)
-        if self.best is None or cost < self._to_beat(graph):
-            self.best = Verdict(cost, allocation, pattern, status)
+        if self.best is None or verdict.cost < self._to_beat(graph):
+            self.best = verdict
             if self.settings.progress:
                 bound = "" if self.floor_ns is None else f", no plan is below {self.floor_ns / 1e6:.3f} ms"
-                self.settings.progress(f"best so far {cost / 1e6:.3f} ms{bound}")
-        return cost
+                self.settings.progress(f"best so far {verdict.cost / 1e6:.3f} ms{bound}")
+        return verdict.cost
+
+    def _patterned(self, graph: StageGraph, allocation: Allocation) -> Verdict | None:
+        pattern, status = self._schedule(graph)
+        if pattern is not None:
+            return Verdict(self.cost(graph, pattern), allocation, pattern, status)
+        if status is None or status == "infeasible":
+            self.rejected = self.rejected or allocation
+        return None
+
+    def _decided(self, graph: StageGraph, allocation: Allocation) -> Verdict | None:
+        """Simulate an allocation that could become the best."""
+        assert self.admission is not None
+        refused = self.admission.refuses(graph)
+        if refused is not None:
+            self.broken = self.broken or refused
+            return None
+        if self.best is not None and self.admission.floor_ns(graph) >= self._to_beat(graph):
+            return None
+        choice = self.admission.choose(graph)
+        if choice is None:
+            self.rejected = self.rejected or allocation
+            return None
+        return Verdict(choice.cost_ns, allocation, None, schedule=choice.schedule)
 
     def _to_beat(self, graph: StageGraph) -> int:
         assert self.best is not None
@@ -144,7 +183,7 @@ class Judge:
     def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
         if graph.contiguous:
             return best_one_f_one_b_star(graph), None
-        cutoff = self._to_beat(graph) if self.cost is period_cost and self.best is not None else None
+        cutoff = self._to_beat(graph) if self.periodic and self.best is not None else None
         bound = group_bound(graph)
         if bound is None:
             return None, "infeasible"

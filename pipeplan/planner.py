@@ -12,19 +12,20 @@ from itertools import chain
 from typing import Any
 
 from . import __version__
+from .admission import ENOUGH, Admission
 from .bounds import any_bound
-from .errors import Infeasible
+from .errors import BadInput, Infeasible
 from .evaluate import flush_makespan_ns
-from .explain import longest_period_ns, why_infeasible
-from .judge import Judge, Settings, Verdict, period_cost
+from .explain import longest_period_ns, why_infeasible, why_not_admitted
+from .judge import Judge, Settings, Verdict
 from .partition import ALGORITHMS
 from .partition.balance import balance
 from .partition.contiguous import feasible
 from .partition.local_search import local_search
 from .partition.pipedream import pipedream
-from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule
+from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, ScheduleKind
 from .portfolio import EFFORTS, propose_contiguous, search
-from .problem import Problem
+from .problem import Problem, Weights
 from .program import unroll
 from .simulate import simulate
 from .stages import StageGraph, most_in_flight, stage_graph, starts_of
@@ -32,7 +33,13 @@ from .validate import check, class_violations
 
 AUTO = "auto"
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
-DRAINED_MOVES = 300  # local moves of a drained plan
+DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
+KINDS: dict[Weights, tuple[ScheduleKind, ...]] = {  # of schedules that a weights policy goes with, the default first
+    "2bw": ("pattern",),
+    "stash": ("pattern",),
+    "flush": ("flush", "message-driven"),
+    "latest": ("nf1b", "pattern"),
+}
 Propose = Callable[[Problem, Judge], None]
 
 
@@ -42,22 +49,32 @@ def make_plan(
     options: Mapping[str, Any] | None = None,
     settings: Settings | None = None,
     effort: str = "normal",
+    schedule: ScheduleKind | None = None,
+    limit: int | None = None,
 ) -> Plan:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
-    ``options`` go to the algorithm. An undecided ``policy.accumulate`` is decided here: under 2bw as many microbatches
-    as are in flight, otherwise one (flush: four per device). A KeyboardInterrupt ends the search with the best plan so
-    far, if there is one.
+    ``options`` go to the algorithm. ``schedule`` is one of :data:`KINDS` for the weights policy, by default its first;
+    ``limit`` is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided
+    here: under 2bw as many microbatches as are in flight, four per device where mini-batches are drained, under nF1B
+    the best of :func:`_mini_batches`, otherwise one. A KeyboardInterrupt ends the search with the best plan so far, if
+    there is one.
     """
+    kind = _kind(problem.policy.weights, schedule, limit)
     settings, options = settings or Settings(), dict(options or {})
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
     propose = _proposer(algorithm, options, effort)
-    if problem.policy.weights == "flush":
-        problem, judge, status = _plan_flush(problem, propose, settings, widen=algorithm in (AUTO, "contiguous"))
-    else:
+    widen = algorithm in (AUTO, "contiguous")
+    if kind == "pattern":
         problem, judge, status = _plan_pattern(problem, propose, settings)
+    elif kind == "nf1b":
+        problem, judge, status = _plan_nf1b(problem, propose, settings, widen, limit)
+    else:
+        problem, judge, status = _plan_drained(problem, propose, settings, widen, kind, limit)
     if judge.best is None:
+        if judge.admission is not None:
+            raise Infeasible(why_not_admitted(problem, judge.admission.schedule, judge.rejected, judge.broken))
         raise Infeasible(why_infeasible(problem, judge.rejected, judge.broken))
     allocation, pattern = _tidy(problem, judge.best.allocation), judge.best.pattern
     plan = Plan(
@@ -75,10 +92,23 @@ def make_plan(
             solver_status=status or judge.best.status,
             version=__version__,
         ),
-        schedule=Schedule("flush", problem.policy.accumulate) if problem.policy.weights == "flush" else Schedule(),
+        schedule=judge.best.schedule
+        or (Schedule("flush", problem.policy.accumulate) if kind == "flush" else Schedule()),
     )
     check(plan)
     return plan
+
+
+def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:
+    """Return the kind of schedule to plan for; BadInput when ``wanted`` or ``limit`` doesn't go with the weights."""
+    kind = wanted or KINDS[weights][0]
+    if kind not in KINDS[weights]:
+        raise BadInput(f"schedule: {kind} doesn't go with weights {weights}; only {' and '.join(KINDS[weights])}")
+    if limit is not None and limit < 1:
+        raise BadInput(f"limit: {limit} is not positive")
+    if limit is not None and kind not in ("nf1b", "message-driven"):
+        raise BadInput(f"limit: a {kind} schedule holds what its order says; nf1b and message-driven have a limit")
+    return kind
 
 
 def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
@@ -126,56 +156,129 @@ def _updates_cost_time(problem: Problem) -> bool:
     return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
 
 
-def _run(propose: Propose, problem: Problem, judge: Judge) -> str | None:
-    """Let ``propose`` feed the judge; return why it stopped early, or None."""
+def _run(propose: Propose, problem: Problem, judge: Judge, dispensable: bool = False) -> str | None:
+    """Let ``propose`` feed the judge; return why it stopped early, or None. A ``dispensable`` judge may end empty."""
     try:
         propose(problem, judge)
     except KeyboardInterrupt:
-        if judge.best is None:
+        if judge.best is None and not dispensable:
             raise
         return "interrupted"
     return "time limit" if judge.stopped else None
 
 
 def _depth(problem: Problem, best: Verdict) -> int:
+    assert best.pattern is not None
     graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
     return most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
 
 
-def _plan_flush(
-    problem: Problem, propose: Propose, settings: Settings, widen: bool
+def _plan_drained(
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
 ) -> tuple[Problem, Judge, str | None]:
-    """Plan for the shortest drained mini-batch.
-
-    The shortest period need not drain fastest, so with ``widen`` the best contiguous plans of longer periods are judged
-    too, those of least delay at the first stage, and the baselines' splits, and then local moves. A heuristic.
-    """
+    """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic."""
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
-    judge = Judge(problem, settings, partial(_drained, problem.policy.accumulate or 1))
+    count = problem.policy.accumulate or 1
+    if kind == "flush":
+        judge = Judge(problem, settings, partial(_drained, count))
+    else:
+        judge = Judge(problem, settings, admission=Admission(Schedule(kind, count, limit), problem.platform))
+    return problem, judge, _run(_widened(propose) if widen else propose, problem, judge)
+
+
+def _plan_nf1b(
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, limit: int | None
+) -> tuple[Problem, Judge, str | None]:
+    """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
+
+    Of several sizes of mini-batches the one with the shortest period is taken, the largest of those that differ by no
+    more than a thousandth, and its plan improved by local moves.
+    """
+    problem = replace(problem, replicas=False)
+    sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
+    chosen: Judge | None = None
+    status = None
+    for size in sizes:
+        here = problem.with_policy(replace(problem.policy, accumulate=size))
+        judge = Judge(here, settings, admission=Admission(Schedule("nf1b", size, limit), here.platform))
+        status = _run(_proposed_around(propose) if widen else propose, here, judge, chosen is not None)
+        if judge.limit is not None and chosen is not None and chosen.limit is not None:
+            shorter = judge.limit < chosen.limit - chosen.limit // ENOUGH
+        else:
+            shorter = judge.limit is not None
+        chosen = judge if chosen is None or shorter else chosen
+        if status is not None:
+            break
+    assert chosen is not None
+    if widen and status is None:
+        status = _run(_moved, chosen.problem, chosen)
+    return chosen.problem, chosen, status
+
+
+def _mini_batches(devices: int) -> list[int]:
+    """Return the sizes of nF1B's mini-batches to choose from: W - 1, its half, the half of that, .., 1.
+
+    W - 1 is the fewest microbatches whose gradients are taken at weights that miss no more than one update (the paper's
+    version difference of 1), for its backward of one time point and vertical sync. Stages hold in proportion to them.
+    """
+    sizes = [max(1, devices - 1)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _widened(propose: Propose) -> Propose:
+    """Return ``propose``, then more contiguous plans, then local moves.
+
+    The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B, so the best contiguous plans
+    of longer periods are judged too, those of least delay at the first stage, and the baselines' splits.
+    """
 
     def widened(problem: Problem, judge: Judge) -> None:
+        _proposed_around(propose)(problem, judge)
+        _moved(problem, judge)
+
+    return widened
+
+
+def _proposed_around(propose: Propose) -> Propose:
+    def proposed(problem: Problem, judge: Judge) -> None:
         propose(problem, judge)
         for allocation in _around(problem, judge):
             if judge.expired:
                 return
             judge(allocation)
-        if judge.best is not None:
-            start = judge.best.allocation
-            local_search(problem, start, judge.promise, judge.improves, DRAINED_MOVES, lambda: judge.expired)
 
-    return problem, judge, _run(widened if widen else propose, problem, judge)
+    return proposed
+
+
+def _moved(problem: Problem, judge: Judge) -> None:
+    """Walk from the best allocation so far, if there is one, to better ones."""
+    if judge.best is not None:
+        start = judge.best.allocation
+        local_search(problem, start, judge.promise, judge.improves, DRAINED_MOVES, lambda: judge.expired)
 
 
 def _around(problem: Problem, judge: Judge) -> Iterator[Allocation]:
     """Yield the baselines' splits, then the best contiguous plans of periods longer than the best so far has."""
     yield from chain(balance(problem), pipedream(problem), pipedream(problem, straight=True))
-    if judge.best is not None:
-        for period in _longer(judge.best.pattern.period_ns, longest_period_ns(problem)):
-            slower = feasible(problem, period)
-            if slower is not None:
-                yield slower
+    if judge.best is None and judge.admission is None:
+        return
+    for period in _longer(_period(problem, judge), longest_period_ns(problem)):
+        slower = feasible(problem, period)
+        if slower is not None:
+            yield slower
+
+
+def _period(problem: Problem, judge: Judge) -> int:
+    """Return the period of the best so far, without a pattern that of its busiest resource; first a lower bound."""
+    if judge.best is None:
+        return any_bound(problem).period_ns
+    if judge.best.pattern is not None:
+        return judge.best.pattern.period_ns
+    return stage_graph(problem.chain, problem.platform, problem.policy, judge.best.allocation.stages).period_floor_ns
 
 
 def _longer(period: int, longest: int) -> Iterator[int]:
@@ -206,6 +309,6 @@ def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
 def _class_bounds(judge: Judge) -> list[Bound]:
     """Return the bounds that the search proved and whose class contains its best plan."""
     assert judge.best is not None
-    if judge.cost is not period_cost:  # those are bounds on a period that never drains
+    if not judge.periodic:  # those are bounds on a period that never drains
         return []
     return [bound for bound in judge.bounds if not class_violations(bound, judge.best.allocation)]

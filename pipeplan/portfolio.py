@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from .bounds import any_bound
-from .judge import Judge, period_cost
+from .judge import Judge
 from .partition.balance import balance
 from .partition.contiguous import contiguous
 from .partition.local_search import local_search
@@ -37,10 +37,10 @@ EFFORTS = {"quick": Effort(0, 0, 60), "normal": Effort(8, 800, 3), "high": Effor
 def search(problem: Problem, judge: Judge, effort: Effort) -> None:
     """Propose allocations to ``judge`` until its best meets the bound of class ``any`` or ``effort`` is spent.
 
-    For drained mini-batches, whose cost is not the period, only the contiguous plan is proposed.
+    Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
     bound = any_bound(problem).period_ns
-    if judge.cost is period_cost:
+    if judge.periodic:
         judge.floor_ns = bound
 
     def done() -> bool:
@@ -48,7 +48,7 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> None:
 
     for allocation in propose_contiguous(problem, judge):
         judge(allocation)
-    if judge.cost is not period_cost or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+    if not judge.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
     for allocation in _one_special(problem, judge, effort.periods):
         judge(allocation)

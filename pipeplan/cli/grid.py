@@ -51,7 +51,8 @@ def grid_options(command: Command) -> Command:
             click.option(
                 "--limit",
                 type=click.IntRange(1, 10**6),
-                help="With --data-parallel: microbatches in each pipeline at most.  [default: whatever is fastest]",
+                help="Microbatches in each message-driven pipeline at most; nf1b: mini-batches admitted at once.  "
+                "[default: whatever is fastest]",
             ),
         ]
     ):
@@ -60,9 +61,9 @@ def grid_options(command: Command) -> Command:
 
 
 def refuse_without_grid(given: dict[str, Any]) -> None:
-    """Raise a usage error for options that only mean something with --data-parallel."""
+    """Raise a usage error for options that mean nothing without --data-parallel."""
     for name in NAMES:
-        if given[name]:
+        if given[name] and name != "limit":
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
 

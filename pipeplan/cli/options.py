@@ -51,7 +51,8 @@ def problem_options(command: Command, gpus: Any = None) -> Command:
             click.option(
                 "--accumulate",
                 type=click.IntRange(1),
-                help="Microbatches per update.  [default: 2bw as many as are in flight; flush 4 per GPU; else 1]",
+                help="Microbatches per update.  [default: 2bw as many as are in flight; flush 4 per GPU; "
+                "latest the best up to GPUs - 1; else 1]",
             ),
             click.option(
                 "--optimizer",

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ..partition import ALGORITHMS
+from ..plan import ScheduleKind
 from ..units import parse_time
 from .grid import NAMES, grid_options, grid_problem, refuse_without_grid
 from .options import JSON, problem_options, read_problem
@@ -46,6 +47,17 @@ QUIET_S = 1.0  # what takes less needs no progress
     show_default=True,
     help="auto: how many candidates to try beyond the exact contiguous plan.",
 )
+@click.option(
+    "--schedule",
+    type=click.Choice(["pattern", "flush", "nf1b", "message-driven"]),
+    help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
+    "[default: the first]",
+)
+@click.option(
+    "--vertical-sync",
+    is_flag=True,
+    help="stash, latest: one version of the weights for a microbatch in all stages, which costs versions.",
+)
 @click.option("--time-limit", metavar="TIME", help="Stop searching after this long, such as 30s, with the best so far.")
 @click.option(
     "--solver",
@@ -62,6 +74,8 @@ def command(
     mode: str | None,
     charge: str | None,
     effort: str,
+    schedule: ScheduleKind | None,
+    vertical_sync: bool,
     time_limit: str | None,
     solver: str,
     output: str | None,
@@ -90,10 +104,14 @@ def command(
         refuse_without_grid(wanted)
         problem, assumptions = read_problem(**shared, segments=algorithm == "auto")
     else:
-        _refuse_with_grid(algorithm, shared)
+        _refuse_with_grid(algorithm, shared, schedule, vertical_sync)
         problem, assumptions = read_problem(**{**shared, "weights": "flush"}, segments=True)
         asked, more = grid_problem(problem, shared["profile"], shared["granularity"], shared["offload"], **wanted)
         assumptions += more
+    if vertical_sync:
+        if problem.policy.weights not in ("stash", "latest"):
+            raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
+        problem = problem.with_policy(replace(problem.policy, vertical_sync=True))
     limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
     began = time.perf_counter()
 
@@ -109,7 +127,7 @@ def command(
     if wanted["data_parallel"] is None:
         from ..planner import make_plan
 
-        plan = make_plan(problem, algorithm, options, settings, effort)
+        plan = make_plan(problem, algorithm, options, settings, effort, schedule, wanted["limit"])
     else:
         from ..grid_plan import make_grid_plan
 
@@ -132,8 +150,13 @@ def command(
             click.echo(f"written to {output}")
 
 
-def _refuse_with_grid(algorithm: str, shared: dict[str, Any]) -> None:
+def _refuse_with_grid(
+    algorithm: str, shared: dict[str, Any], schedule: ScheduleKind | None, vertical_sync: bool
+) -> None:
     """Raise a usage error for what contradicts --data-parallel."""
+    if schedule not in (None, "message-driven") or vertical_sync:
+        said = "--vertical-sync" if vertical_sync else f"--schedule {schedule}"
+        raise click.UsageError(f"--data-parallel plans message-driven pipelines that drain; leave out {said}")
     context = click.get_current_context()
     if context.get_parameter_source("weights") is not ParameterSource.DEFAULT and shared["weights"] != "flush":
         raise click.UsageError(
