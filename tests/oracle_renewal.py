@@ -54,7 +54,7 @@ class Normal:
         return (-1,) if self.per_sample else tuple(i for i in range(x.dim()) if i != 1)
 
     def scale(self, weight, x):
-        return weight if self.per_sample or x.dim() == 2 else weight[:, None, None]
+        return weight if self.per_sample else weight.reshape(-1, *[1] * (x.dim() - 2))
 
     def forward(self, x, weights):
         mean = x.mean(self.axes(x), keepdim=True)

@@ -201,11 +201,20 @@ def lowered(
 
 
 def _sends_before_updates(instructions: list[Instruction]) -> list[Instruction]:
-    """Return ``instructions`` with every update after the sends that follow it: others wait for those, not for it."""
-    for index in range(len(instructions) - 1):
-        here, after = instructions[index : index + 2]
-        if isinstance(here, Update) and isinstance(after, Send):
-            instructions[index : index + 2] = after, here
+    """Return ``instructions`` with every update after the sends that follow it: others wait for those, not for it.
+
+    Between them only receives are posted, so no pass and no exchange changes its place.
+    """
+    for index in range(len(instructions) - 2, -1, -1):
+        if not isinstance(instructions[index], Update):
+            continue
+        last = index
+        for place in range(index + 1, len(instructions)):
+            if not isinstance(instructions[place], Send | Receive):
+                break
+            if isinstance(instructions[place], Send):
+                last = place
+        instructions.insert(last, instructions.pop(index))
     return instructions
 
 

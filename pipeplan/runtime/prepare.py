@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import lcm
 
 from ..errors import BadInput
-from ..evaluate import flush_makespan_ns
+from ..evaluate import evaluate, flush_makespan_ns
 from ..message_driven import default_limit
 from ..plan import Plan, Schedule
 from ..program import Decide, Program
@@ -110,8 +110,7 @@ class Script:
         """What the plan promises: the pattern's period, or a drained mini-batch's share per microbatch."""
         if self.drains:
             return flush_makespan_ns(self.timeline) / self.interval
-        assert self.plan.pattern is not None, "only drained schedules do without"
-        return self.plan.pattern.period_ns
+        return evaluate(self.plan).period_ns
 
     @property
     def filled(self) -> int:
@@ -121,7 +120,10 @@ class Script:
         """
         pattern = self.plan.pattern
         if pattern is None:
-            return self.interval
+            if self.drains:
+                return self.interval
+            lanes = [index for index, lane in enumerate(self.program.lanes) if lane.device is not None]
+            return 2 * max(map(self.timeline.most_held, lanes)) + self.round
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
     def stages_of(self, rank: int) -> list[int]:
@@ -162,6 +164,8 @@ def prepare(
     for length in sorted(set(lengths), reverse=True):
         program = program_of_kind(graph, plan.schedule, plan.pattern, interval if policy.drains else length * interval)
         timeline = simulate(program)
+        if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
+            program = timeline.program
         lists = lowered(program, timeline.start_ns, policy, interval, ranks)
         if policy.drains:
             lists = [repeated(instructions, interval, length) for instructions in lists]
@@ -223,8 +227,8 @@ def _refuse(plan: Plan) -> None:
     """Raise BadInput with one sentence for what the runtime doesn't do."""
     if plan.schedule.kind == "message-driven":
         _refuse_uneven(message_driven_plan(plan))
-    elif plan.schedule.kind not in ("pattern", "flush") or plan.pattern is None:
-        raise BadInput(f"plan: schedules of kind {plan.schedule.kind!r} cannot be run yet; pattern and flush can")
+    elif plan.pattern is None and plan.schedule.kind != "nf1b":
+        raise BadInput("plan: has no pattern, so nothing says when its operations run")
     if plan.policy.precision != "fp32":
         raise BadInput(f"plan: precision {plan.policy.precision!r} cannot be run yet; fp32 can")
     if plan.policy.offload:

@@ -121,7 +121,7 @@ class StageModule:
         self.losses: dict[int, float] = {}
         self._account = account
         self._device, self._later = device, later
-        self._seed = torch.tensor(1 / divisor, device=device)
+        self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
         self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
         self._input, self._output = boundaries
         self._pieces = _pieces(start, stop, layers, loss, checkpoint)

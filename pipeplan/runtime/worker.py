@@ -228,7 +228,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         data=lambda microbatch: _sample(model, job, microbatch, device),
         reduce=lambda s, tensors: sum_over(groups[s], tensors),
         progress=launcher.at,
-        accounted=script.first.microbatch + script.filled,
+        # hooks that are there anyway can account everything
+        accounted=script.last.microbatch if script.renews else script.first.microbatch + script.filled,
         allows=gate.allows,
         save=save,
         updated=updated,
