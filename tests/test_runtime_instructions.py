@@ -301,7 +301,7 @@ def test_prepare_of_a_drained_schedule_repeats_its_mini_batch():
         ({"policy": Policy("2bw")}, "accumulate is not decided"),
         ({"policy": Policy("2bw", 1, precision="mixed")}, "'mixed'"),
         ({"policy": Policy("2bw", 1, offload=True)}, "offloaded"),
-        ({"pattern": None}, "schedules of kind 'pattern'"),
+        ({"pattern": None}, "has no pattern"),
         ({"schedule": Schedule("message-driven")}, "message-driven pipeline drains before every update"),
         ({"chain": replace(chain_of([(1, 2), (1, 2)]), edges=((0, 1),))}, "skip connections"),
         ({"chain": replace(chain_of([(1, 2), (1, 2)]), tied=((0, 1),))}, r"layers 0 \(layer0\) and 1 \(layer1\)"),

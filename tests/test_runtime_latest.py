@@ -1,5 +1,6 @@
 """Whole runs of nF1B with the newest weights, in real processes, against a sequential emulation by formulas."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import runtime_cases  # noqa: E402
+from click.testing import CliRunner  # noqa: E402
 from oracle_renewal import Emulation, SelfAttention, States, add, mean_square, own_weights  # noqa: E402
 from runtime_cases import chain_of, largest_difference, plan_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import parametrizations  # noqa: E402
 
+from pipeplan.bounds import any_bound  # noqa: E402
+from pipeplan.cli import group  # noqa: E402
 from pipeplan.errors import BadInput, RunFailed  # noqa: E402
+from pipeplan.files import plan_text, read_profile  # noqa: E402
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage  # noqa: E402
-from pipeplan.problem import Platform, Policy  # noqa: E402
+from pipeplan.problem import Platform, Policy, Problem  # noqa: E402
 from pipeplan.runtime.checkpoint import newest  # noqa: E402
 from pipeplan.runtime.dry_run import program_lines  # noqa: E402
 from pipeplan.runtime.instructions import Backward, Forward, Update, sentence  # noqa: E402
@@ -199,7 +204,7 @@ def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     timeline = script.timeline
     versions = versions_used(timeline, vertical_sync)
     kept = [live_versions(timeline, versions, s) for s in range(len(stages))]
-    assert [x.versions for x in report.stages] == kept
+    assert [x.versions for x in report.stages] == [x.planned_versions for x in report.stages] == kept
     assert kept == [1] * len(stages) or (vertical_sync and max(kept) > 1)
     for held in report.activations:
         assert held.measured_bytes == held.planned_bytes
@@ -310,15 +315,62 @@ def test_a_run_goes_on_under_another_plan(to, tmp_path):
     first = nf1b_plan(chain, THREE, 2)
     state = state_after(first, "sequences", tmp_path, 4, checkpoint=tmp_path / "steps", every=4)
     if to == "2bw":
-        other = plan_of(
-            chain, [(0, 5, (0,)), (5, 9, (1,))], weights="2bw", optimizer="momentum"
-        )
+        other = plan_of(chain, [(0, 5, (0,)), (5, 9, (1,))], weights="2bw", optimizer="momentum")
     else:
         other = nf1b_plan(chain, [(0, 5), (5, 9)], 4, limit=3, vertical_sync=True)
     resumed = state_after(other, "sequences", tmp_path, 7, checkpoint=tmp_path / "steps", resume=True)
     assert newest(str(tmp_path / "steps")).position.step == 7
     assert largest_difference(state, resumed) > 0
     assert all(bool(x.isfinite().all()) for x in resumed.values())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A plan file, and the words that say what it trains."""
+    plan = nf1b_plan(chain_of(sequences, 4), TWO, 2, vertical_sync=True)
+    bound = any_bound(Problem(plan.chain, plan.platform, plan.policy))
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(plan_text(replace(plan, lower_bounds=(bound,))))
+    return path, "--model", "test_runtime_latest:sequences", "--data", "test_runtime_latest:sequence_data"
+
+
+def command(*arguments):
+    done = CliRunner().invoke(group, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_every_epoch_ends_in_a_checkpoint(written, tmp_path):
+    """Three epochs of three updates; the second run begins again after the second epoch."""
+    states = []
+    for epochs in ([3], [2, 3]):
+        folder, state = tmp_path / f"after-{len(epochs)}", tmp_path / f"{len(epochs)}.pt"
+        for count in epochs:
+            command(
+                "run", *written, "--epochs", count, "--epoch-length", 7, "--checkpoint", folder, "--resume",
+                "--save", state,
+            )  # fmt: skip
+        assert sorted(path.name for path in folder.iterdir()) == [f"step-{3 * k:08d}" for k in (1, 2, 3)]
+        states.append(torch.load(state))
+    assert largest_difference(*states) == 0
+
+
+def test_a_run_is_compared_with_its_plan(written, tmp_path):
+    trace, profile = tmp_path / "trace.json", tmp_path / "profile.json"
+    done = command("run", *written, "--steps", 30, "--trace", trace, "--json")
+    figures = json.loads(done.stdout)
+    assert [json.loads(line)["step"] for line in done.stderr.splitlines()] == list(range(1, 31))
+    assert figures["measured_period_ns"] > 0
+    assert max(stage["versions"] for stage in figures["stages"]) == 2
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "B"]
+    assert [event["args"]["microbatch"] for event in events if event["tid"] == 0] == list(range(1, 60, 2))
+    compared = json.loads(command("diff", written[0], trace, "--recalibrated", profile, "--json").stdout)
+    rows = {(row["kind"], row["stage"]): row["measured_ns"] for row in compared["operations"]}
+    assert rows["B", 1] == figures["stages"][1]["backward_ns"]
+    assert sum(layer.backward_ns for layer in read_profile(str(profile)).layers[4:]) == rows["B", 1]
+    text = command("run", *written, "--steps", 4).stdout
+    assert "weight versions kept, by stage: 1, 2 measured, 1, 2 predicted" in text
+    assert "1B0-1v0" in command("run", *written, "--steps", 2, "--dry-run").stdout
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -345,7 +397,9 @@ def test_it_runs_where_the_plan_recomputes_it():
 
 def test_a_loss_that_is_no_number_is_named():
     plan = vectors_plan(exploding)
-    words = r"rank 1 failed in the forward of microbatch 4 on stage 1: the loss is nan; a lower learning rate may help"
+    words = (
+        "rank 1 failed in the forward of microbatch 4 on stage 1: the loss is nan for microbatch 4; a lower learning"
+    )
     with pytest.raises(RunFailed, match=words):
         run_plan(plan, ModelSpec("test_runtime_latest:exploding", "runtime_cases:vectors"), steps=9, lr=LR)
 
@@ -353,9 +407,7 @@ def test_a_loss_that_is_no_number_is_named():
 def test_data_of_another_shape_is_named():
     plan = nf1b_plan(chain_of(images, 4), TWO, 2)
     with pytest.raises(RunFailed, match=r"rank 0 failed .* stage 0 gets float32 \(4, 5, 6\) for microbatch 0"):
-        run_plan(
-            plan, ModelSpec("test_runtime_latest:images", "test_runtime_latest:sequence_data"), steps=2, lr=LR
-        )
+        run_plan(plan, ModelSpec("test_runtime_latest:images", "test_runtime_latest:sequence_data"), steps=2, lr=LR)
 
 
 def test_a_failing_backward_names_all_its_microbatches():

@@ -47,7 +47,7 @@ QUICK_NS = 10**9  # a line at most so often
     metavar="NAME[,OPTION=VALUE...]",
     help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10, or module:function; steps after each update.",
 )
-@click.option("--vertical-sync", is_flag=True, help="With weights stash: the same version on all stages.")
+@click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
 @click.option(
     "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
 )
@@ -66,7 +66,12 @@ QUICK_NS = 10**9  # a line at most so often
 @click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict (torch.save).")
 @click.option("--load", metavar="FILE", type=PATH, help="Start from a state_dict.")
 @click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
-@click.option("--checkpoint-every", metavar="N", type=click.IntRange(1), help="After every N updates as well.")
+@click.option(
+    "--checkpoint-every",
+    metavar="N",
+    type=click.IntRange(1),
+    help="After every N updates as well.  [default with --epochs: after every epoch]",
+)
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
 @click.option("--trace", metavar="FILE", help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
@@ -130,6 +135,8 @@ def command(
         if not epoch:
             raise BadInput(f"--epochs: the data has fewer than the {interval} microbatches of one update")
         steps = epochs * epoch // interval
+        if shared["checkpoint"] is not None and checkpoint_every is None:
+            checkpoint_every = epoch // interval
     if dry_run:
         _print_dry_run(loaded, steps or 50, checkpoint_every, evaluate, as_json)
         return
@@ -213,7 +220,9 @@ def _listener(as_json: bool, plan: Plan) -> Callable[[StepProgress], None]:
     if as_json:
         return lambda step: click.echo(json.dumps(dataclasses.asdict(step)), err=True)
     silent_ns = 0.0
-    planned = plan.pattern.period_ns if plan.pattern is not None else None
+    from ..evaluate import evaluate
+
+    planned = evaluate(plan).period_ns
 
     def tell(step: StepProgress) -> None:
         nonlocal silent_ns
@@ -222,7 +231,7 @@ def _listener(as_json: bool, plan: Plan) -> Callable[[StepProgress], None]:
             return
         silent_ns = 0.0
         line = f"update {step.step} of {step.steps}: loss {step.loss:.4f}"
-        if step.period_ns is not None and planned is not None:
+        if step.period_ns is not None:
             line += f", {format_ns(step.period_ns)} per microbatch ({format_ns(planned)} planned)"
         click.echo(line, err=True)
 

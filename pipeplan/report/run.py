@@ -65,6 +65,8 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             format_ns(stage.planned_backward_ns),
         )
     out.print(table)
+    kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))
+    out.print(f"weight versions kept, by stage: {kept} measured, {planned} predicted")
     if report.transfers:
         measured_ns, planned_ns = (
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")

@@ -309,3 +309,22 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
 def version_uses(instructions: Sequence[Instruction], stage: int) -> Counter[int]:
     """Return how many passes of ``stage`` use each version: when the last is over, the version can be overwritten."""
     return Counter(x.version for x in instructions if isinstance(x, Forward | Backward) and x.stage == stage)
+
+
+def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
+    """Return how many versions of the weights of ``stage`` must be there at once: the newest, and those still used."""
+    left = version_uses(instructions, stage)
+    newest = min(left, default=0)
+    live, most = {newest}, 1
+    for x in instructions:
+        match x:
+            case Forward(s, _, version) | Backward(s, _, version) if s == stage:
+                left[version] -= 1
+            case Update(s, version) if s == stage:
+                newest = version
+                live.add(version)
+            case _:
+                continue
+        live = {version for version in live if left[version] or version == newest}
+        most = max(most, len(live))
+    return most

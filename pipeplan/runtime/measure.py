@@ -15,7 +15,7 @@ from ..groups import ceil_div
 from ..program import Program, make_program
 from ..simulate import simulate
 from ..stages import StageGraph
-from .instructions import Edge, Forward, Pass, edge_into
+from .instructions import Edge, Forward, Pass, edge_into, most_versions
 from .prepare import Script
 
 Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "SAVE"]
@@ -68,6 +68,7 @@ class StageTimes:
 
     ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't. ``exchange_ns`` is
     what its process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
+    ``versions`` of the weights were live at once, ``planned_versions`` follow from the order.
     """
 
     stage: int
@@ -79,6 +80,7 @@ class StageTimes:
     data_ns: int
     exchange_ns: int
     versions: int
+    planned_versions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             data_ns=durations["DATA", s],
             exchange_ns=max(0, sum(occupied[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
+            planned_versions=max(most_versions(script.instructions[rank], s) for rank in script.ranks_of(s)),
         )
         for s, cost in enumerate(graph.stages)
     )
