@@ -369,7 +369,7 @@ def test_a_run_is_compared_with_its_plan(written, tmp_path):
     assert rows["B", 1] == figures["stages"][1]["backward_ns"]
     assert sum(layer.backward_ns for layer in read_profile(str(profile)).layers[4:]) == rows["B", 1]
     text = command("run", *written, "--steps", 4).stdout
-    assert "weight versions kept, by stage: 1, 2 measured, 1, 2 predicted" in text
+    assert "weight versions kept, by stage: 2, 2 measured, 2, 2 predicted" in text
     assert "1B0-1v0" in command("run", *written, "--steps", 2, "--dry-run").stdout
 
 
