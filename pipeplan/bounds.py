@@ -29,6 +29,8 @@ def work_ns(problem: Problem) -> Fraction:
     sums = problem.chain.sums
     # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step
     step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.accumulate or 1)
+    if problem.policy.coarsening is not None:  # overlaps with all-reduces
+        step = Fraction(0)
     return int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + step
 
 

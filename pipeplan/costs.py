@@ -41,10 +41,10 @@ def backward_ns(
     """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step.
 
     Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
-    microbatch pays ``replicas / update_interval`` of a step.
+    microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
     """
-    total, step = chain.sums.backward_ns, chain.sums.optimizer_ns
-    update = ceil_div(_plain(step[stop] - step[start]) * replicas, policy.update_interval(replicas))
+    total = chain.sums.backward_ns
+    update = _share_of_step_ns(chain, policy, start, stop, replicas)
     return scaled(_plain(total[stop] - total[start]) + recompute_ns + update, speed)
 
 
@@ -52,9 +52,31 @@ def backward_weight_ns(
     chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1, speed: Fraction = Fraction(1)
 ) -> IntLike:
     """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
-    total, step = chain.sums.backward_weight_ns, chain.sums.optimizer_ns
-    update = ceil_div(_plain(step[stop] - step[start]) * replicas, policy.update_interval(replicas))
+    total = chain.sums.backward_weight_ns
+    update = _share_of_step_ns(chain, policy, start, stop, replicas)
     return scaled(_plain(total[stop] - total[start]) + update, speed)
+
+
+def _share_of_step_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int) -> IntLike:
+    if policy.coarsening is not None:
+        return 0
+    return ceil_div(step_ns(chain, start, stop) * replicas, policy.update_interval(replicas))
+
+
+def step_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
+    """Time of one optimizer step on ``layers[start:stop]``."""
+    total = chain.sums.optimizer_ns
+    return scaled(_plain(total[stop] - total[start]), speed)
+
+
+def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: int) -> int:
+    """Return the time of an all-reduce in chunks of ``coarsening`` buckets, each stepped while the next is summed.
+
+    Two machines in a row, n equal chunks: all of the longer, and one chunk of the shorter (Myelin section V-C).
+    """
+    assert policy.coarsening is not None, "otherwise nothing overlaps"
+    chunks = max(1, ceil_div(parameters, policy.coarsening * policy.bucket_parameters))
+    return max(all_reduce_ns, step_ns) + ceil_div(min(all_reduce_ns, step_ns), chunks)
 
 
 def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:

@@ -64,7 +64,7 @@ def drained(
         memory = graph.resources[stage.resource].memory_bytes
         assert memory is not None, "links have no stages"
         over.append(weights + stage.buffer_bytes + max(run.peak[lanes]) - memory)
-        ends.append(max(run.free[lanes]) + stage.sync_period_ns * stage.update_interval)
+        ends.append(max(run.free[lanes]) + stage.update_ns)
     held = tuple(max(run.most[s * width : (s + 1) * width]) for s in range(len(graph.stages)))
     steps = count * width * len(graph.operations)
     exact = whole or (pipelines == 1 and count == microbatches)

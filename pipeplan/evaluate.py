@@ -134,7 +134,7 @@ def flush_makespan_ns(timeline: Timeline) -> int:
     ends = [0] * len(graph.resources)
     for done, s in sorted(ready):  # all-reduces of stages that share devices follow each other
         stage = graph.stages[s]
-        ends[stage.resource] = max(ends[stage.resource], done) + stage.sync_period_ns * stage.update_interval
+        ends[stage.resource] = max(ends[stage.resource], done) + stage.update_ns
     return max(ends)
 
 

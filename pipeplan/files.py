@@ -260,6 +260,7 @@ def plan_form(plan: Plan) -> PlanFile:
             policy.offload,
             policy.vertical_sync,
             policy.bucket_parameters,
+            policy.coarsening,
         ),
         stages=[
             StageFile(s.start, s.stop, list(s.devices), list(s.checkpoint) or None) for s in plan.allocation.stages

@@ -96,7 +96,8 @@ class _Search:
             offer = self.offer(config)
             if offer is None:
                 continue
-            self.raise_bound(config, drained_bound(offer))
+            enough = None if self.best is None else self.best.batch_ns
+            self.raise_bound(config, drained_bound(offer, enough=enough))
             if not self._hopeful(config, of_grid.get(grid) if config.gpus == count else None):
                 continue
             tried = self._limits(config)
@@ -232,9 +233,9 @@ class _Search:
             ends: list[int | None] = [*(x - 1 for x in tried[1:]), None]
             if self.asked.limit is not None:
                 ends = list(tried)
-            self.raise_bound(
-                config, min(drained_bound(offer, low, high) for low, high in zip(tried, ends, strict=True))
-            )
+            best = self.best.batch_ns
+            spans = zip(tried, ends, strict=True)
+            self.raise_bound(config, min(drained_bound(offer, low, high, best) for low, high in spans))
 
     def outcome(self, stopped: str | None) -> Outcome:
         """Return what was found."""

@@ -146,15 +146,19 @@ def work_bound(asked: GridProblem, config: Config) -> int:
 
     With U(s) and P(s) of ``partition.drained`` a batch takes at least M U(s) + P(s) for every stage s. Work in all is
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
-    the mean over the stages of M U(s) and the all-reduce, or M times the largest layer.
+    the mean over the stages of M U(s) and the update after it, or M times the largest layer.
     """
     problem, count, p = asked.of(config), config.microbatches(asked.batch), config.inter
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
-    work = int(sums.forward_ns[-1] + sums.backward_ns[-1]) + Fraction(int(sums.optimizer_ns[-1]), count)
+    passes, step = int(sums.forward_ns[-1] + sums.backward_ns[-1]), int(sums.optimizer_ns[-1])
+    overlaps = problem.policy.coarsening is not None
+    work = passes + (Fraction(0) if overlaps else Fraction(step, count))
     drain = work / (1 - Fraction(count - 1, count) ** p)
     gradient = costs.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
     rounds = Fraction(2 * (config.data - 1) * gradient * 10**9, config.data * platform.paths[0][0])
+    if overlaps:
+        rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
     return ceil(max(drain / speed, (count * work / speed + rounds) / p, count * largest / speed))
 

@@ -304,6 +304,8 @@ class Policy:
     ``accumulate`` is the number of microbatches per update. None means: not decided yet; the planner decides it
     (2bw: as many as are in flight), and costs are taken at one update per microbatch until then.
     ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
+    With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
+    one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
     """
 
     weights: Weights = "2bw"
@@ -313,6 +315,7 @@ class Policy:
     offload: bool = False
     vertical_sync: bool = False
     bucket_parameters: int = 16 * 10**6
+    coarsening: int | None = None
 
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""

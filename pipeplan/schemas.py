@@ -82,6 +82,7 @@ class PolicyFile(msgspec.Struct, forbid_unknown_fields=True):
     offload: bool
     vertical_sync: bool
     bucket_parameters: Positive = 16 * 10**6
+    coarsening: Positive | None = None
 
 
 class StageFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -23,6 +23,8 @@ class StageCost:
 
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
+    ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
+    optimizer's step where it overlaps with that instead of being charged to backwards.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
     microbatch (recomputed ones too) from the backward's start until then.
     """
@@ -39,6 +41,7 @@ class StageCost:
     resource: int
     backward_weight_ns: int = 0
     saved_bytes: int = 0
+    update_ns: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -173,6 +176,10 @@ def _stage_cost(
     parameters = int(chain.sums.parameters[stop] - chain.sums.parameters[start])
     bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
     gradient = costs.gradient_bytes(policy, weight_bytes, parameters)
+    sync_period = costs.sync_period_ns(policy, gradient, r, bandwidth)
+    update = sync_period * policy.update_interval(r)
+    if policy.coarsening is not None:
+        update = costs.overlapped_ns(policy, update, costs.step_ns(chain, start, stop, speed), parameters)
     return StageCost(
         forward_ns=costs.forward_ns(chain, start, stop, speed),
         backward_ns=costs.backward_ns(chain, policy, start, stop, recompute, r, speed),
@@ -181,11 +188,12 @@ def _stage_cost(
         kept_bytes=kept,
         peak_bytes=peak,
         buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
-        sync_period_ns=costs.sync_period_ns(policy, gradient, r, bandwidth),
+        sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
         backward_weight_ns=costs.backward_weight_ns(chain, policy, start, stop, r, speed),
         saved_bytes=max(peak, chain.saved_bytes(start, stop)),
+        update_ns=update,
     )
 
 

@@ -110,6 +110,8 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
 def schedule_violations(plan: Plan) -> list[str]:
     """Return where the kind of schedule and the weights policy contradict each other."""
     schedule, policy = plan.schedule, plan.policy
+    if policy.coarsening is not None and policy.weights != "flush":
+        return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
     if schedule.kind == "pattern":
         if policy.weights == "flush":
             return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-NAMES = ("data_parallel", "batch", "microbatch", "microbatch_profile", "layer_overhead", "limit")
+NAMES = ("data_parallel", "batch", "microbatch", "microbatch_profile", "layer_overhead", "limit", "overlap")
+COARSENING = 4  # buckets per chunk: two and four are best in Myelin's Figure 8
 
 
 def grid_options(command: Command) -> Command:
@@ -54,6 +55,13 @@ def grid_options(command: Command) -> Command:
                 help="Microbatches in each message-driven pipeline at most; nf1b: mini-batches admitted at once.  "
                 "[default: whatever is fastest]",
             ),
+            click.option(
+                "--overlap/--no-overlap",
+                default=False,
+                show_default=True,
+                help=f"With --data-parallel: sum gradients in chunks of {COARSENING} buckets of "
+                "16 million parameters, and step the optimizer on one while the next is summed.",
+            ),
         ]
     ):
         command = option(command)
@@ -78,6 +86,7 @@ def grid_problem(
     microbatch_profile: Sequence[str],
     layer_overhead: str | None,
     limit: int | None,
+    overlap: bool,
 ) -> tuple[GridProblem, list[str]]:
     """Return the question that the options ask about ``problem``, and the assumptions behind it."""
     from ..files import read_profile
@@ -91,14 +100,17 @@ def grid_problem(
     merged = merging(granularity)
     given = profiles([problem.chain, *(merged(read_profile(path)) for path in microbatch_profile)], fixed_ns)
     sizes = sorted(set(parse_counts(microbatch, "--microbatch"))) if microbatch else sorted(given.measured)
-    policy = replace(problem.policy, accumulate=None)
+    policy = replace(problem.policy, accumulate=None, coarsening=COARSENING if overlap else None)
     has_state = policy.optimizer != "sgd" or policy.precision == "mixed"
     offloads = (False, True) if offload is None and has_state else (bool(offload),)
     assumptions = []
     said = given.assumption(sizes)
     if said is not None:
         assumptions.append(said)
-    assumptions.append("gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth")
+    assumptions.append(
+        "gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth"
+        + (", the optimizer steps meanwhile: the longer of the two and a chunk of the other" if overlap else "")
+    )
     if True in offloads:
         assumptions.append("moving optimizer state between host and GPU takes no time of its own")
     return (

@@ -33,9 +33,9 @@ class Pipeline:
     """What the stages of one pipeline offer: stage s runs on ``groups[s]``, which is as good as ``problem``'s device s.
 
     ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
-    ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is the
-    all-reduce of the stage between the cuts i and j. No stage that takes more than ``most_ns`` is on offer; ``exact``:
-    all others are, at their least times.
+    ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is what
+    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is on
+    offer; ``exact``: all others are, at their least times.
     """
 
     problem: Problem
@@ -125,7 +125,12 @@ def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: 
         bandwidth, _ = platform.paths[platform.level_of(group)]
         replicas = len(group)
         exchanged = 2 * (replicas - 1) * tables.gradients.astype(object) * 10**9
-        syncs.append((exchanged // (replicas * bandwidth)).astype(np.int64))
+        sync = (exchanged // (replicas * bandwidth)).astype(np.int64)
+        if policy.coarsening is not None:
+            speed = platform.slowest(group).speed
+            step = costs.step_ns(problem.chain, tables.cuts[:, None], tables.cuts[None, :], speed)
+            sync = np.maximum(sync, step)
+        syncs.append(sync)
     return Pipeline(one, tables, tuple(groups), microbatches, tuple(trips), tuple(loads), tuple(syncs), most, exact)
 
 
@@ -182,7 +187,7 @@ def _shortest_path(offer: Pipeline, times: Sequence[Ints], longest: int) -> tupl
     return tuple(reversed(cuts))
 
 
-def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> int:
+def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
     """Return a time below which no contiguous split on these groups runs a batch, for any limit in ``least..most``.
 
     Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
@@ -190,7 +195,7 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> i
     link has moved everything. Microbatch m + limit enters when m has left, so not before ceil(M / limit) P(p) either.
     The first stage holds min(limit, M) microbatches, the others at least one, which says what they must recompute. The
     least such time over all splits is bisected; for one time a dynamic program keeps the shortest P for every cut.
-    O(p n^2) for n cuts and each step.
+    ``enough`` is returned where it is such a time. O(p n^2) for n cuts and each step.
     """
     count, microbatches = len(offer.groups), offer.microbatches
     held = min(least, microbatches) if count > 1 else 1
@@ -217,6 +222,8 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None) -> i
                 path = np.where(microbatches * offer.loads[s] <= total, np.minimum(path + offer.trips[s], NEVER), NEVER)
         return (path[-1] < NEVER and rounds * int(path[-1]) <= total) or None
 
+    if enough is not None and enough <= offer.most_ns * microbatches and possible(enough - 1) is None:
+        return enough
     low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
     low = max(1, low * microbatches // (count * _ceiling_speed(offer)))
     beyond = offer.most_ns * microbatches  # longer stages are not on offer

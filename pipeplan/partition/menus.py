@@ -118,7 +118,8 @@ def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[In
 
 def replica_counts(problem: Problem) -> range:
     """Return the replica counts between which a stage's time differs: all, or one alone where it never does."""
-    pays = problem.policy.accumulate is not None and problem.replicas
+    policy = problem.policy
+    pays = policy.accumulate is not None and policy.coarsening is None and problem.replicas
     return range(1, len(problem.platform) + 1) if pays and int(problem.chain.sums.optimizer_ns[-1]) > 0 else range(1, 2)
 
 

@@ -90,7 +90,10 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
 
 def _state(plan: Plan) -> str:
     policy = plan.policy
-    return f"{policy.optimizer} in {policy.precision}" + (", state on the host" if policy.offload else "")
+    return f"{policy.optimizer} in {policy.precision}" + (
+        (", state on the host" if policy.offload else "")
+        + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
+    )
 
 
 NARROW = 110  # columns below which the table leaves out what the peak is made of
