@@ -1,0 +1,151 @@
+"""``pipeplan plan --data-parallel``: what it prints and writes, and one sentence for every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+LAYER = {"forward_ns": 10**6, "backward_ns": 2 * 10**6, "weight_bytes": 10**8, "output_bytes": 10**6}
+PLATFORM = ["--gpus", "4", "--mem", "2GB", "--bandwidth", "12GB/s"]
+GRID = [*PLATFORM, "--data-parallel", "auto", "--batch", "16"]
+
+
+def profile_at(size: int, time: int = 1) -> dict[str, Any]:
+    layers = [
+        {**LAYER, "name": f"l{i}", "forward_ns": time * 10**6, "output_bytes": size * 10**6, "optimizer_ns": 10**6}
+        for i in range(4)
+    ]
+    return {
+        "format": "pipeplan-profile/1",
+        "name": "even",
+        "microbatch": size,
+        "dtype": "float32",
+        "device": "made up",
+        "source": "a test",
+        "input_bytes": size * 10**6,
+        "layers": layers,
+    }
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "p1.json"
+    path.write_text(json.dumps(profile_at(1)))
+    return str(path)
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> str:
+    path = tmp_path / "p2.json"
+    path.write_text(json.dumps(profile_at(2)))
+    return str(path)
+
+
+def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan("plan", profile, *GRID, "--microbatch", "1,2")
+    assert (code, err) == (0, "")
+    first, bound, *rest = out.splitlines()
+    assert first.startswith("grid ")
+    assert "microbatch 1" in first
+    assert "per batch of 16 (bound " in first
+    assert "gap" in first
+    assert "no grid of up to 4 GPUs with contiguous stages and microbatches of 1, 2" in bound
+    for name in ("4 x 1", "2 x 2", "1 x 4"):
+        assert any(line.startswith(name) for line in rest)
+    assert "assumed: microbatches of 2: times and sizes proportional to those of the profile at 1" in out
+    assert "drained, in " in out
+
+
+def test_the_plan_is_written_and_every_reader_takes_it(profile: str, tmp_path: Path, pipeplan: Command) -> None:
+    path = str(tmp_path / "plan.json")
+    assert pipeplan("plan", profile, *GRID, "-o", path)[0] == 0
+    code, out, _ = pipeplan("check", path)
+    assert code == 0, out
+    assert pipeplan("simulate", path)[0] == 0
+    form = json.loads(Path(path).read_text())
+    assert form["schedule"]["kind"] == "message-driven"
+    assert form["policy"]["accumulate"] == form["schedule"]["microbatches"] == 16
+
+
+def test_json_has_the_table_of_grids(profile: str, pipeplan: Command) -> None:
+    code, out, _ = pipeplan("plan", profile, *GRID[:3], "200MB", *GRID[4:], "--json")
+    assert code == 1, out
+    code, out, _ = pipeplan("plan", profile, *GRID[:3], "500MB", *GRID[4:], "--json")
+    assert code == 0
+    options = json.loads(out)["provenance"]["options"]
+    rows = {(row["inter"], row["data"]): row for row in options["grids"]}
+    assert set(rows) == {(1, 4), (2, 2), (4, 1)}
+    assert "too much" in rows[1, 4]["reason"]
+    assert "batch_ns" not in rows[1, 4]
+    assert options["grid"]["batch_ns"] == min(row.get("batch_ns", 10**12) for row in rows.values())
+    assert options["bound_ns"] <= options["grid"]["batch_ns"]
+
+
+def test_several_profiles_give_the_sizes(profile: str, second: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan("plan", profile, *GRID, "--microbatch-profile", second, "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert plan["provenance"]["options"]["microbatches"] == [1, 2]
+    assert plan["policy"]["accumulate"] == 8  # at size 2 a pass takes as long as at size 1
+    assert plan["profile"]["microbatch"] == 2
+
+
+def test_overlap_offload_and_overhead_are_said(profile: str, pipeplan: Command) -> None:
+    code, out, _ = pipeplan(
+        "plan", profile, *GRID, "--overlap", "--offload", "--optimizer", "adam", "--microbatch", "1,2",
+        "--layer-overhead", "100us",
+    )  # fmt: skip
+    assert code == 0
+    assert ", offload, " in out.splitlines()[0]
+    out = " ".join(out.split())
+    assert "the optimizer steps meanwhile" in out
+    assert "beyond a fixed 100 us of each pass of a layer" in out
+    assert "moving optimizer state between host and GPU takes no time of its own" in out
+    assert "steps overlap with sums of 4 buckets" in out
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--data-parallel", "auto"], "say its samples with --batch"),
+        (["--batch", "16"], "--batch goes with --data-parallel"),
+        (["--microbatch", "2"], "--microbatch goes with --data-parallel"),
+        (["--overlap"], "--overlap goes with --data-parallel"),
+        (["--data-parallel", "auto", "--batch", "16", "--weights", "2bw"], "which is --weights flush, not 2bw"),
+        (["--data-parallel", "auto", "--batch", "16", "--accumulate", "4"], "leave out --accumulate"),
+        (["--data-parallel", "auto", "--batch", "16", "--no-replicas"], "contradict each other"),
+        (["--data-parallel", "auto", "--batch", "16", "--algorithm", "balance"], "leave out --algorithm balance"),
+        (["--data-parallel", "many", "--batch", "16"], "'many' is neither auto nor a positive number"),
+        (["--data-parallel", "3", "--batch", "16"], "a batch of 16 cannot be shared by 3 pipelines"),
+        (["--data-parallel", "5", "--batch", "15"], "5 pipelines are more than the 4 GPUs"),
+        (["--data-parallel", "auto", "--batch", "7", "--microbatch", "2"], "no multiple of microbatches of 2"),
+        (["--data-parallel", "auto", "--batch", "16", "--microbatch", "x"], "--microbatch: 'x' is neither"),
+        (["--data-parallel", "auto", "--batch", "16", "--layer-overhead", "3"], "--layer-overhead"),
+    ],
+)
+def test_what_contradicts_is_refused(profile: str, pipeplan: Command, extra: list[str], message: str) -> None:
+    code, out, err = pipeplan("plan", profile, *PLATFORM, *extra)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_profiles_of_other_networks_are_refused(profile: str, tmp_path: Path, pipeplan: Command) -> None:
+    other = profile_at(2)
+    other["layers"][1]["weight_bytes"] = 5
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(other))
+    code, _, err = pipeplan("plan", profile, *GRID, "--microbatch-profile", str(path))
+    assert code == 2
+    assert "layers[1] has weight_bytes 100000000 at microbatches of 1, 5 at 2" in err
+
+
+def test_what_fits_nowhere_says_why_of_every_grid(profile: str, pipeplan: Command) -> None:
+    code, _, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "300MB", *GRID[6:])
+    assert code == 1
+    assert "no grid fits: 1 x 2: stage 0 of layers 0 to 3 needs " in err
+    assert "2 x 1: stage " in err
