@@ -109,6 +109,10 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
     for rank, (device, times) in enumerate(zip(devices, report.times, strict=True)):
         name = f"GPU {device} (rank {rank})"
         events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": rank, "args": {"name": name}})
+        sums = len(devices) + rank  # a thread of their own: they are beside what the rank does
+        if any(x.activity == "REDUCE" for x in times):
+            about_sums = {"name": f"{name}, sums over replicas"}
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": sums, "args": about_sums})
         for x in times:
             events.append(
                 {
@@ -116,7 +120,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
                     "name": f"{x.stage}{x.activity}{x.microbatch}",
                     "cat": x.activity,
                     "pid": 1,
-                    "tid": rank,
+                    "tid": sums if x.activity == "REDUCE" else rank,
                     "ts": (x.start_ns - origin) / 1000,
                     "dur": x.duration_ns / 1000,
                     "args": {"stage": x.stage, "microbatch": x.microbatch},

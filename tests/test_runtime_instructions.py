@@ -12,6 +12,7 @@ from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.program import unroll
 from pipeplan.runtime.instructions import (
+    Agree,
     Backward,
     Forward,
     Receive,
@@ -294,13 +295,31 @@ def test_prepare_of_a_drained_schedule_repeats_its_mini_batch():
     assert script.planned_period_ns == 6  # one at a time, in this pattern
 
 
+def test_mixed_precision_agrees_once_on_the_updates_of_all_stages():
+    chain = replace(chain_of([(1, 2), (1, 2)]), dtype="bfloat16")
+    plan = plan_of(chain, (Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), Policy("flush", accumulate=2, precision="mixed"))
+    plan = replace(plan, schedule=Schedule("flush", 2))
+    script = prepare(plan, 2)
+    for instructions in script.instructions:
+        ends = [
+            i for i, x in enumerate(instructions) if isinstance(x, Forward | Backward) and i + 1 < len(instructions)
+        ]
+        for version in (1, 2):
+            place = instructions.index(Agree(version))
+            passes = [i for i in ends if script.minibatch(instructions[i]) < version]
+            updates = [x for x in instructions[place:] if isinstance(x, Reduce | Update) and x.version == version]
+            assert max(passes) < place
+            assert isinstance(updates[-1], Update)
+            assert script.minibatch(Agree(version)) == version - 1
+    assert [type(x) for x in script.instructions[0][-3:]] == [Agree, Reduce, Update]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"policy": Policy("2bw", 1, vertical_sync=True)}, "vertical sync goes with --weights stash or latest"),
         ({"policy": Policy("2bw")}, "accumulate is not decided"),
-        ({"policy": Policy("2bw", 1, precision="mixed")}, "'mixed'"),
-        ({"policy": Policy("2bw", 1, offload=True)}, "offloaded"),
+        ({"policy": Policy("2bw", 1, precision="mixed")}, "profiled in float32.*--dtype bfloat16"),
         ({"pattern": None}, "has no pattern"),
         ({"schedule": Schedule("message-driven")}, "message-driven pipeline drains before every update"),
         ({"chain": replace(chain_of([(1, 2), (1, 2)]), edges=((0, 1),))}, "skip connections"),

@@ -15,7 +15,7 @@ from pipeplan.runtime.account import Account  # noqa: E402
 from pipeplan.runtime.model import TensorSpec  # noqa: E402
 from pipeplan.runtime.optimizers import optimizer_maker  # noqa: E402
 from pipeplan.runtime.stage import StageModule  # noqa: E402
-from pipeplan.runtime.versions import Versions  # noqa: E402
+from pipeplan.runtime.versions import Keeping, Versions  # noqa: E402
 
 MODELS = {
     "linear": ((6,), lambda: [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]),
@@ -48,7 +48,7 @@ def built(name, dtype=torch.float32):
 
 def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, account=None, index=1):
     layers = [module.train() for module in modules]
-    versions = Versions(layers, Counter(passes), optimizer_maker("sgd", 0.5), shared=True)
+    versions = Versions(layers, Counter(passes), optimizer_maker("sgd", 0.5), shared=True, keeping=Keeping(flat=True))
     out = nn.Sequential(*layers).eval()(x)
     nn.Sequential(*layers).train()
     return StageModule(

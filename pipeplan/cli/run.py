@@ -26,6 +26,14 @@ WORDS = 40  # of each rank's program that a dry run prints
 QUICK_NS = 10**9  # a line at most so often
 
 
+def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None or (text.isdecimal() and int(text) > 0):
+        return None if text is None else int(text)
+    if text != "all":
+        raise click.BadParameter(f"{text!r} is neither a positive number nor all")
+    return 0
+
+
 @click.command()
 @PLAN
 @click.option(
@@ -52,6 +60,22 @@ QUICK_NS = 10**9  # a line at most so often
     "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
 )
 @click.option("--limit", type=click.IntRange(1), help="message-driven: microbatches at most in each pipeline.")
+@click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
+@click.option("--loss-scale", type=click.FloatRange(min=0, min_open=True), help="To begin with; fp16: 65536, bf16: 1.")
+@click.option(
+    "--loss-scale-window",
+    type=click.IntRange(0),
+    help="Double it after so many updates without overflow; 0: never.  [default: 2000]",
+)
+@click.option(
+    "--bucket-size", type=click.IntRange(1), help="Parameters stepped, and summed, at a time.  [default: the plan's]"
+)
+@click.option(
+    "--coarsening",
+    metavar="K|all",
+    callback=_coarsening,
+    help="Buckets in one sum over replicas; the next is under way while they are stepped.  [default: 2]",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--timeout", metavar="TIME", help="Longest wait for another rank, such as 60s.  [default: from the plan]")
 @click.option("--link-delay", metavar="TIME", help="Let messages come so much later, to try what a slow network does.")
@@ -101,6 +125,9 @@ def command(
     evaluate: bool,
     checkpoint_every: int | None,
     trace: str | None,
+    half: Any,
+    loss_scale: float | None,
+    loss_scale_window: int | None,
     dry_run: bool,
     as_json: bool,
     **shared: Any,
@@ -140,6 +167,7 @@ def command(
     if dry_run:
         _print_dry_run(loaded, steps or 50, checkpoint_every, evaluate, as_json)
         return
+    from ..runtime.half import HalfOptions
     from ..runtime.launch import run_plan
     from ..runtime.optimizers import parse_choice
 
@@ -154,6 +182,7 @@ def command(
         optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
         every=checkpoint_every,
+        half=HalfOptions(half, loss_scale, loss_scale_window),
         listener=_listener(as_json, loaded),
         **shared,
     )

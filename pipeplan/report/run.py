@@ -84,6 +84,19 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "
             f"{format_bytes(device.planned_bytes)} predicted"
         )
+    for state in report.states:
+        line = (
+            f"GPU {state.device}: weights, gradients and optimizer at most {format_bytes(state.measured_bytes)} "
+            f"measured, {format_bytes(state.planned_bytes)} predicted"
+        )
+        if state.measured_host_bytes or state.planned_host_bytes:
+            line += (
+                f"; in host memory {format_bytes(state.measured_host_bytes)} measured, "
+                f"{format_bytes(state.planned_host_bytes)} predicted"
+            )
+        out.print(line)
+    if report.loss_scale is not None:
+        out.print(f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow")
 
 
 def _span(times_ns: Sequence[int]) -> str:

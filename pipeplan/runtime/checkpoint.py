@@ -32,7 +32,7 @@ from .prepare import Position
 
 FORMAT = "pipeplan-checkpoint/1"
 ABOUT = "run.json"
-OPTIMIZER, RATES, RANDOM = "optimizer", "rates", "random"
+OPTIMIZER, RATES, RANDOM, SCALE = "optimizer", "rates", "random", "loss_scale"
 
 State = dict[str, Any]
 
@@ -128,7 +128,7 @@ def read(checkpoint: Checkpoint, state: State) -> State:
     for name, stored in entries.items():
         kind, _, rest = name.partition("/")
         belongs = kind == OPTIMIZER and rest.rpartition("/")[0] in state
-        if belongs or name == RATES or (same and name == mine):
+        if belongs or name in (RATES, SCALE) or (same and name == mine):
             tensor = isinstance(stored, TensorStorageMetadata)
             wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if tensor else None  # type: ignore[union-attr]  # just asked
     together = {**state, **wanted}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +71,19 @@ def pipeline_group(script: Script, rank: int) -> Group:
     return own
 
 
-def share_from(first: int, group: Group, tensors: Sequence[Tensor]) -> None:
+def share_from(first: int, group: Group, tensors: Iterable[Tensor]) -> None:
     """Give every rank of ``group`` the values that ``tensors`` have on rank ``first``."""
     with exchanging("the sharing of initial weights"):
         for tensor in tensors:
             dist.broadcast(tensor, first, group=group)
 
 
-def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
-    """Sum ``tensors`` over the ranks of ``group`` in place: one flat message for each type."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_type.values():
-        flat = torch.cat([tensor.flatten() for tensor in same])
-        with exchanging("the sum of gradients"):
-            dist.all_reduce(flat, group=group)
-        for tensor, part in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank; all ranks ask together."""
+    flags = torch.tensor([int(flag)])
+    with exchanging("the agreement on an update"):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec], links: Links) -> dict[Edge, int]:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .instructions import (
+    Agree,
     Backward,
     Edge,
     Forward,
@@ -25,6 +26,7 @@ from .instructions import (
 from .measure import OpTime
 from .recorder import HostRecorder, Recorder
 from .stage import StageModule
+from .update import StageUpdate
 
 
 class Transport(Protocol):
@@ -62,17 +64,19 @@ class RankWork:
     """All that one rank needs to walk its instructions.
 
     ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
-    and target, ``reduce(stage, tensors)`` sums over a stage's replicas, ``progress`` hears the index of each
-    instruction before it is carried out. Microbatches below ``accounted`` are accounted. ``allows(instruction)`` is
-    False for those of mini-batches that the run was asked not to begin; ``save(step)`` writes a checkpoint and
-    ``updated(stage, version)`` hears of updates. ``recorder`` notes when all this happens.
+    and target, ``updates`` make the stages' updates, after ``agree(version)`` where all ranks must agree on them,
+    ``progress`` hears the index of each instruction before it is carried out. Microbatches below ``accounted`` are
+    accounted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin;
+    ``save(step)`` writes a checkpoint and ``updated(stage, version)`` hears of updates. ``recorder`` notes when all
+    this happens.
     """
 
     stages: Mapping[int, StageModule]
     last: int
     transport: Transport
     data: Callable[[int], tuple[Tensor, Tensor]]
-    reduce: Callable[[int, list[Tensor]], None]
+    updates: Mapping[int, StageUpdate]
+    agree: Callable[[int], None]
     progress: Callable[[int], None]
     accounted: int
     allows: Callable[[Instruction], bool]
@@ -143,14 +147,14 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 recorder.note("SEND_F" if kind == "F" else "SEND_B", s, m, start)
             case Receive():
                 transport.post(instruction)
-            case Reduce(s, _):
+            case Agree(version):
                 start = recorder.mark()
-                work.reduce(s, work.stages[s].versions.gradients())
-                recorder.note("REDUCE", s, -1, start)
+                work.agree(version)
+                recorder.note("AGREE", -1, version, start)
+            case Reduce(s, version):
+                work.updates[s].reduce(version)
             case Update(s, version):
-                start = recorder.mark()
-                work.stages[s].versions.update(version)
-                recorder.note("UPDATE", s, version, start)
+                work.updates[s].update(version)
                 work.updated(s, version)
             case Save(step):
                 start = recorder.mark()

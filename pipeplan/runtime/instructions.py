@@ -90,13 +90,20 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Agree:
+    """Decide with all ranks, whose pipeline is empty, whether ``version`` can be made from the gradients."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Write a checkpoint of the drained pipeline after ``step`` updates of all stages."""
 
     step: int
 
 
-Instruction = Forward | Backward | Send | Receive | Reduce | Update | Save
+Instruction = Forward | Backward | Send | Receive | Reduce | Update | Agree | Save
 
 
 def edge_into(kind: Pass, stage: int) -> Edge:
@@ -119,6 +126,8 @@ def sentence(instruction: Instruction) -> str:
             return f"the gradient sum over the replicas of stage {stage} for update {version}"
         case Update(stage, version):
             return f"update {version} of stage {stage}"
+        case Agree(version):
+            return f"the agreement on update {version}"
         case Save(step):
             return f"the checkpoint after update {step}"
 
@@ -272,6 +281,16 @@ def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: Weight
             live.discard(version)
 
 
+def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule with all its updates at the end, behind one agreement on them.
+
+    The updates of a rank's stages keep their order, which is the same on all ranks.
+    """
+    updates = [x for x in instructions if isinstance(x, Reduce | Update)]
+    passes = [x for x in instructions if not isinstance(x, Reduce | Update)]
+    return [*passes, Agree(updates[0].version), *updates]
+
+
 def repeated(instructions: Sequence[Instruction], microbatches: int, times: int) -> list[Instruction]:
     """Return ``times`` mini-batches of a drained schedule one after the other, microbatches and versions counted on."""
     return [later(x, t * microbatches, t) for t in range(times) for x in instructions]
@@ -300,7 +319,7 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
             )
         case Send() | Receive():
             return replace(instruction, microbatch=instruction.microbatch + microbatches)
-        case Reduce() | Update():
+        case Reduce() | Update() | Agree():
             return replace(instruction, version=instruction.version + versions)
         case Save(step):
             return Save(step + versions)

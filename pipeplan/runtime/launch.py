@@ -28,6 +28,7 @@ from .checkpoint import Checkpoint, newest, usable_folder
 from .device import Choice as DeviceChoice
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
+from .half import AS_PROFILED, HalfOptions
 from .instructions import sentence
 from .measure import RunReport
 from .model import ModelSpec
@@ -66,6 +67,9 @@ def run_plan(
     engine: Engine = "own",
     device: DeviceChoice = "auto",
     link_delay_s: float = 0.0,
+    half: HalfOptions = AS_PROFILED,
+    bucket_size: int | None = None,
+    coarsening: int | None = None,
     listener: Callable[[StepProgress], None] | None = None,
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` says until ``steps`` weight updates are made at rate ``lr``; return what happened.
@@ -88,6 +92,10 @@ def run_plan(
     times, from the newest checkpoint. ``engine`` "torch" runs a drained schedule on torch's own pipeline runtime, which
     measures updates alone.
 
+    A plan of mixed precision runs in its profile's 16 bits, or those that ``half`` says. With offloading
+    ``bucket_size`` parameters are stepped at a time (None: as the plan says). Replicas sum ``coarsening`` buckets of
+    the gradient at once and step them while the next ones are under way (None: as serves; 0: all).
+
     BadInput when the model isn't what the plan was made for, or the plan cannot be run; RunFailed when a rank fails,
     with the rank and the operation; RunStopped after a signal.
     """
@@ -103,6 +111,8 @@ def run_plan(
         optimizer_maker(optimizer, lr)  # what is wrong with it shows before any process starts
     if scheduler is not None:
         schedule_maker(scheduler)
+    if bucket_size is not None:
+        plan = replace(plan, policy=replace(plan.policy, bucket_parameters=bucket_size))
     job = Job(
         plan=plan,
         model=model,
@@ -122,6 +132,8 @@ def run_plan(
         engine=engine,
         device=device,
         link_delay_ns=round(link_delay_s * 1e9),
+        half=half,
+        coarsening=coarsening,
     )
     kind_of(device, plan.chain.device)  # whether there is a GPU shows before any process starts
     if job.checkpoint is not None:

@@ -6,11 +6,13 @@ Periods are in ns per microbatch. Nothing here needs torch, so that reports can 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
+from .. import costs
 from ..groups import ceil_div
 from ..program import Program, make_program
 from ..simulate import simulate
@@ -18,7 +20,7 @@ from ..stages import StageGraph
 from .instructions import Edge, Forward, Pass, edge_into, most_versions
 from .prepare import Script
 
-Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "SAVE"]
+Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class OpTime:
 
     DATA is making the input or target of a microbatch, SEND_F (SEND_B) a process's own work to send what a stage's
     forward (backward) made, WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank sends. Of
-    REDUCE and UPDATE ``microbatch`` is the version that is made, of SAVE (of no stage) the updates of a checkpoint.
+    REDUCE and UPDATE, of which there is one for each chunk of the gradient, and of AGREE ``microbatch`` is the version
+    that is made, of SAVE the updates of a checkpoint; AGREE and SAVE are of no stage. A REDUCE goes on beside others.
     """
 
     activity: Activity
@@ -48,7 +51,9 @@ class RankMeasurement:
 
     ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
     versions that were live at once. ``device`` and ``exchange`` name what it ran on and how its tensors travelled;
-    ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU.
+    ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU. ``state_bytes`` is the most that weights,
+    gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
+    the versions whose updates overflowed, ``loss_scale`` is the last one.
     """
 
     rank: int
@@ -60,6 +65,10 @@ class RankMeasurement:
     device: str = "cpu"
     exchange: str = "gloo"
     peak_device_bytes: int | None = None
+    state_bytes: int = 0
+    host_bytes: int = 0
+    skipped: tuple[int, ...] = ()
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,19 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Most bytes of weights, gradients and optimizer state that a device, and its host for it, held: as the memory
+    model says, with a bucket for each stage where state is offloaded, and as counted."""
+
+    device: int
+    rank: int
+    planned_bytes: int
+    measured_bytes: int
+    planned_host_bytes: int
+    measured_host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferTime:
     """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
 
@@ -128,6 +150,7 @@ class RunReport:
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
     value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
     tensors travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``memory`` is of GPUs alone.
+    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32.
     """
 
     steps: int
@@ -146,6 +169,9 @@ class RunReport:
     memory: tuple[DeviceMemory, ...] = ()
     hardware: tuple[str, ...] = ()
     exchange: str = "gloo"
+    states: tuple[DeviceState, ...] = ()
+    skipped: tuple[int, ...] = ()
+    loss_scale: float | None = None
 
     @property
     def samples_per_s(self) -> float:
@@ -235,7 +261,25 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         ),
         hardware=tuple(x.device for x in measurements),
         exchange=measurements[0].exchange,
+        states=tuple(
+            DeviceState(
+                device,
+                rank,
+                planned_bytes=script.timeline.weights_bytes(lanes[device]),
+                measured_bytes=measurements[rank].state_bytes,
+                planned_host_bytes=_host_bytes(graph, script.stages_of(rank)),
+                measured_host_bytes=measurements[rank].host_bytes,
+            )
+            for rank, device in enumerate(script.devices)
+            if measurements[rank].state_bytes
+        ),
+        skipped=measurements[0].skipped,
+        loss_scale=measurements[0].loss_scale,
     )
+
+
+def _host_bytes(graph: StageGraph, stages: Sequence[int]) -> int:
+    return sum(costs.host_bytes(graph.policy, graph.stages[s].weight_bytes, graph.stages[s].parameters) for s in stages)
 
 
 def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
@@ -257,24 +301,24 @@ def calibrated(
     was measured beside everything else that travels, transfers don't wait for each other.
     """
     graph = program.graph
-    costs = []
+    stages = []
     for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
         update = ceil_div(occupied["UPDATE", s] * replicas, max(replicas, interval))
-        costs.append(replace(cost, forward_ns=occupied["F", s], backward_ns=occupied["B", s] + update))
+        stages.append(replace(cost, forward_ns=occupied["F", s], backward_ns=occupied["B", s] + update))
     operations = []
     resources = list(graph.resources[: 1 + max(cost.resource for cost in graph.stages)])
     for op in graph.operations:
         match op.kind:
             case "F":
-                operations.append(replace(op, duration_ns=costs[op.stage].forward_ns))
+                operations.append(replace(op, duration_ns=stages[op.stage].forward_ns))
             case "B":
-                operations.append(replace(op, duration_ns=costs[op.stage].backward_ns))
+                operations.append(replace(op, duration_ns=stages[op.stage].backward_ns))
             case "SEND_F" | "SEND_B":
                 duration = latency_ns.get(("F" if op.kind == "SEND_F" else "B", op.stage), op.duration_ns)
                 operations.append(replace(op, duration_ns=duration, resource=len(resources)))
                 resources.append(graph.resources[op.resource])
-    measured = replace(graph, stages=tuple(costs), operations=tuple(operations), resources=tuple(resources))
+    measured = replace(graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources))
     lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
     orders, rules = {}, {}
     for index, resource in enumerate(resources):
@@ -339,7 +383,7 @@ def _occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[t
         spent: dict[tuple[Activity, int, int], int] = {}
         before = 0  # the next pass
         for t, following in zip_longest(x.times, x.times[1:]):
-            until = t.end_ns if following is None else following.start_ns
+            until = t.end_ns if following is None else max(t.end_ns, following.start_ns)  # a sum may have begun before
             match t.activity:
                 case "WAIT_F" | "WAIT_B":
                     before += until - t.end_ns
@@ -352,7 +396,8 @@ def _occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[t
                     kind: Activity = "F" if t.activity == "SEND_F" else "B"
                     spent[kind, t.stage, t.microbatch] += until - t.start_ns
                 case "UPDATE":
-                    spent["UPDATE", t.stage, t.microbatch] = until - t.start_ns
+                    key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
+                    spent[key] = spent.get(key, 0) + until - t.start_ns
         for (activity, stage, m), ns in spent.items():
             counts = activity == "UPDATE" or first <= m
             (samples if counts else early).setdefault((activity, stage), []).append(ns)
@@ -380,10 +425,16 @@ def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[
     first = _settled(script)
     samples: dict[tuple[Activity, int], list[int]] = {}
     early: dict[tuple[Activity, int], list[int]] = {}
+    updates: Counter[tuple[int, int, int]] = Counter()  # one has a part for each chunk of the gradient
     for x in measurements:
         for t in x.times:
-            counts = t.activity in ("UPDATE", "REDUCE", "SAVE") or first <= t.microbatch
+            if t.activity == "UPDATE":
+                updates[x.rank, t.stage, t.microbatch] += t.duration_ns
+                continue
+            counts = t.activity in ("REDUCE", "AGREE", "SAVE") or first <= t.microbatch
             (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
+    for (_, stage, _), duration in updates.items():
+        samples.setdefault(("UPDATE", stage), []).append(duration)
     kinds: tuple[Activity, ...] = ("F", "B", "DATA", "UPDATE")
     stages = range(len(script.graph.stages))
     return {

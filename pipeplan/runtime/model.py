@@ -81,7 +81,7 @@ def load_model(spec: ModelSpec, batch: int, seed: int) -> LoadedModel:
         keys=_keys(result[0]),
         loss=loss,
         data=data,
-        boundaries=_boundaries([module for _, module in layers], example_input),
+        boundaries=boundaries_of([module for _, module in layers], example_input),
     )
 
 
@@ -140,7 +140,7 @@ def _keys(layers: Any) -> list[str]:
     return [str(index) for index in range(len(layers))]
 
 
-def _boundaries(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
+def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
     """Return the tensors between layers, from one pass in evaluation mode, which leaves no trace in the modules."""
     x = example_input
     specs = [TensorSpec(tuple(x.shape), x.dtype)]

@@ -162,10 +162,26 @@ def _entries(layers: Any) -> Sequence[Any]:
     return layers.layers if isinstance(layers, Network) else named_layers(layers)
 
 
+def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
+    """Return ``loss(output, target)``, computed in 32 bits where the output has 16: a mean over many terms needs them,
+    and so does the gradient of a scaled loss."""
+    return loss(_widened(output), _widened(target))
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, tuple | list):
+        return type(value)(_widened(x) for x in value)
+    if isinstance(value, dict):
+        return {key: _widened(x) for key, x in value.items()}
+    return value
+
+
 def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
     """Return ``loss(output, target)``; BadInput unless it is a scalar that depends on something trained."""
     try:
-        value = loss(output, target)
+        value = loss_value(loss, output, target)
     except Exception as error:
         raise BadInput(f"loss failed on {_shape(output)} against {_shape(target)}: {error}") from error
     if not isinstance(value, Tensor) or value.dim() > 0:

@@ -17,7 +17,7 @@ from ..program import Decide, Program
 from ..simulate import Timeline, simulate
 from ..stages import StageGraph, most_in_flight, starts_of
 from ..timelines import graph_of, program_of_kind
-from .instructions import Instruction, Reduce, Save, Update, forwards, later, lowered, repeated
+from .instructions import Agree, Instruction, Reduce, Save, Update, agreed, forwards, later, lowered, repeated
 from .weights import weight_policy
 
 
@@ -30,6 +30,7 @@ class Position:
 
 
 FROM_THE_START = Position()
+HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Script:
     def minibatch(self, instruction: Instruction) -> int:
         """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
         match instruction:
-            case Reduce(_, version) | Update(_, version):
+            case Reduce(_, version) | Update(_, version) | Agree(version):
                 return version - 1
             case Save(step):
                 return step - 1
@@ -167,6 +168,8 @@ def prepare(
         if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
             program = timeline.program
         lists = lowered(program, timeline.start_ns, policy, interval, ranks)
+        if policy.drains and plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
+            lists = [agreed(instructions) for instructions in lists]
         if policy.drains:
             lists = [repeated(instructions, interval, length) for instructions in lists]
         made[length] = program, timeline, lists
@@ -229,10 +232,11 @@ def _refuse(plan: Plan) -> None:
         _refuse_uneven(message_driven_plan(plan))
     elif plan.pattern is None and plan.schedule.kind != "nf1b":
         raise BadInput("plan: has no pattern, so nothing says when its operations run")
-    if plan.policy.precision != "fp32":
-        raise BadInput(f"plan: precision {plan.policy.precision!r} cannot be run yet; fp32 can")
-    if plan.policy.offload:
-        raise BadInput("plan: optimizer state cannot be offloaded to the host yet")
+    if plan.policy.precision == "mixed" and plan.chain.dtype not in HALVES:
+        raise BadInput(
+            f"plan: mixed precision runs in the 16 bits of its profile, but {plan.chain.name} was profiled in "
+            f"{plan.chain.dtype}, so its activations and times are others; profile it with --dtype bfloat16"
+        )
     if plan.chain.edges is not None:
         raise BadInput(
             f"plan: {plan.chain.name} is a graph with skip connections; models run as chains of layers with one input "

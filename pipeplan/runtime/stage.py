@@ -21,6 +21,7 @@ from ..errors import RunFailed
 from .account import Account, Holding
 from .device import CPU, on_host, random_state, with_random_state
 from .model import TensorSpec
+from .network import loss_value
 from .profiler import Loss
 from .renewal import renewing
 from .versions import Versions
@@ -40,7 +41,7 @@ class Piece:
             x = module(x)
         if self.loss is not None:
             assert target is not None, "the stage with the loss gets targets"
-            x = self.loss(x, target)
+            x = loss_value(self.loss, x, target)
         return x
 
 
@@ -94,7 +95,8 @@ class StageModule:
     """Layers ``start..stop`` of the model, with ``checkpoint`` segments of it recomputed.
 
     ``layers`` are the stage's own, without the loss; ``loss`` is None on all stages but the one that holds it. The
-    gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means. With
+    gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means, and
+    multiplied by a loss scale if there is one. With
     ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
     stored activations, recomputed ones run again with the backward's version. The layers are on ``device``;
     ``later(action)`` does what must wait until the device has computed what it was given so far.
@@ -121,6 +123,7 @@ class StageModule:
         self.losses: dict[int, float] = {}
         self._account = account
         self._device, self._later = device, later
+        self._divisor = divisor
         self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
         self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
         self._input, self._output = boundaries
@@ -168,6 +171,10 @@ class StageModule:
         elif self._output is not None:
             self._check(microbatch, "puts out", x, self._output)
         return x
+
+    def scale_loss(self, scale: float) -> None:
+        """Multiply the gradients of the backwards to come by ``scale``."""
+        self._seed = torch.tensor(scale / self._divisor, dtype=torch.float64, device=self._device)
 
     def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None) -> Tensor:
         """Return what the stage puts out for ``x`` without keeping anything; the modules are in evaluation mode."""

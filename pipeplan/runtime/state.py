@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import (
+    SCALE,
     Checkpoint,
     State,
     optimizer_entries,
@@ -18,6 +19,7 @@ from .checkpoint import (
     read,
     restore_random,
 )
+from .loss_scale import Scaling
 from .model import LoadedModel
 from .prepare import Script
 from .stage import StageModule
@@ -44,18 +46,39 @@ def first_replicas(script: Script, rank: int) -> list[int]:
     return [s for s in script.stages_of(rank) if script.ranks_of(s)[0] == rank]
 
 
+def trained_state(
+    script: Script, stages: list[int], model: LoadedModel, runners: Mapping[int, StageModule]
+) -> dict[str, Tensor]:
+    """Return the state of the layers of ``stages`` with the newest weights, in full precision."""
+    for s in stages:
+        runners[s].versions.install_newest()
+    state = model_state(script, stages, model)
+    for s in stages:
+        for i in own_layers(script, s, model):
+            for name, parameter in model.layers[i][1].named_parameters(remove_duplicate=False):
+                index = runners[s].versions.place_of(parameter)
+                if index is not None:
+                    state[f"{model.keys[i]}.{name}"] = runners[s].versions.master(index)
+    return state
+
+
 def training_state(
-    script: Script, rank: int, model: LoadedModel, runners: Mapping[int, StageModule], device: torch.device
+    script: Script,
+    rank: int,
+    model: LoadedModel,
+    runners: Mapping[int, StageModule],
+    device: torch.device,
+    scaling: Scaling | None,
 ) -> State:
-    """Return what ``rank`` writes to a checkpoint: weights, buffers, optimizer, learning rates, random state."""
+    """Return what ``rank`` writes to a checkpoint: weights, buffers, optimizer, rates, loss scale, random state."""
     for runner in runners.values():
         runner.versions.install_newest()
     own = first_replicas(script, rank)
-    state: State = {**model_state(script, own, model), **random_entry(device)}
+    state: State = {**trained_state(script, own, model, runners), **random_entry(device)}
     for s in own:
         versions = runners[s].versions
         for name, index in _weights(script, s, model, runners[s]):
-            for key, value in versions.optimizer_state(index).items():
+            for key, value in versions.optimizer.state_of(index).items():
                 state[optimizer_key(name, key)] = value
     training = (
         s
@@ -64,7 +87,9 @@ def training_state(
     )
     first = next(training, None)  # rates are the same on all stages
     if first in own:
-        state |= rates_entry(runners[first].versions.groups, runners[first].versions.schedule)
+        state |= rates_entry(runners[first].versions.optimizer.groups, runners[first].versions.optimizer.schedule)
+        if scaling is not None:
+            state[SCALE] = torch.tensor([scaling.current.scale, scaling.current.good], dtype=torch.float64)
     return state
 
 
@@ -75,13 +100,18 @@ def restore(
     model: LoadedModel,
     runners: Mapping[int, StageModule],
     device: torch.device,
+    scaling: Scaling | None,
 ) -> None:
     """Take up training where ``checkpoint`` left it, whichever plan wrote it."""
-    loaded = read(checkpoint, dict(model_state(script, script.stages_of(rank), model)))
+    loaded = read(checkpoint, dict(trained_state(script, script.stages_of(rank), model, runners)))
     for s, runner in runners.items():
         for name, index in _weights(script, s, model, runner):
-            runner.versions.restore_optimizer(index, optimizer_entries(loaded, name))
-        runner.versions.restore_rates(*rates_of(loaded))
+            runner.versions.optimizer.restore_state(index, optimizer_entries(loaded, name))
+        runner.versions.optimizer.restore_rates(*rates_of(loaded))
+        runner.versions.take_masters()
+    if scaling is not None and SCALE in loaded:
+        scale, good = loaded[SCALE].tolist()
+        scaling.resume(scale, int(good))
     restore_random(loaded, device)
 
 

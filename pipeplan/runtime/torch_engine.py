@@ -31,6 +31,8 @@ def refuse_for_torch(script: Script) -> None:
         raise BadInput(f"plan: torch's engine drains before every update; weights are {script.plan.policy.weights!r}")
     if script.plan.schedule.kind == "message-driven":
         raise BadInput("plan: torch's engine runs a fixed order; message-driven devices decide as messages come")
+    if script.plan.policy.precision == "mixed":
+        raise BadInput("plan: torch's engine runs in fp32; the precision is mixed")
     if script.evaluates:
         raise BadInput("run: torch's engine trains; evaluate with our own")
     for s, stage in enumerate(stages):

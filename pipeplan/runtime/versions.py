@@ -2,8 +2,8 @@
 
 A version is a list of parameters of its own, put into the stage's modules before a pass that uses it; autograd keeps
 what a forward used, so passes of several versions can be in flight. Parameters of a version share storage with the
-optimizer's until an update would overwrite weights that are still needed; then the update works on a copy. Device
-memory: needed versions, one gradient, the optimizer's state.
+optimizer's until an update would overwrite weights that are still needed; then the update works on a copy. Versions of
+16 bits are copies of what the optimizer works on. Device memory: needed versions, one gradient, the optimizer's state.
 
 With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
 version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
@@ -13,13 +13,33 @@ the forward but looks them up (see ``renewal``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from .buckets import Bucket, FlatGradient, cut_into_buckets
+from .device import CPU
 from .optimizers import MakeOptimizer, MakeSchedule
+from .stage_optimizer import BucketBuffers, BucketedOptimizer, StageOptimizer, nothing
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a stage keeps its weights, gradient and optimizer state.
+
+    ``masters`` has the 32-bit values of 16-bit weights. ``bucket`` is the number of parameters that are stepped at a
+    time, None for all; with ``offload`` what is not being stepped stays in host memory. ``flat`` gradients can be
+    summed over replicas in chunks. ``observed`` hears when memory is at its fullest.
+    """
+
+    masters: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    bucket: int | None = None
+    offload: bool = False
+    flat: bool = False
+    buffers: BucketBuffers = field(default_factory=BucketBuffers)
+    observed: Callable[[], None] = nothing
 
 
 class Versions:
@@ -37,7 +57,9 @@ class Versions:
         make_schedule: MakeSchedule | None = None,
         first: int = 0,
         shared: bool = False,
+        keeping: Keeping | None = None,
     ) -> None:
+        keeping = keeping or Keeping()
         slots: dict[tuple[nn.Module, str], int] = {}  # a module may stand in the stage twice
         leaves: list[nn.Parameter] = []
         index: dict[nn.Parameter, int] = {}
@@ -50,6 +72,9 @@ class Versions:
                         index[parameter] = len(leaves)
                         leaves.append(parameter)
                     slots[owner, name] = index[parameter]
+        if keeping.bucket is not None:
+            for leaf in leaves:
+                leaf.data = leaf.data.contiguous()  # so that pieces of it are views
         self._slots = [(owner, name, place) for (owner, name), place in slots.items()]
         self._uses = Counter(uses)
         if shared:  # so that storages tell weights apart
@@ -59,11 +84,32 @@ class Versions:
         self._shared = leaves if shared else None
         self._leaves = {first: [nn.Parameter(leaf.data) for leaf in leaves] if shared else leaves}
         self._newest = self._installed = first
-        self._masters = [nn.Parameter(leaf.data) for leaf in leaves]
+        device = leaves[0].device if leaves else CPU
+        self._mixed = bool(keeping.masters)
+        home = CPU if keeping.offload else device
+        masters = [nn.Parameter(keeping.masters[x].to(home) if self._mixed else x.data) for x in leaves]
+        self._masters = masters
         self._spare: list[list[Tensor]] = []
+        self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket)
+        self.optimizer = (
+            StageOptimizer(masters, make_optimizer, make_schedule, self._mixed, keeping.observed)
+            if keeping.bucket is None or not leaves
+            else BucketedOptimizer(
+                masters,
+                make_optimizer,
+                make_schedule,
+                self._mixed,
+                keeping.observed,
+                device,
+                self.buckets,
+                keeping.offload,
+                keeping.buffers,
+            )
+        )
+        self.flat = FlatGradient(leaves) if keeping.flat else None
         self._gradients: list[Tensor | None] = [None] * len(leaves)
-        self._optimizer = make_optimizer(self._masters) if leaves else None
-        self._schedule = make_schedule(self._optimizer) if self._optimizer and make_schedule else None
+        self._clear_gradients()
+        self._next: list[Tensor] = []  # storage of the version that is being made
         self.most = 1  # versions that were live at once
 
     def install(self, version: int) -> None:
@@ -105,38 +151,62 @@ class Versions:
         if not self._uses[version] and version != self._newest:
             self._spare.append([leaf.data for leaf in self._leaves.pop(version)])
 
-    def gradients(self) -> list[Tensor]:
-        """Return the accumulated gradient, zeros where no pass has made any, to be summed over replicas in place."""
-        for index, gradient in enumerate(self._gradients):
-            if gradient is None:
-                self._gradients[index] = torch.zeros_like(self._masters[index])
-        return [gradient for gradient in self._gradients if gradient is not None]
+    def gradients(self) -> list[Tensor | None]:
+        """Return the accumulated gradient; None where no pass has made any, but in a flat one."""
+        return self._gradients
 
-    def update(self, version: int) -> None:
-        """Make ``version`` from the newest one and the gradient, which is gone afterwards."""
-        old = self._newest
-        needed = self._uses[old] > 0
-        if needed:
-            spare = self._spare.pop() if self._spare else [torch.empty_like(m.data) for m in self._masters]
-            for master, storage in zip(self._masters, spare, strict=True):
-                storage.copy_(master.data)
-                master.data = storage
-        if self._optimizer is not None:
-            for master, gradient in zip(self._masters, self._gradients, strict=True):
-                master.grad = gradient
-            self._optimizer.step()
-            if self._schedule is not None:
-                self._schedule.step()
-            for master in self._masters:
-                master.grad = None
-        self._gradients = [None] * len(self._masters)
-        if needed:
-            self._leaves[version] = [nn.Parameter(master.data) for master in self._masters]
+    def begin_update(self) -> None:
+        """Find room for a new version: the newest one's own, or another if its passes aren't over."""
+        newest = self._leaves[self._newest]
+        self._next = [leaf.data for leaf in newest]
+        if self._uses[self._newest] > 0:
+            self._next = self._spare.pop() if self._spare else [torch.empty_like(leaf.data) for leaf in newest]
+            if not self._mixed:
+                for master, storage in zip(self._masters, self._next, strict=True):
+                    storage.copy_(master.data)
+                    master.data = storage
+
+    def step(self, part: int, scale: float = 1.0) -> None:
+        """Make one of the optimizer's parts of the new version from the gradient divided by ``scale``."""
+        self.optimizer.step(part, self._gradients, scale, self._next)
+
+    def end_update(self, version: int) -> None:
+        """Let what has been made be ``version``; the gradient is gone afterwards."""
+        self.optimizer.finish()
+        self._clear_gradients()
+        if self._uses[self._newest] > 0:
+            self._leaves[version] = [nn.Parameter(storage) for storage in self._next]
+            self._newest = version
         else:
-            self._leaves[version] = self._leaves.pop(old)
-            self._installed = version if self._installed == old else self._installed
-        self._newest = version
+            self._rename(version)
+        self._next = []
         self.most = max(self.most, len(self._leaves))
+
+    def update(self, version: int, scale: float = 1.0) -> None:
+        """Make ``version`` from the newest one and the gradient divided by ``scale``, which is gone afterwards."""
+        self.begin_update()
+        for part in range(self.optimizer.parts):
+            self.step(part, scale)
+        self.end_update(version)
+
+    def skip_update(self, version: int) -> None:
+        """Let the newest version be ``version`` as well, and forget the gradient: nothing else changes."""
+        assert not self._uses[self._newest], "updates are skipped where the pipeline is empty"
+        self._clear_gradients()
+        self._rename(version)
+
+    def _rename(self, version: int) -> None:
+        old = self._newest
+        self._leaves[version] = self._leaves.pop(old)
+        self._installed = version if self._installed == old else self._installed
+        self._newest = version
+
+    def _clear_gradients(self) -> None:
+        if self.flat is None:
+            self._gradients = [None] * len(self._masters)
+        else:
+            self.flat.clear()
+            self._gradients = list(self.flat.views)
 
     def install_newest(self) -> None:
         """Put the newest version into the modules, where the run's result is read."""
@@ -149,37 +219,22 @@ class Versions:
                 return index
         return None
 
-    def optimizer_state(self, index: int) -> dict[str, Any]:
-        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
-        state = {} if self._optimizer is None else self._optimizer.state.get(self._masters[index], {})
-        return {key: value for key, value in state.items() if value is not None}
+    def master(self, index: int) -> Tensor:
+        """Return the weight at ``index`` as the optimizer has it: the newest version's, in full precision."""
+        return self._masters[index].data
 
-    def restore_optimizer(self, index: int, state: Mapping[str, Any]) -> None:
-        """Let the optimizer remember ``state`` of the weight at ``index``, next to it; its counter where it counts."""
-        if self._optimizer is not None and state:
-            master, group = self._masters[index], self._optimizer.param_groups[0]
-            counts_there = group.get("capturable") or group.get("fused")
-            self._optimizer.state[master] = {
-                key: x.to(master.device) if isinstance(x, Tensor) and (key != "step" or counts_there) else x
-                for key, x in state.items()
-            }
+    def take_masters(self) -> None:
+        """Give the newest version, if it has 16 bits, the values of the full-precision weights."""
+        if self._mixed:
+            for leaf, master in zip(self._leaves[self._newest], self._masters, strict=True):
+                leaf.data.copy_(master.data)
 
-    @property
-    def groups(self) -> list[dict[str, Any]] | None:
-        """The optimizer's options as they are now, without weights; None for a stage that trains nothing."""
-        if self._optimizer is None:
-            return None
-        return [{key: x for key, x in group.items() if key != "params"} for group in self._optimizer.param_groups]
-
-    @property
-    def schedule(self) -> dict[str, Any] | None:
-        """The state of the learning-rate schedule, None without one."""
-        return None if self._schedule is None else self._schedule.state_dict()
-
-    def restore_rates(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
-        """Go on with the options and the schedule of another run's optimizer."""
-        if self._optimizer is not None and groups is not None:
-            for group, before in zip(self._optimizer.param_groups, groups, strict=True):
-                group.update(before)
-        if self._schedule is not None and schedule is not None:
-            self._schedule.load_state_dict(schedule)
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield all weights, gradients and optimizer state, and whether they are in host memory for want of room."""
+        for leaves in self._leaves.values():
+            yield from ((leaf.data, False) for leaf in leaves)
+            yield from ((leaf.grad, False) for leaf in leaves if leaf.grad is not None)
+        for storages in (*self._spare, self._next):
+            yield from ((storage, False) for storage in storages)
+        yield from ((gradient, False) for gradient in self._gradients if gradient is not None)
+        yield from self.optimizer.tensors()

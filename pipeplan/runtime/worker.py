@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,20 +14,20 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..plan import Plan
 from .account import Account
 from .checkpoint import Checkpoint, write
 from .collective import (
     agree,
+    any_rank,
     barrier,
     clock_offset,
     gathered,
     pipeline_group,
     replica_groups,
     share_from,
-    sum_over,
     this_machine,
     transfer_times,
 )
@@ -35,20 +35,27 @@ from .copies import refuse_copies
 from .device import Choice as DeviceChoice
 from .device import begin_peak, exchange_of, kind_of, label, moved, own_device, peak_bytes, place
 from .executor import RankWork, execute
+from .half import AS_PROFILED, HalfOptions, first_scale, half_type, halved
 from .instructions import Edge, Instruction, version_uses
 from .links import open_links
+from .loss_scale import Scaling, overflows
 from .measure import RankMeasurement, RunReport, make_report
 from .message_driven import arrival_order
 from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, load_weights
-from .optimizers import Choice, optimizer_maker, schedule_maker
+from .optimizers import Choice, MakeOptimizer, optimizer_maker, schedule_maker
 from .prepare import FROM_THE_START, Script, prepare
 from .recorder import Recorder, recorder_of
 from .stage import StageModule
-from .state import first_replicas, model_state, own_layers, restore, training_state
+from .stage_optimizer import BucketBuffers, check_elementwise, is_elementwise
+from .state import first_replicas, own_layers, restore, trained_state, training_state
+from .state_account import StateAccount
 from .threaded import ThreadedTransport
 from .torch_engine import execute_on_torch, refuse_for_torch
 from .transport import exchanging
-from .versions import Versions
+from .update import StageUpdate
+from .versions import Keeping, Versions
+
+COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
 
 Engine = Literal["own", "torch"]
 
@@ -60,8 +67,9 @@ class Job:
     ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
     folder for new ones, ``every`` so many updates. ``optimizer`` None is the plan's. The data repeats after ``epoch``
     microbatches, with the next seed. ``save`` is the file to which rank 0 writes the trained model's state, ``load``
-    one to start from. ``device`` is asked for on each rank. Messages come ``link_delay_ns`` later than they could, to
-    emulate a slow network.
+    one to start from. ``device`` is asked for on each rank. ``half`` is about mixed precision; replicas sum
+    ``coarsening`` buckets at once, None: as many as serves, 0: all. Messages come ``link_delay_ns`` later than they
+    could, to emulate a slow network.
     """
 
     plan: Plan
@@ -83,6 +91,21 @@ class Job:
     engine: Engine = "own"
     device: DeviceChoice = "auto"
     link_delay_ns: int = 0
+    half: HalfOptions = AS_PROFILED
+    coarsening: int | None = None
+
+    @property
+    def make_optimizer(self) -> MakeOptimizer:
+        """What makes the optimizers of stages."""
+        return optimizer_maker(self.optimizer or self.plan.policy.optimizer, self.lr)
+
+    def _check(self) -> None:
+        """Raise BadInput for options that don't go with the plan."""
+        half_type(self.plan, self.half)
+        if self.plan.policy.offload:
+            check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
+        if self.coarsening:
+            check_elementwise(self.make_optimizer, f"a coarsening of {self.coarsening}")
 
     def script(self) -> Script:
         """Return what the ranks will do."""
@@ -90,6 +113,7 @@ class Job:
         # a checkpoint at the end alone is a segment as long as the run
         every = None if self.checkpoint is None else self.every or self.steps
         script = prepare(self.plan, self.steps, every=every, first=first, evaluates=self.evaluates)
+        self._check()
         if self.engine == "torch":
             refuse_for_torch(script)
         return script
@@ -158,15 +182,19 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     script = job.script()
     stages = job.plan.allocation.stages
     model = load_model(job.model, job.plan.chain.microbatch, job.seed)
+    if job.load is not None:
+        load_weights(model, job.load)
+    half = half_type(job.plan, job.half)
+    masters: dict[nn.Parameter, Tensor] = {}
+    if half is not None:
+        model, masters = halved(model, half, [i for s in script.stages_of(rank) for i in own_layers(script, s, model)])
     check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
     for s in script.stages_of(rank):
         place([model.layers[i][1] for i in own_layers(script, s, model)], device)
-    if isinstance(model.loss, torch.nn.Module):
+    if isinstance(model.loss, nn.Module):
         place([model.loss], device)
     if script.renews and not job.evaluates:
         _refuse_copies(script, rank, model)
-    if job.load is not None:
-        load_weights(model, job.load)
     with exchanging("the meeting of the ranks"):
         dist.init_process_group(
             "gloo",
@@ -182,14 +210,26 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     groups = replica_groups(script, exchange)
     for s in script.stages_of(rank):
         if s in groups:
-            share_from(script.ranks_of(s)[0], groups[s], _tensors(script, s, model))
+            share_from(script.ranks_of(s)[0], groups[s], _tensors(script, s, model, masters))
+    for parameter, master in masters.items():
+        parameter.data.copy_(master)
     specs = _edge_specs(script, model)
     recorder = recorder_of(device, clock_offset(rank, this_machine()))
     account = Account()
-    runners = {s: _stage_module(script, job, rank, s, model, account, recorder, device) for s in script.stages_of(rank)}
+    states, buffers = StateAccount(), BucketBuffers()
+    runners: dict[int, StageModule] = {}
+    for s in script.stages_of(rank):
+        bucket = _bucket(job, s in groups)
+        keeping = Keeping(masters, bucket, job.plan.policy.offload, s in groups, buffers, states.note)
+        runners[s] = _stage_module(script, job, rank, s, model, account, recorder, device, keeping)
+        states.watch(runners[s].versions)
+    masters.clear()
+    scaling = None
+    if half is not None:
+        scaling = Scaling(first_scale(job.plan, half, job.half), any_rank if script.drains else None)
     torch.manual_seed(job.seed + 1 + rank)
     if job.resume is not None:
-        restore(job.resume, script, rank, model, runners, device)
+        restore(job.resume, script, rank, model, runners, device, scaling)
     for _, module in model.layers if job.evaluates else ():
         module.eval()
     transfer_ns = {edge: ns + job.link_delay_ns for edge, ns in transfer_times(script, rank, specs, links).items()}
@@ -202,11 +242,24 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         for s in runners:
             if s in groups:  # replicas have seen different microbatches; the first one's statistics are kept by all
                 share_from(script.ranks_of(s)[0], groups[s], _buffers(script, s, model))
-        state = training_state(script, rank, model, runners, device)
+        state = training_state(script, rank, model, runners, device, scaling)
         write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state)
         saved.append(step)
 
+    def scale_losses() -> None:
+        if scaling is not None:
+            for runner in runners.values():
+                runner.scale_loss(scaling.current.scale)
+
+    def agree_on(version: int) -> None:
+        assert scaling is not None, "only mixed precision has to agree"
+        found = [overflows(runners[s].versions.gradients(), stages[s].replicas) for s in runners]
+        scaling.agree(version, any(found))
+        scale_losses()
+
     def updated(stage: int, version: int) -> None:
+        if version > script.first.step + script.filled // script.interval + 2:
+            states.open = False  # every version and all of the optimizer's state have been there
         if stage == len(stages) - 1:
             recorder.later(lambda: tell(version, runners[stage].losses))
 
@@ -226,7 +279,11 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         last=len(stages) - 1,
         transport=links.transport(rank, instructions, specs, len(stages)) if mail is None else links.through_host(mail),
         data=lambda microbatch: _sample(model, job, microbatch, device),
-        reduce=lambda s, tensors: sum_over(groups[s], tensors),
+        updates={
+            s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, _coarsening(job), scaling)
+            for s, runner in runners.items()
+        },
+        agree=agree_on,
         progress=launcher.at,
         # hooks that are there anyway can account everything
         accounted=script.last.microbatch if script.renews else script.first.microbatch + script.filled,
@@ -236,6 +293,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         evaluates=job.evaluates,
         recorder=recorder,
     )
+    scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     begin_peak(device)
@@ -262,15 +320,17 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
             device=label(device),
             exchange=exchange,
             peak_device_bytes=peak_bytes(device),
+            state_bytes=states.device_bytes,
+            host_bytes=states.host_bytes,
+            skipped=() if scaling is None else tuple(scaling.skipped),
+            loss_scale=None if scaling is None else scaling.current.scale,
         ),
     )
     if job.save is not None:
-        for runner in runners.values():
-            runner.versions.install_newest()
-        own = model_state(script, first_replicas(script, rank), model)
-        states = gathered(rank, {key: value.cpu() for key, value in own.items()})
-        if states is not None:
-            _write(Path(job.save), {key: value for state in states for key, value in state.items()})
+        own = trained_state(script, first_replicas(script, rank), model, runners)
+        everybodys = gathered(rank, {key: value.cpu() for key, value in own.items()})
+        if everybodys is not None:
+            _write(Path(job.save), {key: value for state in everybodys for key, value in state.items()})
     dist.destroy_process_group()
     return make_report(script, measurements) if measurements is not None else None
 
@@ -281,9 +341,31 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
     return moved(x, device), moved(target, device)
 
 
-def _tensors(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
-    modules = [model.layers[i][1] for i in own_layers(script, s, model)]
-    return [tensor.data for module in modules for tensor in (*module.parameters(), *module.buffers())]
+def _bucket(job: Job, replicated: bool) -> int | None:
+    """Return the parameters of a bucket of a stage, None for one that is stepped at once."""
+    bucketed = job.plan.policy.offload or (replicated and _coarsening(job) is not None)
+    return job.plan.policy.bucket_parameters if bucketed else None
+
+
+def _coarsening(job: Job) -> int | None:
+    """Return how many buckets replicas sum at once, None for all: what an optimizer needs that isn't elementwise."""
+    if job.coarsening is None:
+        return COARSENING if is_elementwise(job.make_optimizer) else None
+    return job.coarsening or None
+
+
+def _tensors(script: Script, s: int, model: LoadedModel, masters: dict[nn.Parameter, Tensor]) -> Iterator[Tensor]:
+    """Yield a stage's weights, in full precision, and its buffers, on the device; keep what becomes of ``masters``."""
+    for i in own_layers(script, s, model):
+        module = model.layers[i][1]
+        for parameter in module.parameters():
+            if parameter in masters:
+                master = masters[parameter].to(parameter.device)
+                yield master
+                masters[parameter].copy_(master)
+            else:
+                yield parameter.data
+        yield from module.buffers()
 
 
 def _buffers(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
@@ -299,16 +381,18 @@ def _stage_module(
     account: Account,
     recorder: Recorder,
     device: torch.device,
+    keeping: Keeping,
 ) -> StageModule:
     stage = script.plan.allocation.stages[s]
     modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     versions = Versions(
         modules,
         Counter() if job.engine == "torch" else version_uses(script.instructions[rank], s),
-        optimizer_maker(job.optimizer or script.plan.policy.optimizer, job.lr),
+        job.make_optimizer,
         None if job.scheduler is None else schedule_maker(job.scheduler),
         script.first.step,
         script.renews,
+        keeping,
     )
     has_loss = stage.stop == len(script.plan.chain)
     return StageModule(

@@ -1,0 +1,96 @@
+"""Weights cut into buckets: neighbouring pieces of flattened tensors, stepped and summed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``[start, stop)`` of the flattened weight ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the piece of a contiguous ``tensor`` of the weight's shape, as a view."""
+        return tensor.view(-1)[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Pieces of weights of one type, which lie at elements ``[start, stop)`` of all weights of that type in a row."""
+
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the bucket."""
+        return self.stop - self.start
+
+
+def cut_into_buckets(weights: Sequence[Tensor], size: int | None) -> tuple[Bucket, ...]:
+    """Return ``weights`` in buckets of ``size`` elements, the last of each type smaller; None: one for each type.
+
+    Linear in weights plus buckets. A weight that doesn't fit into what is left of a bucket goes on in the next.
+    """
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(weight.dtype for weight in weights):
+        own = [(index, weight.numel()) for index, weight in enumerate(weights) if weight.dtype == dtype]
+        total = sum(count for _, count in own)
+        limit = total if size is None else size
+        start = 0
+        pieces: list[Piece] = []
+        room = limit
+        for index, count in own:
+            position = 0
+            while position < count:
+                taken = min(room, count - position)
+                pieces.append(Piece(index, position, position + taken))
+                position += taken
+                room -= taken
+                if not room:
+                    buckets.append(Bucket(dtype, tuple(pieces), start, start + limit))
+                    start, pieces, room = start + limit, [], limit
+        if pieces:
+            buckets.append(Bucket(dtype, tuple(pieces), start, total))
+    return tuple(buckets)
+
+
+class FlatGradient:
+    """One gradient of all weights, flat for each type, so that a chunk of it is summed over replicas without copies.
+
+    ``views`` has the shapes of the weights; backward passes add to them in place.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = list(weights)
+        self.flats: dict[torch.dtype, Tensor] = {}
+        views: dict[int, Tensor] = {}
+        for bucket in cut_into_buckets(weights, None):
+            device = weights[bucket.pieces[0].index].device
+            flat = self.flats[bucket.dtype] = torch.zeros(bucket.size, dtype=bucket.dtype, device=device)
+            parts = torch.split(flat, [piece.size for piece in bucket.pieces])
+            for piece, part in zip(bucket.pieces, parts, strict=True):
+                views[piece.index] = part.view(weights[piece.index].shape)
+        for index, weight in enumerate(weights):
+            views.setdefault(index, torch.zeros_like(weight))  # without elements
+        self.views = [views[index] for index in range(len(weights))]
+
+    def clear(self) -> None:
+        """Begin a new sum."""
+        for flat in self.flats.values():
+            flat.zero_()

@@ -1,0 +1,63 @@
+"""Sums over the replicas of a stage, in chunks that are under way while others are used.
+
+A chunk is summed as by a ring, each rank adding up one share of it, with as many bytes: 2(r-1)/r of the chunk to and
+from each rank. But every element is added in the order of the ranks, wherever it stands in a chunk, and 16-bit ones in
+32 bits; so the sum's bits don't depend on how a gradient is cut into chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .transport import exchanging
+
+Group = Any  # a process group; torch's type for it differs between versions
+WHAT = "the sum of gradients"
+
+
+class ChunkSum:
+    """The sum of ``chunk`` over ``group``, in place: call :meth:`begin`, :meth:`turn`, :meth:`end` in this order.
+
+    Between them nothing waits. All ranks of the group call the methods of all chunks in one order.
+    """
+
+    def __init__(self, chunk: Tensor, group: Group) -> None:
+        self._chunk, self._group = chunk, group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        share, more = divmod(chunk.numel(), self._ranks)
+        self._shares = [share + (rank < more) for rank in range(self._ranks)]
+        self._own = self._shares[self._rank]
+        self._parts = torch.empty(0)
+        self._work: Any = None
+
+    def begin(self) -> None:
+        """Send every rank its share of the chunk."""
+        self._parts = torch.empty(self._own * self._ranks, dtype=self._chunk.dtype, device=self._chunk.device)
+        self._exchange(self._parts, self._chunk, [self._own] * self._ranks, self._shares)
+
+    def turn(self) -> None:
+        """Wait for everybody's part of the own share, add them up, and send the sum to all."""
+        self._wait()
+        parts = self._parts.view(self._ranks, self._own)
+        total = parts[0].float() if parts.dtype in (torch.float16, torch.bfloat16) else parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        parts.copy_(total.to(parts.dtype, copy=True))
+        self._exchange(self._chunk, self._parts, self._shares, [self._own] * self._ranks)
+
+    def end(self) -> None:
+        """Wait until the chunk is summed."""
+        self._wait()
+        self._parts = torch.empty(0)
+
+    def _exchange(self, into: Tensor, source: Tensor, coming: list[int], going: list[int]) -> None:
+        with exchanging(WHAT):
+            self._work = dist.all_to_all_single(into, source, coming, going, group=self._group, async_op=True)
+
+    def _wait(self) -> None:
+        with exchanging(WHAT):
+            self._work.wait()
