@@ -1,12 +1,16 @@
 """Message-driven runs: real processes against plain training, and the order of arrival on its own."""
 
+import json
+import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
@@ -21,11 +25,15 @@ from runtime_cases import (  # noqa: E402
     zoo_chain,
 )
 
-from pipeplan.errors import BadInput, RunFailed  # noqa: E402
+from pipeplan.bounds import any_bound  # noqa: E402
+from pipeplan.cli import group  # noqa: E402
+from pipeplan.errors import BadInput, RunFailed, RunStopped  # noqa: E402
+from pipeplan.files import plan_text  # noqa: E402
 from pipeplan.message_driven import next_message  # noqa: E402
 from pipeplan.plan import Stage  # noqa: E402
-from pipeplan.problem import Platform  # noqa: E402
+from pipeplan.problem import Platform, Problem  # noqa: E402
 from pipeplan.program import Step  # noqa: E402
+from pipeplan.runtime.checkpoint import newest  # noqa: E402
 from pipeplan.runtime.executor import RankWork, execute  # noqa: E402
 from pipeplan.runtime.instructions import Backward, Forward, Send, Update  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
@@ -128,6 +136,24 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
     assert [*first.losses, *second.losses] == pytest.approx(losses, abs=1e-6)
 
 
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
+    """Threads are ready for messages of the mini-batch that nobody begins any more."""
+    plan = driven(GRID, 4, 3)
+    options = {"steps": 300, "lr": 0.05, "seed": 1, "checkpoint": tmp_path / "checkpoints"}
+
+    def stop(done):
+        if done.step == 3:  # a second signal would end us
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(RunStopped) as stopped:
+        run_plan(plan, ModelSpec(GPT), listener=stop, timeout_s=SECONDS, **options)
+    kept = newest(str(options["checkpoint"])).position.step
+    assert str(stopped.value).startswith(f"stopped after update {kept};")
+    again = run_plan(plan, ModelSpec(GPT), resume=True, **options | {"steps": kept + 1})
+    losses, _ = serial(GPT, 2, steps=kept + 1, accumulate=4, optimizer="sgd", lr=0.05, seed=1)
+    assert again.losses == pytest.approx(losses[-4:], abs=1e-5)
+
+
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +232,31 @@ def test_only_plans_that_drain_can_be_message_driven():
         message_driven_plan(plan, 3)
     with pytest.raises(BadInput, match="torch's engine runs a fixed order"):
         run_plan(driven([(0, 2, (0,)), (2, 6, (1,))], 4), ModelSpec(GPT), steps=1, lr=0.1, engine="torch")
+
+
+def test_the_command_runs_a_drained_plan_by_messages(tmp_path):
+    made = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights="flush", accumulate=4)
+    bound = any_bound(Problem(made.chain, made.platform, made.policy))
+    path, own = tmp_path / "plan.json", tmp_path / "own.json"
+    path.write_text(plan_text(replace(made, lower_bounds=(bound,))))
+    own.write_text(plan_text(replace(message_driven_plan(made, 2), lower_bounds=(bound,))))
+
+    def run(*arguments):
+        return CliRunner().invoke(group, ["run", *map(str, arguments)], catch_exceptions=False)
+
+    model = ["--model", f"zoo:{GPT}", "--lr", "0.05", "--seed", "1"]
+    shown = run(path, "--schedule", "message-driven", "--limit", "3", "--dry-run", "--steps", "2")
+    assert "at most 3 microbatches in each pipeline; arrivals decide the order" in shown.stdout
+    assert "0F0v0 0f0>1 0F1v0 0f1>1 0F2v0" in shown.stdout
+    losses, _ = serial(GPT, 2, steps=3, accumulate=4, optimizer="sgd", lr=0.05, seed=1)
+    options = [*model, "--steps", 3, "--link-delay", "2ms"]
+    done = run(path, "--schedule", "message-driven", "--limit", 3, *options, "--json")
+    assert json.loads(done.stdout)["losses"] == pytest.approx(losses, abs=1e-5)
+    trace = tmp_path / "trace.json"
+    assert "of a mini-batch, by messages, limit 2" in run(own, *options, "--trace", trace).stdout
+    assert "0F0" in trace.read_text()
+    refused = run(path, "--limit", 3)
+    assert (refused.exit_code, "--limit goes with --schedule message-driven" in refused.stderr) == (2, True)
 
 
 FAULTS = {

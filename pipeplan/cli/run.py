@@ -153,7 +153,10 @@ def command(
     if schedule is not None or limit is not None:
         if schedule is None and loaded.schedule.kind != "message-driven":
             raise click.UsageError("--limit goes with --schedule message-driven")
+        from ..validate import check
+
         loaded = message_driven_plan(loaded, limit)
+        check(loaded)  # another limit holds other activations
     spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
     epoch = None
     if epochs is not None:

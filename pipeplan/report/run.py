@@ -52,6 +52,10 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             f"            {format_ns(report.planned_period_ns)} planned from the profile: "
             f"measured is {measured / report.planned_period_ns - 1:+.1%}"
         )
+    if plan.schedule.kind == "message-driven" and measured is not None and calibrated is not None:
+        count = report.microbatches // report.steps
+        out.print(f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}")
+        out.print(f"            {format_ns(calibrated * count)} simulated with this run's own operation times")
     out.print()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "forward", "planned", "backward", "planned"):
