@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 
 from .bounds import any_bound
 from .errors import BadInput
-from .evaluate import evaluate
-from .plan import Pattern, Plan
+from .evaluate import SIMULATED, evaluate
+from .plan import Bound, Pattern, Plan
 from .problem import Chain, Layer, Problem
 from .profiles import merge_articulation
 from .schedule.one_f_one_b import best_one_f_one_b_star
@@ -96,10 +96,17 @@ class Carried:
 def carried(plan: Plan, chain: Chain) -> Carried:
     """Return ``plan`` with the costs of ``chain``: the same stages in the same order, at the smallest period it allows.
 
-    Memory is judged with the microbatches in flight of that order. Where an operation appears or vanishes (a transfer
-    of no bytes), contiguous stages get their best 1F1B* instead. Exact for the order (:func:`.retime.retime`).
+    A plan without a pattern keeps its schedule and its limit, and is simulated anew. Otherwise memory is judged with
+    the microbatches in flight of that order. Where an operation appears or vanishes (a transfer of no bytes),
+    contiguous stages get their best 1F1B* instead. Exact for the order (:func:`.retime.retime`).
     """
     moved = replace(plan, chain=chain, pattern=None, lower_bounds=())
+    if plan.schedule.kind in SIMULATED:
+        found = violations(moved)
+        if found:
+            return Carried(moved, None, tuple(found))
+        moved = replace(moved, lower_bounds=(_any_bound(moved),))
+        return Carried(moved, evaluate(moved).period_ns, ())
     broken = structure_violations(chain, plan.platform, plan.policy, plan.allocation.stages)
     if broken or plan.pattern is None:
         return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
@@ -113,8 +120,12 @@ def carried(plan: Plan, chain: Chain) -> Carried:
     found = violations(moved)
     if found:
         return Carried(moved, None, tuple(found), _other_order(graphs[1]))
-    moved = replace(moved, lower_bounds=(any_bound(Problem(chain, plan.platform, plan.policy, True, "segments")),))
+    moved = replace(moved, lower_bounds=(_any_bound(moved),))
     return Carried(moved, evaluate(moved).period_ns, ())
+
+
+def _any_bound(plan: Plan) -> Bound:
+    return any_bound(Problem(plan.chain, plan.platform, plan.policy, True, "segments"))
 
 
 def _other_order(graph: StageGraph) -> int | None:

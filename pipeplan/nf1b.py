@@ -8,8 +8,10 @@ from .errors import BadInput
 from .program import Arrival, Decide, Program, make_program
 from .stages import StageGraph, not_one_each
 
+DEFAULT_BATCH = 4  # microbatches of a mini-batch
 
-def nf1b(graph: StageGraph, microbatches: int, batch: int = 4, limit: int | None = None) -> Program:
+
+def nf1b(graph: StageGraph, microbatches: int, batch: int = DEFAULT_BATCH, limit: int | None = None) -> Program:
     """Return TiMePReSt's program: ``batch`` (N) microbatches are one mini-batch, with one backward for all of them.
 
     A device runs a backward as soon as its gradient is there, and forwards in order otherwise; nothing drains between

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import BadInput
+from .evaluate import SIMULATED
 from .message_driven import message_driven
-from .nf1b import nf1b
+from .nf1b import DEFAULT_BATCH, nf1b
 from .partition.balance import balance
 from .plan import Plan, Stage
 from .problem import Platform, Policy, Problem, Weights
@@ -23,6 +24,7 @@ from .schedule.interleaved import interleaved
 from .schedule.zbv import zbv
 from .schedule.zero_bubble import zb1p, zb2p
 from .stages import StageGraph, stage_graph
+from .timelines import graph_of, shown_microbatches
 
 Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
 
@@ -116,30 +118,51 @@ def drains(plan: Plan, schedule: str) -> bool:
     return (weights or plan.policy.weights) == "flush"
 
 
+def own_schedule(plan: Plan) -> str:
+    """Return the name of the schedule that a plan was made for: its pattern, or the kind that needs none."""
+    return plan.schedule.kind if plan.schedule.kind in SIMULATED else "pattern"
+
+
 def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[str, Any] | None = None) -> Program:
     """Return the program that runs ``microbatches`` microbatches of ``plan`` under ``schedule``.
 
-    ``options`` that the schedule doesn't take are left out. BadInput says why a plan cannot run so.
+    ``options`` that the schedule doesn't take are left out; those of the plan's own schedule are the plan's unless they
+    are given. BadInput says why a plan cannot run so.
     """
     entry = SCHEDULES[schedule]
     given = {name: value for name, value in (options or {}).items() if name in entry.options and value is not None}
     if entry.build is None:
         if plan.pattern is None:
-            raise BadInput("the plan has no pattern; name a schedule")
-        return unroll(
-            stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages), plan.pattern, microbatches
-        )
+            own = own_schedule(plan)
+            raise BadInput(
+                "the plan has no pattern; name a schedule" + (f" such as {own}, its own" if own != "pattern" else "")
+            )
+        return unroll(graph_of(plan), plan.pattern, microbatches)
+    if schedule == own_schedule(plan):
+        given = {"limit": plan.schedule.limit, **given}
+    if schedule == "nf1b":
+        given["batch"] = mini_batch(plan, schedule, options)
     chunks = given.pop("chunks", 2)
-    graph = schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 4))
-    return entry.build(graph, microbatches, **given)
+    return entry.build(
+        schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 1)), microbatches, **given
+    )
 
 
-def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 4) -> StageGraph:
+def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
+    """Return how many microbatches one backward covers: nF1B's, given or the plan's own or 4; else 1."""
+    if schedule != "nf1b":
+        return 1
+    own = plan.schedule.microbatches if plan.schedule.kind == "nf1b" else None
+    return int((options or {}).get("batch") or own or DEFAULT_BATCH)
+
+
+def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 1) -> StageGraph:
     """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
     entry = SCHEDULES[schedule]
     weights = entry.weights or plan.policy.weights
     accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
-    policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=False)
+    synced = plan.policy.vertical_sync and schedule == own_schedule(plan)
+    policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=synced)
     return stage_graph(plan.chain, plan.platform, policy, schedule_stages(plan, schedule, chunks))
 
 
@@ -177,6 +200,7 @@ def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage,
     )
 
 
-def default_microbatches(plan: Plan, most_in_flight: int) -> int:
-    """Return how many microbatches to simulate: the plan's mini-batch if it drains, else enough for a steady middle."""
-    return plan.schedule.microbatches or max(64, 16 * most_in_flight)
+def default_microbatches(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
+    """Return how many microbatches to simulate: as many as show the plan's own schedule, in whole mini-batches."""
+    batch = mini_batch(plan, schedule, options)
+    return -(-shown_microbatches(plan) // batch) * batch

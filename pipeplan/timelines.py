@@ -87,8 +87,9 @@ class SteadyRun:
 
     @property
     def period_ns(self) -> int:
-        """Time per microbatch in the steady state, rounded up."""
-        return ceil_div(self.cycle_ns, self.cycle * self.timeline.program.batch)
+        """Time per microbatch in the steady state, rounded up; never less than the busiest device or link needs."""
+        program = self.timeline.program
+        return max(program.graph.period_floor_ns, ceil_div(self.cycle_ns, self.cycle * program.batch))
 
 
 @lru_cache(maxsize=16)

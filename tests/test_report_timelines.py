@@ -14,7 +14,7 @@ from pipeplan.errors import BadInput
 from pipeplan.files import plan_text, profile_text
 from pipeplan.jitter import jittered_ns
 from pipeplan.message_driven import message_driven
-from pipeplan.report.gantt import draw, panels, pattern_window, timeline_rows
+from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
 from pipeplan.report.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.schedule.alternate import one_f_one_b
 from pipeplan.schedule.zbv import zbv
@@ -128,10 +128,15 @@ def test_gantt_marks_later_stages_and_weight_gradients():
     assert all(label in line for label in ("w0", "B1", "W2", "f3"))
 
 
-def test_pattern_window_shows_devices_in_order_then_links():
-    rows, start, end = pattern_window(straight())
-    assert [row.name for row in rows] == [*(f"GPU {d}" for d in range(4)), "link 0 - 1", "link 1 - 2", "link 2 - 3"]
-    assert (start, end) == (0, straight().pattern.period_ns)
+def test_plan_window_shows_devices_in_order_then_links():
+    window = plan_window(straight())
+    assert [row.name for row in window.rows] == [
+        *(f"GPU {d}" for d in range(4)),
+        "link 0 - 1",
+        "link 1 - 2",
+        "link 2 - 3",
+    ]
+    assert (window.start_ns, window.end_ns) == (0, straight().pattern.period_ns)
 
 
 def test_simulate_compares_schedules_in_one_table(pipeplan, plan_file):

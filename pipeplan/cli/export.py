@@ -19,13 +19,13 @@ from .options import JSON, PLAN
     type=click.Choice(["torch-csv", "torchtitan", "megatron", "deepspeed", "torchgpipe"]),
     help="The runtime.",
 )
-@click.option("--schedule", default="pattern", show_default=True, metavar="NAME", help="As in simulate.")
+@click.option("--schedule", metavar="NAME", help="As in simulate.  [default: the plan's own]")
 @click.option("--microbatches", type=click.IntRange(1, 10**6), help="Per mini-batch.  [default: as in simulate]")
 @click.option("--chunks", type=click.IntRange(1), help="interleaved: stages per GPU.  [default: 2]")
 @click.option("-o", "--output", default="-", metavar="FILE", help="Where to write it; - is standard output.")
 @JSON
 def command(
-    plan: str, target: str, schedule: str, microbatches: int | None, output: str, as_json: bool, **options: Any
+    plan: str, target: str, schedule: str | None, microbatches: int | None, output: str, as_json: bool, **options: Any
 ) -> None:
     """Write PLAN for another runtime: torch's schedule CSV, torchtitan, Megatron-LM, DeepSpeed, torchgpipe.
 
@@ -37,11 +37,12 @@ def command(
     from ..export import TARGETS, notes
     from ..files import load_plan, write_text
     from ..report.simulation import simulate_plan
-    from ..schedules import SCHEDULES, schedule_stages
+    from ..schedules import SCHEDULES, own_schedule, schedule_stages
 
-    if schedule not in SCHEDULES:
+    if schedule is not None and schedule not in SCHEDULES:
         raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
     loaded = load_plan(plan)
+    schedule = schedule or own_schedule(loaded)
     stages = schedule_stages(loaded, schedule, options["chunks"] or 2)
     run = simulate_plan(loaded, microbatches, schedule, options).timeline
     text = TARGETS[target].export(loaded, stages, run)

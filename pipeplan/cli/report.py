@@ -10,27 +10,27 @@ from .options import PLAN
 @click.command()
 @PLAN
 @click.option("-o", "--output", required=True, metavar="FILE", help="The page; - is standard output.")
-@click.option("--schedule", default="pattern", show_default=True, metavar="NAME", help="Of the run, as in simulate.")
+@click.option("--schedule", metavar="NAME", help="Of the run, as in simulate.  [default: the plan's own]")
 @click.option(
     "--microbatches", type=click.IntRange(1, 10**6), help="Of the run.  [default: as in simulate, if it fits]"
 )
-def command(plan: str, output: str, schedule: str, microbatches: int | None) -> None:
+def command(plan: str, output: str, schedule: str | None, microbatches: int | None) -> None:
     """Write PLAN as one self-contained HTML page: table, Gantt charts, memory, lower bounds.
 
     \b
     Example: pipeplan report plan.json -o report.html
     """
-    from ..evaluate import evaluate
     from ..files import load_plan, write_text
     from ..report.html import microbatches_shown, report_html
     from ..report.simulation import simulate_plan
-    from ..schedules import SCHEDULES, default_microbatches
+    from ..schedules import SCHEDULES, default_microbatches, mini_batch, own_schedule
 
-    if schedule not in SCHEDULES:
+    if schedule is not None and schedule not in SCHEDULES:
         raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
     loaded = load_plan(plan)
-    wanted = microbatches or default_microbatches(loaded, evaluate(loaded).most_in_flight)
-    shown = microbatches_shown(loaded, wanted)
+    schedule = schedule or own_schedule(loaded)
+    wanted = microbatches or default_microbatches(loaded, schedule)
+    shown = microbatches_shown(loaded, wanted, mini_batch(loaded, schedule))
     if microbatches is not None and shown < microbatches:
         click.echo(f"note: the page shows {shown} of {microbatches} microbatches", err=True)
     write_text(output, report_html(simulate_plan(loaded, shown, schedule)))

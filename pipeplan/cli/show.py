@@ -16,14 +16,14 @@ from .options import JSON, PLAN
 @click.option("-o", "--output", metavar="FILE", help="Draw it into a .svg, .png or .pdf instead.")
 @JSON
 def command(plan: str, width: int | None, no_links: bool, output: str | None, as_json: bool) -> None:
-    """Draw one period of PLAN: what every GPU and link does when, in the steady state.
+    """Draw one period of PLAN: what every GPU and link does when, in the steady state; message-driven: its mini-batch.
 
     \b
     Example: pipeplan show plan.json
     Example: pipeplan show plan.json -o pattern.svg
     """
     from ..files import load_plan
-    from ..report.gantt import pattern_window, rows_data
+    from ..report.gantt import plan_window, rows_data
     from ..report.timelines import print_pattern
 
     loaded = load_plan(plan)
@@ -32,6 +32,7 @@ def command(plan: str, width: int | None, no_links: bool, output: str | None, as
 
         save_pattern(loaded, output)
     if as_json:
-        click.echo(json.dumps(rows_data(*pattern_window(loaded)), indent=1))
+        window = plan_window(loaded)
+        click.echo(json.dumps(rows_data(window.rows, window.start_ns, window.end_ns), indent=1))
     elif output is None:
         print_pattern(loaded, width, not no_links)

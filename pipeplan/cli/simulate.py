@@ -45,11 +45,11 @@ class Share(click.ParamType[float]):
     multiple=True,
     metavar="NAME",
     help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
-    "several are compared.  [default: pattern]",
+    "several are compared.  [default: the plan's own]",
 )
 @click.option("--depth", type=click.IntRange(1), help="pipedream: microbatches in flight.  [default: NOAM]")
 @click.option("--chunks", type=click.IntRange(1), help="interleaved: stages per GPU.  [default: 2]")
-@click.option("--batch", type=click.IntRange(1), help="nf1b: microbatches per mini-batch.  [default: 4]")
+@click.option("--batch", type=click.IntRange(1), help="nf1b: microbatches per mini-batch.  [default: the plan's, or 4]")
 @click.option("--limit", type=click.IntRange(1), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
 @click.option(
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
@@ -90,13 +90,13 @@ def command(
     from ..errors import BadInput
     from ..files import load_plan, write_text
     from ..report.simulation import Refused, compare_schedules, simulate_plan
-    from ..schedules import SCHEDULES
+    from ..schedules import SCHEDULES, own_schedule
 
-    names = names or ("pattern",)
     unknown = [name for name in names if name not in SCHEDULES and name != "all"]
     if unknown:
         raise click.UsageError(f"--schedule: {unknown[0]!r} is not one of {', '.join(SCHEDULES)}, all")
     loaded = load_plan(plan)
+    names = names or (own_schedule(loaded),)
     if weight_keeps is not None:
         options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
     refused: list[Refused] = []

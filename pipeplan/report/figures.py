@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ..errors import BadInput
 from ..plan import Plan
 from ..units import format_ns
-from .gantt import Row, pattern_window, timeline_rows
+from .gantt import Row, plan_window, timeline_rows
 from .simulation import Simulation
 from .tables import headline
 
@@ -38,11 +38,12 @@ MEMORY_COLUMNS = 1200
 
 
 def save_pattern(plan: Plan, path: str) -> None:
-    """Draw one steady period of a plan, links too, into ``path``."""
-    rows, start, end = pattern_window(plan)
-    figure, (axes,) = make_figure([len(rows)])
-    _draw(axes, rows, start, end)
-    save_figure(figure, axes, f"{plan.chain.name}: one period. {headline(plan)}", path)
+    """Draw one steady period of a plan, or its one drained mini-batch, links too, into ``path``."""
+    window = plan_window(plan)
+    figure, (axes,) = make_figure([len(window.rows)])
+    _draw(axes, window.rows, window.start_ns, window.end_ns)
+    what = "one period" if plan.pattern is not None else window.title
+    save_figure(figure, axes, f"{plan.chain.name}: {what}. {headline(plan)}", path)
 
 
 def save_timeline(simulation: Simulation, path: str) -> None:
@@ -58,9 +59,8 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     memory.set_xlim(0, timeline.makespan_ns / 1e6)
     memory.set_xlabel("ms")
     memory.spines[["top", "right"]].set_visible(False)
-    name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
     title = (
-        f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {name}, "
+        f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {simulation.name}, "
         f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
     )
     save_figure(figure, axes, title, path)

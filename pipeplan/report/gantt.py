@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import median
 from typing import Any
 
 from rich.text import Text
 
-from ..plan import Plan
+from ..plan import Pattern, Plan
 from ..simulate import Timeline
-from ..stages import stage_graph
+from ..timelines import graph_of, plan_timeline, steady_nf1b
+from ..units import format_ns
 
 STYLES = {
     "F": "black on bright_blue",
@@ -22,6 +23,7 @@ STYLES = {
     "SEND_B": "black on yellow",
 }
 FILL = {"F": "=", "B": "#", "W": "+", "SEND_F": ">", "SEND_B": "<"}
+MOST_SHOWN = 4  # mini-batches of a steady state
 READABLE_COLUMNS = 4  # of a typical bar, in a chart that shows its operations one by one
 
 
@@ -52,14 +54,55 @@ class Row:
     device: int | None = None
 
 
-def pattern_window(plan: Plan) -> tuple[list[Row], int, int]:
-    """Return (rows, start, end) of one steady period; as many periods as the most replicas, so that each GPU is seen.
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What shows a plan: rows of bars, the part of them to draw, and what that is, in words."""
 
-    Microbatches are numbered so that the one entering at the window's start is 0; earlier ones are negative.
+    rows: Sequence[Row]
+    start_ns: int
+    end_ns: int
+    title: str
+
+
+def plan_window(plan: Plan) -> Window:
+    """Return what shows how a plan runs: steady periods of a pattern or of nF1B, or a whole drained mini-batch.
+
+    Microbatches are numbered so that the one entering at the start of a steady window is 0; earlier ones are negative.
     """
-    assert plan.pattern is not None
-    graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
-    period = plan.pattern.period_ns
+    if plan.pattern is not None:
+        rows, start, end = _pattern_window(plan, plan.pattern)
+        periods = (end - start) // plan.pattern.period_ns
+        what = "one period" if periods == 1 else f"{periods} periods"
+        return Window(rows, start, end, f"{what} of {format_ns(plan.pattern.period_ns)}")
+    schedule = plan.schedule
+    if schedule.kind != "nf1b":
+        timeline = plan_timeline(plan)
+        title = f"one mini-batch of {timeline.program.microbatches} microbatches, {schedule.kind}"
+        return Window(timeline_rows(timeline), 0, timeline.makespan_ns, title)
+    batch = schedule.microbatches or 1
+    steady = steady_nf1b(graph_of(plan), batch, schedule.limit or len(plan.allocation.stages))
+    entries = [row[0] for row in steady.timeline.start_ns[::batch]]
+    count = min(steady.cycle, len(entries) - 1, MOST_SHOWN)
+    first = len(entries) - 1 - count
+    begin, end = entries[first], entries[-1]
+    shifted = []
+    for row in timeline_rows(steady.timeline):
+        bars = tuple(
+            replace(
+                bar, start_ns=bar.start_ns - begin, end_ns=bar.end_ns - begin, microbatch=bar.microbatch - first * batch
+            )
+            for bar in row.bars
+            if bar.start_ns < end and bar.end_ns > begin
+        )
+        shifted.append(replace(row, bars=bars))
+    what = "cycle" if count == steady.cycle and steady.settled else "part"
+    title = f"one {what} of nf1b, {count} mini-batch{'es' if count > 1 else ''} of {batch} in {format_ns(end - begin)}"
+    return Window(shifted, 0, end - begin, title)
+
+
+def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[Row], int, int]:
+    """Return (rows, start, end) of as many steady periods as the most replicas, so that each GPU is seen."""
+    graph, period = graph_of(plan), pattern.period_ns
     end = period * max(resource.replicas for resource in graph.resources)
     rows = []
     for index, (resource, indices) in enumerate(zip(graph.resources, graph.on_resource, strict=True)):
@@ -67,7 +110,7 @@ def pattern_window(plan: Plan) -> tuple[list[Row], int, int]:
         for replica in range(resource.replicas):
             bars = []
             for i in indices:
-                op = plan.pattern.operations[i]
+                op = pattern.operations[i]
                 first = -((op.start_ns + op.duration_ns) // period) - 1
                 for m in range(first, (end - op.start_ns) // period + 1):
                     begin = op.start_ns + m * period

@@ -9,7 +9,7 @@ from html import escape
 from ..evaluate import Evaluation, evaluate, gap
 from ..plan import Plan, Stage
 from ..units import format_bandwidth, format_bytes, format_ns
-from .gantt import Row, pattern_window, timeline_rows
+from .gantt import Row, plan_window, timeline_rows
 from .page import SCRIPT, STYLE
 from .simulation import Simulation
 from .tables import bound_class
@@ -27,9 +27,13 @@ KINDS = {
 }
 
 
-def microbatches_shown(plan: Plan, wanted: int) -> int:
-    """Return how many microbatches the page's run has: ``wanted``, or fewer where that would be too many operations."""
-    return max(1, min(wanted, MOST_OPERATIONS // (2 * len(plan.allocation.stages))))
+def microbatches_shown(plan: Plan, wanted: int, batch: int = 1) -> int:
+    """Return how many microbatches the page's run has: ``wanted``, or fewer where that would be too many operations.
+
+    Fewer are whole mini-batches of ``batch``.
+    """
+    most = MOST_OPERATIONS // (2 * len(plan.allocation.stages))
+    return wanted if wanted <= most else max(1, most // batch) * batch
 
 
 def report_html(simulation: Simulation) -> str:
@@ -40,7 +44,6 @@ def report_html(simulation: Simulation) -> str:
     plan, timeline = simulation.plan, simulation.timeline
     result = evaluate(plan)
     run = [row for row in timeline_rows(timeline) if row.device is not None and row.bars]
-    name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
     data = {"makespan_ns": timeline.makespan_ns, "memory": _memory_data(simulation)}
     parts = [
         "<!doctype html>",
@@ -53,17 +56,16 @@ def report_html(simulation: Simulation) -> str:
         "<h2>Stages</h2>",
         _stages(plan, result),
     ]
-    if plan.pattern is not None:
-        rows, start, end = pattern_window(plan)
-        periods = (end - start) // plan.pattern.period_ns
+    if plan.pattern is not None or plan.schedule.kind == "nf1b":
+        window = plan_window(plan)
         parts += [
-            f"<h2>Steady state: {'one period' if periods == 1 else f'{periods} periods'}</h2>",
+            f"<h2>Steady state: {escape(window.title)}</h2>",
             '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
-            _legend(rows),
-            _chart("pattern", rows, start, end, labels=True),
+            _legend(window.rows),
+            _chart("pattern", window.rows, window.start_ns, window.end_ns, labels=True),
         ]
     parts += [
-        f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(name)}</h2>",
+        f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(simulation.name)}</h2>",
         f'<p class="soft">{format_ns(simulation.makespan_ns)} in all, {format_ns(simulation.per_microbatch_ns)} per '
         f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. "
         'Zoom <input type="range" data-zoom="run" min="1" max="20" step="0.5" value="1" aria-label="zoom"></p>',

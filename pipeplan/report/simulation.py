@@ -12,8 +12,10 @@ from ..errors import BadInput
 from ..evaluate import Evaluation, evaluate, flush_makespan_ns
 from ..jitter import jittered_ns
 from ..plan import Plan
-from ..schedules import default_microbatches, drains, program_of
+from ..schedules import default_microbatches, drains, own_schedule, program_of
 from ..simulate import Timeline, simulate
+from ..timelines import SteadyRun, steady_nf1b
+from ..weight_versions import live_versions, versions_used
 
 Progress = Callable[[], None]  # called after each simulated run
 
@@ -32,6 +34,29 @@ class Simulation:
     jitter_ns: tuple[float, ...] = ()
 
     @property
+    def own(self) -> bool:
+        """Whether the plan runs under the schedule that it was made for."""
+        return self.schedule == own_schedule(self.plan)
+
+    @property
+    def name(self) -> str:
+        """The schedule in words."""
+        return "the plan's pattern" if self.schedule == "pattern" else self.schedule
+
+    @property
+    def steady(self) -> SteadyRun | None:
+        """The steady state of nF1B; None for other schedules."""
+        program = self.timeline.program
+        if self.schedule != "nf1b" or program.limit is None:
+            return None
+        return steady_nf1b(program.graph, program.batch, program.limit)
+
+    def versions(self, vertical_sync: bool) -> list[int]:
+        """Return how many versions of its weights each stage keeps in this nF1B run."""
+        used = versions_used(self.timeline, vertical_sync)
+        return [live_versions(self.timeline, used, s) for s in range(len(self.timeline.program.graph.stages))]
+
+    @property
     def drained(self) -> bool:
         """Whether the run ends a mini-batch: the pipeline empties and weights are synchronised."""
         return drains(self.plan, self.schedule)
@@ -44,6 +69,8 @@ class Simulation:
     @property
     def per_microbatch_ns(self) -> float:
         """What a microbatch costs in the long run: its share of a drained run, or the steady period."""
+        if self.steady is not None:
+            return self.steady.period_ns
         return per_microbatch_ns(self.timeline, self.drained)
 
     @property
@@ -60,7 +87,7 @@ class Simulation:
         """Return every figure under a name with its unit; ``period_ns`` is None when the run is too short to settle."""
         timeline, plan = self.timeline, self.plan
         lanes = timeline.program.lanes
-        own = self.schedule == "pattern"
+        own, steady = self.own, self.steady
         found: dict[str, Any] = {
             "schedule": self.schedule,
             "microbatches": timeline.program.microbatches,
@@ -91,6 +118,15 @@ class Simulation:
                 if lane.device is None
             ],
         }
+        if steady is not None:
+            found["nf1b"] = {
+                "batch": timeline.program.batch,
+                "limit": timeline.program.limit,
+                "steady_period_ns": steady.period_ns,
+                "settled": steady.settled,
+                "versions": self.versions(vertical_sync=False),
+                "versions_with_vertical_sync": self.versions(vertical_sync=True),
+            }
         if self.jitter_ns:
             found["jitter"] = {
                 "runs": len(self.jitter_ns),
@@ -122,16 +158,20 @@ def percentile_95(values: Iterable[float]) -> float:
 
 
 def simulate_plan(
-    plan: Plan, microbatches: int | None = None, schedule: str = "pattern", options: Mapping[str, Any] | None = None
+    plan: Plan,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Simulation:
-    """Return the simulated run of a valid plan under ``schedule``.
+    """Return the simulated run of a valid plan under ``schedule``, by default its own.
 
     By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: 16 times those
     in flight, at least 64.
     """
     promised = evaluate(plan)
+    schedule = schedule or own_schedule(plan)
     if microbatches is None:
-        microbatches = default_microbatches(plan, promised.most_in_flight)
+        microbatches = default_microbatches(plan, schedule, options)
     return Simulation(plan, schedule, promised, simulate(program_of(plan, schedule, microbatches, options)))
 
 

@@ -72,12 +72,19 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
     )
     if result.makespan_ns is not None:
         out.print(f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}")
+    if plan.schedule.kind == "nf1b":
+        out.print(
+            f"nf1b        one backward for a mini-batch of {plan.schedule.microbatches} microbatches, at most "
+            f"{plan.schedule.limit} mini-batches inside"
+        )
+    if plan.schedule.kind == "message-driven":
+        out.print(f"order       message-driven, at most {plan.schedule.limit} microbatches in a pipeline")
     for bound in plan.lower_bounds:
         distance = gap(result.period_ns, bound)
         verdict = "optimal" if bound.period_ns == result.period_ns else f"gap {distance:.2%}"
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
     claimed = plan.provenance.claimed_period_ns
-    if claimed is not None and claimed != result.period_ns and result.makespan_ns is None:
+    if claimed is not None and claimed != result.period_ns and plan.schedule.kind == "pattern":
         out.print(f"claimed     {format_ns(claimed)} by {plan.provenance.algorithm} itself, before scheduling")
     out.print(
         f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"
@@ -90,9 +97,11 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
 
 def _state(plan: Plan) -> str:
     policy = plan.policy
-    return f"{policy.optimizer} in {policy.precision}" + (
-        (", state on the host" if policy.offload else "")
+    return (
+        f"{policy.optimizer} in {policy.precision}"
+        + (", state on the host" if policy.offload else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
+        + (", vertical sync" if policy.vertical_sync else "")
     )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..plan import Plan
 from ..units import format_bytes, format_ns
-from .gantt import Row, draw, panels, pattern_window, timeline_rows
+from .gantt import Row, draw, panels, plan_window, timeline_rows
 from .simulation import Refused, Simulation, percentile_95
 from .tables import console, headline
 
@@ -20,15 +20,13 @@ SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <
 
 
 def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> None:
-    """Print one steady period of a plan as a Gantt chart with its legend."""
+    """Print one steady period of a plan, or its one drained mini-batch, as a Gantt chart with its legend."""
     out = console(width)
-    rows, start, end = pattern_window(plan)
-    assert plan.pattern is not None
-    periods = (end - start) // plan.pattern.period_ns
+    window = plan_window(plan)
+    rows, start, end = window.rows, window.start_ns, window.end_ns
     out.print(headline(plan))
     out.print(
-        f"{'one period' if periods == 1 else f'{periods} periods'} of {format_ns(plan.pattern.period_ns)}; "
-        f"{LEGEND}{_shared(rows)}"
+        f"{window.title}; {LEGEND}{_shared(rows)}"
         f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
     )
     for line in draw(_shown(rows, links), start, end, out.width):
@@ -42,8 +40,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     figures = simulation.figures()
     rows = timeline_rows(timeline)
     legend = SPLIT if timeline.program.split else LEGEND
-    name = "the plan's pattern" if simulation.schedule == "pattern" else simulation.schedule
-    out.print(f"{figures['microbatches']} microbatches, {name}; {legend}{_shared(rows)}")
+    out.print(f"{figures['microbatches']} microbatches, {simulation.name}; {legend}{_shared(rows)}")
     shown = _shown(rows, links)
     columns = out.width - max(len(row.name) for row in shown) - 1
     for title, start, end in panels(timeline, columns):
@@ -58,13 +55,18 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
     )
     reached = figures["period_ns"]
-    planned = (
-        f", {format_ns(plan.pattern.period_ns)} planned" if simulation.schedule == "pattern" and plan.pattern else ""
-    )
-    if reached is None:
+    steady = simulation.steady
+    planned = f", {format_ns(plan.pattern.period_ns)} planned" if simulation.own and plan.pattern else ""
+    if steady is not None:
+        where = "in the steady state" if steady.settled else "on average of a long run, which finds no steady state"
+        out.print(f"period   {format_ns(steady.period_ns)} {where}")
+    elif reached is None:
         out.print("period   too few microbatches for a steady state")
     else:
         out.print(f"period   {format_ns(reached)} reached in the middle{planned}")
+    if steady is not None:
+        kept = (", ".join(map(str, simulation.versions(sync))) for sync in (False, True))
+        out.print("weights  versions by stage: {}; with vertical sync {}".format(*kept))
     if simulation.jitter_ns:
         out.print(
             f"jitter   {format_ns(statistics.median(simulation.jitter_ns))} per microbatch in the median of "
@@ -130,7 +132,7 @@ def print_comparison(
 
 def _device_table(simulation: Simulation) -> Table:
     """One row per GPU; the predicted peak is the plan's, for its own pattern."""
-    own = simulation.schedule == "pattern"
+    own = simulation.own
     table = _table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
     for row in simulation.figures()["devices"]:
         table.add_row(
