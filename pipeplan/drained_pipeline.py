@@ -36,7 +36,7 @@ class Drained:
 
 
 def drained(
-    problem: Problem, stages: Sequence[Stage], microbatches: int, limit: int, *, whole: bool = True, rounds: int = 8
+    problem: Problem, stages: Sequence[Stage], microbatches: int, limit: int, *, whole: bool = True, rounds: int = 4
 ) -> Drained:
     """Return how the grid that ``stages`` make runs a batch of ``microbatches`` microbatches for each pipeline.
 
