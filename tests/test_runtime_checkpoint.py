@@ -12,7 +12,7 @@ import runtime_cases  # noqa: E402
 from runtime_cases import chain_of, largest_difference, plan_of, serial, zoo_chain  # noqa: E402
 
 from pipeplan.errors import BadInput, RunFailed  # noqa: E402
-from pipeplan.runtime.checkpoint import ABOUT, newest  # noqa: E402
+from pipeplan.runtime.checkpoint import ABOUT, _remove_older, newest  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
 from pipeplan.runtime.model import ModelSpec  # noqa: E402
 from pipeplan.runtime.optimizers import parse_choice  # noqa: E402
@@ -153,6 +153,28 @@ def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
     report = run_plan(written[1], VECTORS, steps=5, lr=0.01, checkpoint=folder, resume=True)
     assert report.steps == 3
     assert newest(str(folder)).position.step == 5
+
+
+def test_only_the_newest_checkpoints_are_kept(written, tmp_path):
+    """Nothing goes that is not complete, or that has more updates and so is of another run."""
+    folder = tmp_path / "c"
+    for step in (1, 2, 3, 4, 9):
+        shutil.copytree(written[0] / "step-00000004", folder / f"step-{step:08d}")
+        about = folder / f"step-{step:08d}" / ABOUT
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"position": {"step": step, "microbatch": step}}))
+    (folder / "step-00000001" / ABOUT).unlink()
+    shutil.copytree(folder / "step-00000001", folder / ".step-00000007.removed")
+    _remove_older(str(folder), 4, 2)
+    assert names(folder) == ["step-00000001", "step-00000003", "step-00000004", "step-00000009"]
+
+
+def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
+    folder, plan = tmp_path / "c", healthy_plan()
+    run_plan(plan, VECTORS, steps=5, lr=0.01, checkpoint=folder, every=1, keep=2)
+    assert names(folder) == ["step-00000004", "step-00000005"]
+    for options, words in [({"checkpoint": folder, "keep": 0}, "keep: 0 is not"), ({"keep": 1}, "no folder is named")]:
+        with pytest.raises(BadInput, match=words):
+            run_plan(plan, VECTORS, steps=9, lr=0.01, **options)
 
 
 def test_no_checkpoint_is_none(tmp_path):

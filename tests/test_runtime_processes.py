@@ -160,6 +160,41 @@ def test_under_torchrun_the_processes_are_the_ranks(script, model, code, words):
     assert out.count("loss") == int(code == 0)
 
 
+@pytest.mark.parametrize("whom", ["agent", "rank"])
+def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
+    """The agent passes it on to its ranks; a scheduler may send it to a rank alone."""
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*command, str(script), "announcing", "1000", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    ) as launcher:
+        try:
+            ranks = []
+            while len(ranks) < 6:  # each says so twice while it profiles the model, and once when it trains
+                ranks.append(int(launcher.stdout.readline()))
+            os.kill(launcher.pid if whom == "agent" else ranks[-1], signal.SIGTERM)
+            out, _ = launcher.communicate(timeout=2 * SECONDS)
+            assert launcher.returncode != 0
+            assert all(has_ended(rank, SECONDS) for rank in ranks)
+        finally:
+            launcher.terminate()
+    found = newest(str(folder))
+    assert found is not None
+    assert 0 < found.position.step < 1000
+    assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
+    again = subprocess.run(
+        [sys.executable, str(script), "announcing", str(found.position.step + 2), str(folder)],
+        capture_output=True, text=True, env=environment(), timeout=2 * SECONDS, check=True,
+    )  # fmt: skip
+    assert "loss" in again.stdout
+    assert newest(str(folder)).position.step == found.position.step + 2
+
+
 def test_torchrun_must_start_as_many_processes_as_the_plan_has_devices(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

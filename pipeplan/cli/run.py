@@ -96,6 +96,9 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
     type=click.IntRange(1),
     help="After every N updates as well.  [default with --epochs: after every epoch]",
 )
+@click.option(
+    "--keep-checkpoints", metavar="N", type=click.IntRange(1), help="Remove older ones than N.  [default: keep all]"
+)
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
 @click.option("--trace", metavar="FILE", help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
@@ -124,6 +127,7 @@ def command(
     scheduler: str | None,
     evaluate: bool,
     checkpoint_every: int | None,
+    keep_checkpoints: int | None,
     trace: str | None,
     half: Any,
     loss_scale: float | None,
@@ -186,6 +190,7 @@ def command(
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
         every=checkpoint_every,
         half=HalfOptions(half, loss_scale, loss_scale_window),
+        keep=keep_checkpoints,
         listener=_listener(as_json, loaded),
         **shared,
     )

@@ -72,10 +72,11 @@ def usable_folder(folder: str) -> None:
         raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
 
 
-def write(folder: str, position: Position, model: str, seed: int, state: State) -> None:
+def write(folder: str, position: Position, model: str, seed: int, state: State, keep: int | None = None) -> None:
     """Write every rank's ``state`` to one checkpoint, all ranks together; RunFailed when a rank cannot.
 
-    An entry that several ranks have must be equal on all of them.
+    An entry that several ranks have must be equal on all of them. Once it is complete, older ones go, except for the
+    newest ``keep`` with it.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     final = Path(folder) / f"step-{position.step:08d}"
@@ -93,10 +94,26 @@ def write(folder: str, position: Position, model: str, seed: int, state: State) 
             (partial / ABOUT).write_text(json.dumps({"format": FORMAT, **fields, "files": files}, indent=1) + "\n")
             shutil.rmtree(final, ignore_errors=True)  # an older one that was found incomplete, or repeats this one
             os.replace(partial, final)
+            if keep is not None:
+                _remove_older(folder, position.step, keep)
         dist.barrier()
     except (OSError, CheckpointException) as error:
         free = format_bytes(shutil.disk_usage(folder).free)
         raise RunFailed(f"{final} cannot be written ({free} are free there): {reason_of(error)}") from error
+
+
+def _remove_older(folder: str, step: int, keep: int) -> None:
+    """Remove the complete checkpoints in ``folder`` up to ``step``, except for the newest ``keep``.
+
+    Those of more updates are of another run and stay. Each is renamed first, so that none is ever half there.
+    """
+    found = [x for path in Path(folder).glob("step-*") if (x := _read(path)) is not None and x.position.step <= step]
+    found.sort(key=lambda x: x.position.step, reverse=True)
+    for old in found[keep:]:
+        path = Path(old.path)
+        os.replace(path, path.with_name(f".{path.name}.removed"))
+    for path in Path(folder).glob(".step-*.removed"):  # those that a killed run left too
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def reason_of(error: BaseException) -> str:

@@ -35,13 +35,13 @@ from .model import ModelSpec
 from .optimizers import Choice, optimizer_maker, schedule_maker
 from .prepare import Script
 from .progress import Progress, StepProgress
+from .stopping import SharedStop, StoreStop
 from .worker import Engine, Job, Launcher, StepDone, run_rank
 
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
-NEVER: Final = 2**62
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -62,6 +62,7 @@ def run_plan(
     epoch: int | None = None,
     checkpoint: Path | None = None,
     every: int | None = None,
+    keep: int | None = None,
     resume: bool = False,
     max_restarts: int = 0,
     engine: Engine = "own",
@@ -87,10 +88,10 @@ def run_plan(
 
     A checkpoint is written to the folder ``checkpoint`` at the end, after each update whose number ``every`` divides,
     and when SIGTERM or SIGINT comes; the pipeline drains before it, so with weights that outlive an update the next
-    ones see fresher weights than without. With ``resume`` the run goes on from the folder's newest complete
-    checkpoint, if there is one. A run that fails for other reasons than its input begins again up to ``max_restarts``
-    times, from the newest checkpoint. ``engine`` "torch" runs a drained schedule on torch's own pipeline runtime, which
-    measures updates alone.
+    ones see fresher weights than without. The newest ``keep`` stay, all by default. With ``resume`` the run goes on
+    from the folder's newest complete checkpoint, if there is one. A run that fails for other reasons than its input
+    begins again up to ``max_restarts`` times, from the newest checkpoint. ``engine`` "torch" runs a drained schedule on
+    torch's own pipeline runtime, which measures updates alone.
 
     A plan of mixed precision runs in its profile's 16 bits, or those that ``half`` says. With offloading
     ``bucket_size`` parameters are stepped at a time (None: as the plan says). Replicas sum ``coarsening`` buckets of
@@ -101,7 +102,9 @@ def run_plan(
     """
     if save is not None and not save.parent.is_dir():
         raise BadInput(f"save: there is no folder {save.parent}")
-    if checkpoint is None and (resume or every is not None):
+    if keep is not None and keep < 1:
+        raise BadInput(f"keep: {keep} is not a positive number of checkpoints")
+    if checkpoint is None and (resume or every is not None or keep is not None):
         raise BadInput("checkpoint: no folder is named to resume from or to write to")
     if engine == "torch" and checkpoint is not None:
         raise BadInput("checkpoint: torch's engine writes none")
@@ -129,6 +132,7 @@ def run_plan(
         epoch=epoch,
         checkpoint=_absolute(checkpoint),
         every=every,
+        keep=keep,
         engine=engine,
         device=device,
         link_delay_ns=round(link_delay_s * 1e9),
@@ -175,36 +179,6 @@ def _found(job: Job, folder: str) -> Checkpoint | None:
 # --- processes of our own -------------------------------------------------------------------------------------------
 
 
-class _Begun:
-    """Which mini-batches may be begun, agreed between the ranks and the process that started them.
-
-    ``limit`` is the first that may not, ``begun`` the last that any rank has begun; one lock guards both, so after a
-    signal no rank begins what another one will never send.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._lock = context.Lock()
-        self._limit, self._begun = context.RawValue("q", NEVER), context.RawValue("q", -1)
-
-    def may_begin(self, minibatch: int) -> bool:
-        """Whether ``minibatch`` may be begun; if so, it counts as begun."""
-        with self._lock:
-            if minibatch >= self._limit.value:
-                return False
-            self._begun.value = max(self._begun.value, minibatch)
-            return True
-
-    def stop(self, first: int) -> None:
-        """Let no mini-batch begin after those that have, or after the run's ``first``, which is before a checkpoint."""
-        with self._lock:
-            self._limit.value = min(self._limit.value, max(self._begun.value, first) + 1)
-
-    @property
-    def limit(self) -> int:
-        """The first mini-batch that may not be begun."""
-        return int(self._limit.value)
-
-
 def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
     context: Any
@@ -215,10 +189,11 @@ def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
     progress = context.RawArray("q", [-1] * len(script.devices))  # the instruction that each rank is at
-    begun = _Begun(context)
+    begun = SharedStop(context)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, _stopping(job, script, begun):
+    asked = _asked(job, lambda: begun.stop(script.first.step))
+    with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, asked:
         try:
             for rank in range(len(script.devices)):
                 ours, theirs = context.Pipe(duplex=False)
@@ -235,27 +210,32 @@ def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None]
         finally:
             _stop(processes)
     if report.steps < script.steps:
-        raise RunStopped(
-            f"stopped after update {script.first.step + report.steps}; its checkpoint is in {job.checkpoint}"
-        )
+        raise _stopped(job, script.first.step + report.steps)
     return report
 
 
+def _stopped(job: Job, step: int) -> RunStopped:
+    return RunStopped(f"stopped after update {step}; its checkpoint is in {job.checkpoint}")
+
+
 @contextmanager
-def _stopping(job: Job, script: Script, begun: _Begun) -> Iterator[None]:
-    """Turn the first SIGTERM or SIGINT into a checkpoint and an end, if the run has a folder for it."""
+def _asked(job: Job, stop: Callable[..., None], once: bool = True) -> Iterator[None]:
+    """Let SIGTERM or SIGINT ``stop`` the run, if it has a folder for a checkpoint.
+
+    The first one alone with ``once``; then the second acts as it would have.
+    """
     if job.checkpoint is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Any] = {}
 
-    def stop(signum: int, _: Any) -> None:
-        begun.stop(script.first.step)
-        for number, handler in before.items():  # the second signal acts as it would have
+    def act(*_: Any) -> None:
+        stop()
+        for number, handler in before.items() if once else ():
             signal.signal(number, handler)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, stop)
+        before[number] = signal.signal(number, act)
     try:
         yield
     finally:
@@ -341,7 +321,7 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
 
 
 def _rank_main(
-    job: Job, rank: int, world: int, store_path: str, progress: Any, begun: _Begun, pipe: Connection
+    job: Job, rank: int, world: int, store_path: str, progress: Any, begun: SharedStop, pipe: Connection
 ) -> None:
     """Be one rank: send the report or the failure, and go."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach all of our processes; the parent ends us
@@ -398,20 +378,44 @@ def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgre
     if world != len(script.devices):
         raise BadInput(f"the plan uses {len(script.devices)} devices; torchrun started {world} processes")
     stores: list[Any] = []
+    stops: list[StoreStop] = []
 
     def open_store() -> Any:
         store, _, _ = next(rendezvous("env://"))  # torchrun's own store outlives any rank
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         stores.append(dist.PrefixStore(f"pipeplan/{restart}", store))  # type: ignore[attr-defined]  # as above
+        if job.checkpoint is not None:
+            stops.append(StoreStop(stores[0], rank, world, script.first.step, job.timeout_s))
         return stores[0]
+
+    def ask() -> None:
+        if not stops:
+            raise RunStopped("stopped before the first update; there is no new checkpoint")
+        stops[0].ask()
+
+    def may_begin(minibatch: int) -> bool:
+        return all(stop.may_begin(minibatch) for stop in stops)
 
     done = Launcher(open_store).done
     if listener is not None and rank == script.ranks_of(len(script.plan.allocation.stages) - 1)[0]:
         done = Progress(listener, 1, script.last.step, script.interval, script.plan.chain.microbatch).hear
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    launcher = Launcher(open_store, done=done, may_begin=may_begin, local_rank=local_rank)
     try:
-        return run_rank(job, rank, Launcher(open_store, done=done, local_rank=int(os.environ.get("LOCAL_RANK", rank))))
+        # on Ctrl-C a rank hears of it twice, from the terminal and from torchrun, which kills it if it takes too long
+        with _asked(job, ask, once=False):
+            report = run_rank(job, rank, launcher)
+    except RunStopped:
+        raise
     except Exception as error:
         failure = failure_of(rank, error)
         for store in stores:
             failure = told(failure, store, GRACE_S)
         raise failure.error() from error
+    finally:
+        for stop in stops:
+            stop.close()
+    for stop in stops:
+        if stop.limit < script.last.step:
+            raise _stopped(job, stop.limit)
+    return report

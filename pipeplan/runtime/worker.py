@@ -65,11 +65,11 @@ class Job:
     """What every rank is told.
 
     ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
-    folder for new ones, ``every`` so many updates. ``optimizer`` None is the plan's. The data repeats after ``epoch``
-    microbatches, with the next seed. ``save`` is the file to which rank 0 writes the trained model's state, ``load``
-    one to start from. ``device`` is asked for on each rank. ``half`` is about mixed precision; replicas sum
-    ``coarsening`` buckets at once, None: as many as serves, 0: all. Messages come ``link_delay_ns`` later than they
-    could, to emulate a slow network.
+    folder for new ones, ``every`` so many updates, of which the newest ``keep`` stay (None: all). ``optimizer`` None is
+    the plan's. The data repeats after ``epoch`` microbatches, with the next seed. ``save`` is the file to which rank 0
+    writes the trained model's state, ``load`` one to start from. ``device`` is asked for on each rank. ``half`` is
+    about mixed precision; replicas sum ``coarsening`` buckets at once, None: as many as serves, 0: all. Messages come
+    ``link_delay_ns`` later than they could, to emulate a slow network.
     """
 
     plan: Plan
@@ -87,6 +87,7 @@ class Job:
     epoch: int | None = None
     checkpoint: str | None = None
     every: int | None = None
+    keep: int | None = None
     resume: Checkpoint | None = None
     engine: Engine = "own"
     device: DeviceChoice = "auto"
@@ -243,7 +244,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
             if s in groups:  # replicas have seen different microbatches; the first one's statistics are kept by all
                 share_from(script.ranks_of(s)[0], groups[s], _buffers(script, s, model))
         state = training_state(script, rank, model, runners, device, scaling)
-        write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state)
+        write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state, job.keep)
         saved.append(step)
 
     def scale_losses() -> None:
