@@ -29,6 +29,7 @@ from ..errors import BadInput, RunFailed
 from ..units import format_bytes
 from .device import random_state, set_random_state
 from .prepare import Position
+from .transport import exchanging
 
 FORMAT = "pipeplan-checkpoint/1"
 ABOUT = "run.json"
@@ -85,8 +86,9 @@ def write(folder: str, position: Position, model: str, seed: int, state: State, 
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        dist.barrier()
-        save(state, checkpoint_id=partial)
+        with exchanging("the writing of the checkpoint"):
+            dist.barrier()
+            save(state, checkpoint_id=partial)
         if rank == 0:
             files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
             about = Checkpoint(str(final), position, model, seed, ranks)
@@ -96,7 +98,8 @@ def write(folder: str, position: Position, model: str, seed: int, state: State, 
             os.replace(partial, final)
             if keep is not None:
                 _remove_older(folder, position.step, keep)
-        dist.barrier()
+        with exchanging("the end of the checkpoint"):
+            dist.barrier()
     except (OSError, CheckpointException) as error:
         free = format_bytes(shutil.disk_usage(folder).free)
         raise RunFailed(f"{final} cannot be written ({free} are free there): {reason_of(error)}") from error
@@ -150,7 +153,8 @@ def read(checkpoint: Checkpoint, state: State) -> State:
             wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if tensor else None  # type: ignore[union-attr]  # just asked
     together = {**state, **wanted}
     try:
-        load(together, checkpoint_id=checkpoint.path)
+        with exchanging("the reading of the checkpoint"):
+            load(together, checkpoint_id=checkpoint.path)
     except CheckpointException as error:
         raise BadInput(f"{checkpoint.path}: cannot be read: {reason_of(error)}") from error
     return {name: together[name] for name in wanted}
