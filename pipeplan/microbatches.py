@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil
 
 from .errors import BadInput
@@ -30,8 +31,15 @@ class Profiles:
         number lies on the line through the two nearest profiles, but never below what is proportional to the nearest
         when the size shrinks, nor above it when the size grows. Weights and optimizer steps don't depend on it.
         """
-        if microbatch in self.measured:
-            return self.measured[microbatch]
+        if microbatch not in self._known:
+            self._known[microbatch] = self._made(microbatch)
+        return self._known[microbatch]
+
+    @cached_property
+    def _known(self) -> dict[int, Chain]:
+        return dict(self.measured)
+
+    def _made(self, microbatch: int) -> Chain:
         near = sorted(self.measured, key=lambda size: (abs(size - microbatch), size))
         base = self.measured[near[0]]
         other = self.measured[near[1]] if len(near) > 1 else None

@@ -184,6 +184,26 @@ def test_ring_all_reduce():
         assert costs.sync_period_ns(policy, gradient, r, bandwidth) == ceil(exact)
 
 
+def test_overlapped_sums_and_steps_are_two_machines_in_a_row():
+    rng = random.Random(5)
+    for _ in range(50):
+        chunks, sum_ns, step_ns = rng.randint(1, 6), rng.randint(1, 50), rng.randint(1, 50)
+        summed = stepped = 0
+        for _ in range(chunks):
+            summed += sum_ns
+            stepped = max(stepped, summed) + step_ns
+        policy = Policy("flush", 4, coarsening=2, bucket_parameters=5)
+        parameters = 10 * chunks - rng.randrange(10)
+        assert costs.overlapped_ns(policy, chunks * sum_ns, chunks * step_ns, parameters) == stepped
+
+
+def test_steps_that_overlap_are_not_charged_to_backwards():
+    chain = Chain("one", (Layer("a", 1, 2, 4, 0, optimizer_ns=100),), 0)
+    assert costs.backward_ns(chain, Policy("flush", 4), 0, 1) == 27
+    assert costs.backward_ns(chain, Policy("flush", 4, coarsening=1), 0, 1) == 2
+    assert costs.step_ns(chain, 0, 1, Fraction(3)) == 34
+
+
 def test_the_largest_gradient_is_the_inverse_of_the_sync_period():
     rng = random.Random(2)
     for _ in range(300):

@@ -1,6 +1,7 @@
 """The quick simulation of a grid agrees with the simulator."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from cases import random_chain, random_platform
@@ -9,7 +10,7 @@ from pipeplan.drained_pipeline import drained
 from pipeplan.evaluate import flush_makespan_ns
 from pipeplan.message_driven import message_driven
 from pipeplan.plan import Stage
-from pipeplan.problem import Policy, Problem
+from pipeplan.problem import Level, Policy, Problem
 from pipeplan.simulate import simulate
 from pipeplan.stages import stage_graph
 
@@ -43,3 +44,22 @@ def test_a_grid_runs_as_the_simulator_says(seed):
         memory = platform.slowest(stage.devices).memory_bytes
         assert found.over_bytes[s] == max(timeline.peak_bytes(lanes[d]) - memory for d in stage.devices)
     assert found.fits == (max(found.over_bytes) <= 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_pipeline_stands_for_all_and_a_part_for_a_long_batch(seed):
+    rng = random.Random(seed)
+    stages, pipelines = rng.randint(2, 4), rng.choice((2, 4))
+    chain = random_chain(rng, 2 * stages, largest=1000)
+    platform = random_platform(rng, stages * pipelines)
+    platform = replace(platform, levels=(Level(stages * pipelines, 2 * 10**10),))
+    groups = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)]
+    split = tuple(Stage(2 * s, 2 * s + 2, group) for s, group in enumerate(groups))
+    problem = Problem(chain, platform, Policy("flush", 200 * pipelines))
+    whole = drained(problem, split, 200, 2 * stages - 1)
+    part = drained(problem, split, 200, 2 * stages - 1, whole=False)
+    assert whole.exact
+    assert not part.exact
+    assert part.steps < whole.steps
+    assert part.batch_ns == pytest.approx(whole.batch_ns, rel=0.06)
+    assert all(abs(one - other) <= 1 for one, other in zip(part.in_flight, whole.in_flight, strict=True))

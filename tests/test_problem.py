@@ -144,6 +144,19 @@ def test_levels_join_units_of_the_level_below():
     assert platform.paths == ((100, 0), (50, 7), (50, 7))  # the slowest part of the path decides
 
 
+def test_groups_are_as_near_as_their_devices_that_exchange():
+    platform = Platform((Device(1),) * 8, (Level(4, 100), Level(2, 10)))
+    assert platform.level_between([0, 4], [1, 5]) == 0  # two pipelines, each in its server
+    assert platform.level_between([0, 4], [5, 1]) == 1  # crossed
+    assert platform.level_between([0, 4], [1]) == 1  # microbatches of device 4 come from device 1
+    assert platform.level_between([0, 1], [2, 3]) == 0
+    for cuts in ((0, 2, 4), (0, 3, 5), (1, 4, 8), (2, 3, 7)):  # one behind the other: what joins them all
+        one, other = list(range(cuts[0], cuts[1])), list(range(cuts[1], cuts[2]))
+        pairs = [(one[m % len(one)], other[m % len(other)]) for m in range(60)]
+        assert platform.level_between(one, other) == platform.level_of(one + other)
+        assert platform.level_between(other, one) == max(platform.level_of(pair) for pair in pairs)
+
+
 def test_levels_agree_with_the_definition():
     for seed in range(50):
         rng = random.Random(seed)
