@@ -398,7 +398,8 @@ def wait_deadly(rank, calls):
 PLACES = {
     "send": ("torch.distributed:isend", 5),
     "receive": ("torch.distributed:irecv", 6),
-    "reduce": ("torch.distributed:all_reduce", 5),
+    "reduce": ("torch.distributed:all_to_all_single", 9),  # each sum has two, the second one in the update
+    "gather": ("torch.distributed:all_to_all_single", 10),
     "write": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 2),
     "metadata": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", 2),
     "list": ("shutil:rmtree", 4),  # of the second checkpoint, everything but the last renaming has been done

@@ -82,11 +82,14 @@ def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_replica_killed_in_a_sum_of_gradients_is_named(rank, tmp_path):
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("reduce", "the gradient sum over the replicas of stage 0 for update 5"), ("gather", "update 5 of stage 0")],
+)
+def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, words, rank, tmp_path):
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2,))], weights="flush", accumulate=2)
-    model = ModelSpec(f"runtime_cases:deadly_reduce_{rank}", "runtime_cases:vectors")
-    words = rf"^rank {rank} died in the gradient sum over the replicas of stage 0 for update 5: killed by SIGKILL"
-    with pytest.raises(RunFailed, match=words):
+    model = ModelSpec(f"runtime_cases:deadly_{place}_{rank}", "runtime_cases:vectors")
+    with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
         run_plan(plan, model, timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS)
     assert newest(str(tmp_path)).position.step == 4
     assert run_plan(plan, MODEL, checkpoint=tmp_path, resume=True, **OPTIONS).steps == 2
