@@ -4,6 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 import runtime_cases  # noqa: E402
@@ -56,6 +59,15 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_process_starts():
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     with pytest.raises(BadInput, match="--device cuda: torch sees no GPU here; --device cpu runs on the CPU"):
         run_plan(plan, ModelSpec("gpt-tiny"), steps=1, lr=0.01, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
+    script = Path(__file__).parent.parent / "scripts" / "check_cuda.py"
+    done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "check_cuda: torch sees no GPU here; --device cpu rehearses the checks\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_where_there_is_a_gpu_ranks_are_spawned_not_forked(monkeypatch):

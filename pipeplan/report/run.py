@@ -54,7 +54,9 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         )
     if plan.schedule.kind == "message-driven" and measured is not None and calibrated is not None:
         count = report.microbatches // report.steps
-        out.print(f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}")
+        out.print(
+            f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
+        )
         out.print(f"            {format_ns(calibrated * count)} simulated with this run's own operation times")
     out.print()
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from ..plan import Plan
+from .device import CPU
 from .loss_scale import START, WINDOW, LossScale
 from .model import LoadedModel, boundaries_of
 from .network import converted
@@ -61,9 +62,12 @@ def first_scale(plan: Plan, dtype: torch.dtype, options: HalfOptions) -> LossSca
 
 
 def halved(
-    model: LoadedModel, dtype: torch.dtype, own: Iterable[int]
+    model: LoadedModel, dtype: torch.dtype, own: Iterable[int], device: torch.device = CPU
 ) -> tuple[LoadedModel, dict[nn.Parameter, Tensor]]:
-    """Convert ``model``; return it, and the full-precision values of the weights of its layers ``own``."""
+    """Convert ``model``; return it, and the full-precision values of the weights of its layers ``own``.
+
+    What lies between its layers is sized on ``device``, as :func:`load_model` does.
+    """
     slots = [
         (part, name, parameter)
         for index in dict.fromkeys(own)
@@ -80,7 +84,8 @@ def halved(
         masters.setdefault(parameter, before.data.float())
     del slots
     first = model.boundaries[0]
-    example = torch.zeros(first.shape, dtype=dtype if first.dtype.is_floating_point else first.dtype)
+    kind = dtype if first.dtype.is_floating_point else first.dtype
+    example = torch.zeros(first.shape, dtype=kind, device=device)
 
     def data(index: int, seed: int) -> tuple[Tensor, Tensor]:
         x, target = model.data(index, seed)

@@ -16,6 +16,8 @@ from ..errors import BadInput
 from ..problem import Chain
 from ..zoo import load
 from ..zoo.model import Model
+from .device import CPU
+from .network import resident
 from .profiler import LOSS_NAME, Loss, checked_model
 
 Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
@@ -64,10 +66,11 @@ class LoadedModel:
     boundaries: list[TensorSpec]
 
 
-def load_model(spec: ModelSpec, batch: int, seed: int) -> LoadedModel:
+def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
     """Find and build the model of ``spec`` for microbatches of ``batch`` samples; BadInput says what is wrong with it.
 
-    ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one.
+    ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one. The
+    layers stay where they are built; the pass that sizes what lies between them visits ``device``, layer by layer.
     """
     build = _builder(spec)
     data = data_of(spec, batch)
@@ -81,7 +84,7 @@ def load_model(spec: ModelSpec, batch: int, seed: int) -> LoadedModel:
         keys=_keys(result[0]),
         loss=loss,
         data=data,
-        boundaries=boundaries_of([module for _, module in layers], example_input),
+        boundaries=boundaries_of([module for _, module in layers], example_input.to(device)),
     )
 
 
@@ -141,7 +144,10 @@ def _keys(layers: Any) -> list[str]:
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
-    """Return the tensors between layers, from one pass in evaluation mode, which leaves no trace in the modules."""
+    """Return the tensors between layers, from one pass in evaluation mode, which leaves no trace in the modules.
+
+    It runs where the example is; a layer that isn't there comes for its part alone.
+    """
     x = example_input
     specs = [TensorSpec(tuple(x.shape), x.dtype)]
     training = [(part, part.training) for module in layers for part in module.modules()]
@@ -150,7 +156,8 @@ def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[Te
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for index, module in enumerate(layers):
             try:
-                x = module(x)
+                with resident(module, str(x.device), release=True):
+                    x = module(x)
             except Exception as error:
                 raise BadInput(f"layers[{index}]: failed on {specs[-1]}: {error}") from error
             if not isinstance(x, Tensor):

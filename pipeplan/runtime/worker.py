@@ -182,13 +182,14 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     device = own_device(kind_of(job.device, job.plan.chain.device), launcher.local_rank)
     script = job.script()
     stages = job.plan.allocation.stages
-    model = load_model(job.model, job.plan.chain.microbatch, job.seed)
+    model = load_model(job.model, job.plan.chain.microbatch, job.seed, device)
     if job.load is not None:
         load_weights(model, job.load)
     half = half_type(job.plan, job.half)
     masters: dict[nn.Parameter, Tensor] = {}
     if half is not None:
-        model, masters = halved(model, half, [i for s in script.stages_of(rank) for i in own_layers(script, s, model)])
+        own = [i for s in script.stages_of(rank) for i in own_layers(script, s, model)]
+        model, masters = halved(model, half, own, device)
     check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
     for s in script.stages_of(rank):
         place([model.layers[i][1] for i in own_layers(script, s, model)], device)
@@ -207,6 +208,9 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     agree(rank, model.boundaries)
     with exchanging("the comparison of devices at the start"):
         exchange = exchange_of(device, this_machine())
+    threaded = script.limit is not None or bool(job.link_delay_ns)
+    if threaded and exchange == "nccl":  # threads exchange between hosts alone
+        exchange = "staged"
     links = open_links(script, rank, exchange, device)
     groups = replica_groups(script, exchange)
     for s in script.stages_of(rank):
@@ -271,7 +275,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
 
     instructions = script.instructions[rank]
     mail: ThreadedTransport | None = None
-    if script.limit is not None or job.link_delay_ns:
+    if threaded:
         room = 1 if script.limit is None else script.limit * stages[0].replicas
         group = pipeline_group(script, rank)
         mail = ThreadedTransport(instructions, specs, room, job.timeout_s, job.link_delay_ns, group)
@@ -328,8 +332,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         ),
     )
     if job.save is not None:
-        own = trained_state(script, first_replicas(script, rank), model, runners)
-        everybodys = gathered(rank, {key: value.cpu() for key, value in own.items()})
+        trained = trained_state(script, first_replicas(script, rank), model, runners)
+        everybodys = gathered(rank, {key: value.cpu() for key, value in trained.items()})
         if everybodys is not None:
             _write(Path(job.save), {key: value for state in everybodys for key, value in state.items()})
     dist.destroy_process_group()
