@@ -14,6 +14,7 @@ from pipeplan.errors import RunFailed  # noqa: E402
 from pipeplan.runtime.account import Account  # noqa: E402
 from pipeplan.runtime.model import TensorSpec  # noqa: E402
 from pipeplan.runtime.optimizers import optimizer_maker  # noqa: E402
+from pipeplan.runtime.renewal import read_weights_themselves  # noqa: E402
 from pipeplan.runtime.stage import StageModule  # noqa: E402
 from pipeplan.runtime.versions import Keeping, Versions  # noqa: E402
 
@@ -241,6 +242,27 @@ def test_stored_activations_are_the_same_bytes_as_without_renewal():
         stage.backward(0, 0, torch.ones_like(out))
         assert account.held_bytes == 0
     assert found[0] == found[1] > 0
+
+
+class Peeking(nn.LSTM):
+    """Tells whether cuDNN may be used in its forward, which may fail."""
+
+    def forward(self, x):
+        assert x.dim() == 3
+        self.allowed = torch.backends.cudnn.enabled
+        return super().forward(x)
+
+
+def test_recurrent_layers_do_without_packed_weights():
+    layer = nn.Sequential(Peeking(2, 2))
+    read_weights_themselves([layer])
+    assert torch.backends.cudnn.enabled
+    layer(torch.zeros(1, 1, 2))
+    assert layer[0].allowed is False
+    assert torch.backends.cudnn.enabled
+    with pytest.raises(AssertionError):
+        layer(torch.zeros(2))
+    assert torch.backends.cudnn.enabled
 
 
 def test_weights_in_one_storage_are_told_apart():

@@ -10,12 +10,14 @@ from its weights alone, such as a normalised or a converted copy, would go on wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import RunFailed
@@ -70,3 +72,25 @@ def renewing(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[Non
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def read_weights_themselves(modules: Iterable[nn.Module]) -> None:
+    """Let recurrent layers among ``modules`` run without cuDNN, which packs their weights into a copy for both passes.
+
+    Torch's own kernels read the weights; on CPUs oneDNN's do.
+    """
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase):
+                before: list[bool] = []
+                part.register_forward_pre_hook(partial(_cudnn_off, before))
+                part.register_forward_hook(partial(_cudnn_back, before), always_call=True)
+
+
+def _cudnn_off(before: list[bool], *_: Any) -> None:
+    before.append(torch.backends.cudnn.enabled)
+    torch.backends.cudnn.enabled = False
+
+
+def _cudnn_back(before: list[bool], *_: Any) -> None:
+    torch.backends.cudnn.enabled = before.pop()

@@ -45,6 +45,7 @@ from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, 
 from .optimizers import Choice, MakeOptimizer, optimizer_maker, schedule_maker
 from .prepare import FROM_THE_START, Script, prepare
 from .recorder import Recorder, recorder_of
+from .renewal import read_weights_themselves
 from .stage import StageModule
 from .stage_optimizer import BucketBuffers, check_elementwise, is_elementwise
 from .state import first_replicas, own_layers, restore, trained_state, training_state
@@ -196,7 +197,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     if isinstance(model.loss, nn.Module):
         place([model.loss], device)
     if script.renews and not job.evaluates:
-        _refuse_copies(script, rank, model)
+        _prepare_renewal(script, rank, model)
     with exchanging("the meeting of the ranks"):
         dist.init_process_group(
             "gloo",
@@ -417,10 +418,11 @@ def _stage_module(
     )
 
 
-def _refuse_copies(script: Script, rank: int, model: LoadedModel) -> None:
-    """Raise BadInput for a layer that cannot be differentiated with newer weights; recomputed ones always can."""
+def _prepare_renewal(script: Script, rank: int, model: LoadedModel) -> None:
+    """See to it that backwards can use newer weights; BadInput for a layer where they cannot. Recomputed ones can."""
     for s in script.stages_of(rank):
         again = {i for first, last in script.plan.allocation.stages[s].checkpoint for i in range(first, last)}
+        read_weights_themselves(model.layers[i][1] for i in own_layers(script, s, model))
         for i in own_layers(script, s, model):
             if i not in again:
                 refuse_copies(f"layer {i}", *model.layers[i], model.boundaries[i])
