@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +23,16 @@ from ..errors import RunFailed
 from .versions import Versions
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A weight of the stage, or a view of one, in whichever version."""
 
-    index: int
+    place: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """An activation, and how often it had been changed in place when it was stored."""
 
     tensor: Tensor
@@ -48,8 +45,7 @@ def renewing(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[Non
 
     With hooks autograd doesn't check that what it has kept is unchanged; so this does.
     """
-    parameters = versions.installed
-    places = {parameter.untyped_storage()._cdata: index for index, parameter in enumerate(parameters)}
+    parameters, places = versions.installed, versions.places
 
     def pack(tensor: Tensor) -> _Weight | _Stored:
         index = places.get(tensor.untyped_storage()._cdata)
@@ -61,14 +57,15 @@ def renewing(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[Non
 
     def unpack(kept: _Weight | _Stored) -> Tensor:
         if isinstance(kept, _Weight):
-            weight = parameters[kept.index].data
+            weight = parameters[kept.place].data
             return weight.as_strided(kept.size, kept.stride, int(weight.storage_offset()) + kept.offset)
-        if kept.tensor._version != kept.changes:
+        tensor, changes = kept
+        if tensor._version != changes:
             raise RunFailed(
-                f"a tensor of shape {tuple(kept.tensor.shape)} that the backward needs was changed in place after it "
-                "was stored"
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was "
+                "stored"
             )
-        return kept.tensor
+        return tensor
 
     with saved_tensors_hooks(pack, unpack):
         yield

@@ -130,6 +130,7 @@ class StageModule:
         self._pieces = _pieces(start, stop, layers, loss, checkpoint)
         self._modules = layers
         self._renews = renews
+        self._fixed: set[int] | None = None  # storages of buffers and frozen weights
         self._in_flight: dict[int, InFlight] = {}
 
     @property
@@ -269,7 +270,9 @@ class StageModule:
 
     @contextmanager
     def _renewing(self, holding: Holding, accounted: bool) -> Iterator[None]:
-        permanent = self._permanent() if accounted else set()
+        if accounted and self._fixed is None:
+            self._fixed = {x.untyped_storage()._cdata for x in self._tensors() if not x.requires_grad}
+        permanent = self._fixed or set()
 
         def hold(tensor: Tensor) -> None:
             if accounted and tensor.untyped_storage()._cdata not in permanent:
@@ -280,8 +283,12 @@ class StageModule:
 
     def _permanent(self) -> set[int]:
         """Return the storages of weights and buffers, which the account leaves out."""
-        tensors = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
-        return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in tensors}
+        return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            yield from module.parameters()
+            yield from module.buffers()
 
     def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
         """What is sent must be what the other end expects: gloo would reinterpret or abort."""

@@ -84,6 +84,7 @@ class Versions:
         self._shared = leaves if shared else None
         self._leaves = {first: [nn.Parameter(leaf.data) for leaf in leaves] if shared else leaves}
         self._newest = self._installed = first
+        self._places: dict[int, int] | None = None
         device = leaves[0].device if leaves else CPU
         self._mixed = bool(keeping.masters)
         home = CPU if keeping.offload else device
@@ -124,6 +125,14 @@ class Versions:
             for shared, leaf in zip(self._shared, leaves, strict=True):
                 shared.data = leaf.data
         self._installed = version
+        self._places = None
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The index of the parameter that the modules have now in each storage."""
+        if self._places is None:
+            self._places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(self.installed)}
+        return self._places
 
     @property
     def installed(self) -> Sequence[nn.Parameter]:
@@ -233,6 +242,7 @@ class Versions:
         """Yield all weights, gradients and optimizer state, and whether they are in host memory for want of room."""
         for leaves in self._leaves.values():
             yield from ((leaf.data, False) for leaf in leaves)
+        for leaves in [*self._leaves.values(), *([] if self._shared is None else [self._shared])]:
             yield from ((leaf.grad, False) for leaf in leaves if leaf.grad is not None)
         for storages in (*self._spare, self._next):
             yield from ((storage, False) for storage in storages)
