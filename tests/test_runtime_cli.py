@@ -87,3 +87,36 @@ def test_usage_errors(plan):
         done = CliRunner().invoke(group, arguments)
         assert done.exit_code == 2
         assert words in done.output
+
+
+def test_mixed_precision_with_offloading(tmp_path):
+    chain = chain_of(runtime_cases.exploding, 4, dtype=torch.bfloat16)
+    made = plan_of(chain, [(0, 4, (0, 1)), (4, 6, (2,))], weights="flush", accumulate=2, optimizer="adam")
+    policy = replace(made.policy, precision="mixed", offload=True, bucket_parameters=100)
+    bound = any_bound(Problem(made.chain, made.platform, policy))
+    path = tmp_path / "plan.json"
+    path.write_text(plan_text(replace(made, policy=policy, lower_bounds=(bound,))))
+    model = ["--model", "runtime_cases:exploding", "--data", "runtime_cases:exploding_vectors", "--lr", "0.01"]
+    options = ["--steps", 4, "--coarsening", 2, "--loss-scale", 1024, "--loss-scale-window", 1]
+    trace = tmp_path / "trace.json"
+    done = run(path, *model, *options, "--trace", trace)
+    assert "loss scale 4096 at the end; 1 updates skipped for overflow" in done.stdout
+    assert "GPU 2: weights, gradients and optimizer at most 0.00 MB measured, 0.00 MB predicted; in host memory" in (
+        done.stdout.replace("\n", " ")
+    )
+    events = json.loads(trace.read_text())["traceEvents"]
+    threads = {event["tid"] for event in events if event.get("cat") == "REDUCE"}
+    assert threads == {3, 4}  # beside those of the ranks
+    assert {event["name"] for event in events if event.get("cat") == "AGREE"} == {f"-1AGREE{v}" for v in range(1, 5)}
+    figures = json.loads(run(path, *model, *options, "--half", "fp16", "--json").stdout)
+    assert figures["skipped"] == [3]
+    first, _, last = figures["states"]
+    assert last["measured_bytes"] == last["planned_bytes"] == 4 * 272 + 16 * 100
+    assert last["measured_host_bytes"] == last["planned_host_bytes"] == 12 * 272
+    assert 0 < first["measured_bytes"] - first["planned_bytes"] <= 2 * 200 * 2  # what is summed twice, two chunks
+    assert figures["loss_scale"] == 4096
+    assert "2R1" not in run(path, *model, "--dry-run").stdout
+    assert "A1 0R1 0U1" in run(path, *model, "--dry-run").stdout
+    for wrong in (["--coarsening", "0"], ["--coarsening", "some"], ["--bucket-size", "0"], ["--half", "fp8"]):
+        failed = CliRunner().invoke(group, ["run", str(path), *model, *wrong])
+        assert failed.exit_code == 2, failed.output

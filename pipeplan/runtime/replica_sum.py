@@ -54,6 +54,11 @@ class ChunkSum:
         self._wait()
         self._parts = torch.empty(0)
 
+    @property
+    def scratch(self) -> Tensor:
+        """What the sum needs beside the chunk, from :meth:`begin` to :meth:`end`: as much again."""
+        return self._parts
+
     def _exchange(self, into: Tensor, source: Tensor, coming: list[int], going: list[int]) -> None:
         with exchanging(WHAT):
             self._work = dist.all_to_all_single(into, source, coming, going, group=self._group, async_op=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from .versions import Versions
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+Kept = Callable[[], Iterator[tuple[Tensor, bool]]]  # tensors, and whether they are in host memory for want of room
 
 
 class StateAccount:
@@ -12,22 +16,22 @@ class StateAccount:
     """
 
     def __init__(self) -> None:
-        self._watched: list[Versions] = []
+        self._watched: list[Kept] = []
         self.device_bytes = 0
         self.host_bytes = 0
         self.open = True
 
-    def watch(self, versions: Versions) -> None:
-        """Count what ``versions`` keeps as well."""
-        self._watched.append(versions)
+    def watch(self, kept: Kept) -> None:
+        """Count what ``kept`` yields as well."""
+        self._watched.append(kept)
 
     def note(self) -> None:
         """Count what is there now."""
         if not self.open:
             return
         sizes: dict[int, tuple[int, bool]] = {}
-        for versions in self._watched:
-            for tensor, on_host in versions.tensors():
+        for kept in self._watched:
+            for tensor, on_host in kept():
                 storage = tensor.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes(), on_host
         self.device_bytes = max(self.device_bytes, sum(n for n, on_host in sizes.values() if not on_host))

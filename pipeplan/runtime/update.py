@@ -6,6 +6,7 @@ stepped, and meanwhile the next ones are under way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,11 @@ class StageUpdate:
     def replicas(self) -> int:
         """The number of ranks that make the same update."""
         return self._replicas
+
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield what the stage keeps and uses for updates, and whether it is in host memory for want of room."""
+        yield from self._versions.tensors()
+        yield from ((chunk.scratch, False) for chunk in self._sums)
 
     def reduce(self, version: int) -> None:
         """Begin the sum of the gradients from which ``version`` will be made."""

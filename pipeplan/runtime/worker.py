@@ -228,7 +228,6 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         bucket = _bucket(job, s in groups)
         keeping = Keeping(masters, bucket, job.plan.policy.offload, s in groups, buffers, states.note)
         runners[s] = _stage_module(script, job, rank, s, model, account, recorder, device, keeping)
-        states.watch(runners[s].versions)
     masters.clear()
     scaling = None
     if half is not None:
@@ -280,15 +279,18 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         room = 1 if script.limit is None else script.limit * stages[0].replicas
         group = pipeline_group(script, rank)
         mail = ThreadedTransport(instructions, specs, room, job.timeout_s, job.link_delay_ns, group)
+    updates = {
+        s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, _coarsening(job), scaling)
+        for s, runner in runners.items()
+    }
+    for update in updates.values():
+        states.watch(update.tensors)
     work = RankWork(
         stages=runners,
         last=len(stages) - 1,
         transport=links.transport(rank, instructions, specs, len(stages)) if mail is None else links.through_host(mail),
         data=lambda microbatch: _sample(model, job, microbatch, device),
-        updates={
-            s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, _coarsening(job), scaling)
-            for s, runner in runners.items()
-        },
+        updates=updates,
         agree=agree_on,
         progress=launcher.at,
         # hooks that are there anyway can account everything
