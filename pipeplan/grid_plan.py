@@ -91,5 +91,7 @@ def _no_grid(asked: GridProblem) -> str:
 
 
 def _nothing_fits(outcome: Outcome) -> str:
+    if outcome.stopped is not None:
+        return f"the {outcome.stopped} ended the search before it found a grid that fits"
     reasons = [f"{row.inter} x {row.data}: {row.reason}" for row in outcome.rows if row.reason]
     return "no grid fits: " + "; ".join(reasons)

@@ -241,6 +241,7 @@ class _Search:
         """Return what was found."""
         count = len(self.asked.problem.platform)
         grids = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
+        grids = [grid for grid in grids if self.asked.data in (None, grid[1])]
         if self.best is not None and (self.best.config.inter, self.best.config.data) not in grids:
             grids.append((self.best.config.inter, self.best.config.data))
         alive = [bound for config, bound in self.bounds.items() if self._offers.get(config, True) is not None]

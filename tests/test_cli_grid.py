@@ -84,6 +84,20 @@ def test_json_has_the_table_of_grids(profile: str, pipeplan: Command) -> None:
     assert options["bound_ns"] <= options["grid"]["batch_ns"]
 
 
+def test_one_number_of_pipelines_and_an_early_end_are_said(profile: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan("plan", profile, *PLATFORM, "--data-parallel", "2", "--batch", "16")
+    assert (code, err) == (0, "")
+    assert out.startswith("grid 2 x 2, ")
+    assert "1 x 4" not in out
+    assert "ended early" not in out
+    code, out, err = pipeplan("plan", profile, *PLATFORM, "--data-parallel", "3", "--batch", "15")
+    assert (code, err) == (0, "")
+    assert "1 of the 4 GPUs stay unused: no grid of all of them is faster" in out
+    code, out, err = pipeplan("plan", profile, *GRID, "--time-limit", "1ns")
+    assert (code, out) == (1, "")
+    assert "the time limit ended the search before it found a grid that fits" in err
+
+
 def test_several_profiles_give_the_sizes(profile: str, second: str, pipeplan: Command) -> None:
     code, out, err = pipeplan("plan", profile, *GRID, "--microbatch-profile", second, "--json")
     assert (code, err) == (0, "")

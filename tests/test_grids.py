@@ -179,6 +179,9 @@ def test_limits_fixed_numbers_of_pipelines_and_interrupts():
     assert {config.data for config in configs(asked)} == {2}
     plan = make_grid_plan(asked)
     assert plan.schedule.limit == 3
+    assert [(row["inter"], row["data"]) for row in plan.provenance.options["grids"]] == [(4, 2)]
+    three = make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 30, data=3))  # which doesn't divide the GPUs
+    assert [(row["inter"], row["data"]) for row in three.provenance.options["grids"]] == [(2, 3)]
     assert limits(4, 100) == [4, 7, 5, 6, 3, 2, 1]
     assert limits(1, 100) == [1]
     assert max(limits(9, 4)) == 4

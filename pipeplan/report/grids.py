@@ -30,6 +30,8 @@ def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None =
     )
     if used < count:
         out.print(f"{count - used} of the {count} GPUs stay unused: no grid of all of them is faster")
+    if plan.provenance.solver_status is not None:
+        out.print(f"the search ended early: {plan.provenance.solver_status}")
     out.print()
     out.print(_table(options["grids"], chosen))
     out.print()
@@ -45,12 +47,15 @@ def _settings(figures: dict[str, Any]) -> str:
     ac = "no recomputation" if figures["ac"] is None else f"ac {figures['ac']}"
     parts = [f"microbatch {figures['microbatch']}", ac, *(["offload"] if figures["offload"] else [])]
     if figures["placement"] == "pipeline":
-        parts.append("pipelines inside servers")
+        parts.append("GPUs of a pipeline side by side")
     return ", ".join([*parts, f"limit {figures['limit']}"])
 
 
 def _table(grids: Sequence[dict[str, Any]], chosen: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    if any(figures.get("simulated") == "one pipeline" for figures in grids):
+        table.caption = "~ one pipeline was simulated for all"
+        table.caption_style, table.caption_justify = "dim", "left"
     table.add_column("grid", no_wrap=True)
     table.add_column("per batch", justify="right", no_wrap=True)
     table.add_column("with, or why not")
