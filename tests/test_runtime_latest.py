@@ -14,6 +14,7 @@ from runtime_cases import chain_of, largest_difference, plan_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import parametrizations  # noqa: E402
 
+from pipeplan import zoo  # noqa: E402
 from pipeplan.bounds import any_bound  # noqa: E402
 from pipeplan.cli import group  # noqa: E402
 from pipeplan.errors import BadInput, RunFailed  # noqa: E402
@@ -283,6 +284,26 @@ def test_one_stage_is_plain_training_to_the_bit(tmp_path):
         stepper.step()
     torch.set_num_threads(before)
     assert largest_difference(torch.load(tmp_path / "state.pt"), model.state_dict()) < 1e-15
+
+
+def test_one_mini_batch_at_a_time_is_synchronous_training_in_mixed_precision_too(tmp_path):
+    """Nothing is newer than anything then; weights of 16 bits, their masters and what is offloaded work the same."""
+    model = zoo.load("gpt-tiny")
+    chain = chain_of(model, 2, data=model.data(2), dtype=torch.bfloat16)
+    plans = {
+        "nf1b": nf1b_plan(chain, [(0, 4), (4, 8)], 1, limit=1, optimizer="adam"),
+        "flush": plan_of(chain, [(0, 4, (0,)), (4, 8, (1,))], weights="flush", accumulate=1, optimizer="adam"),
+    }
+    states = []
+    for kind, plan in plans.items():
+        policy = replace(plan.policy, precision="mixed", offload=True, bucket_parameters=5000)
+        report = run_plan(
+            replace(plan, policy=policy), ModelSpec("gpt-tiny"), steps=4, lr=0.002, save=tmp_path / f"{kind}.pt"
+        )
+        assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
+        states.append(torch.load(tmp_path / f"{kind}.pt"))
+    assert largest_difference(*states) == 0
+    assert largest_difference(states[0], {key: torch.zeros_like(x) for key, x in states[0].items()}) > 0
 
 
 def test_activations_and_versions_are_ordered_as_predicted():

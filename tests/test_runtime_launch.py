@@ -187,6 +187,7 @@ def test_a_run_equals_training_in_one_process(case, tmp_path):
     assert largest_difference(torch.load(saved), state) <= 1e-6
     assert min(report.step_losses) < report.step_losses[0]
     assert [stage.versions for stage in report.stages] == options["versions"]
+    assert [stage.planned_versions for stage in report.stages] == options["versions"]
     assert len(report.times) == len({d for stage in stages for d in stage.devices})
     if "batch norm" not in case:  # where a stage ends in ReLU, its output is kept as well, and planned elsewhere
         assert [a.measured_bytes for a in report.activations] == [a.planned_bytes for a in report.activations]

@@ -244,6 +244,27 @@ def test_stored_activations_are_the_same_bytes_as_without_renewal():
     assert found[0] == found[1] > 0
 
 
+def test_tied_weights_are_read_anew_at_both_places_and_frozen_ones_stay():
+    torch.manual_seed(0)
+    first, middle, last = (nn.Linear(4, 4, bias=False) for _ in range(3))
+    last.weight = first.weight
+    middle.weight.requires_grad_(False)
+    stage = stage_of([first, middle, last], torch.zeros(2, 4), passes={0: 1, 1: 1})
+    x, gradient = torch.randn(2, 4), torch.randn(2, 4)
+    old, frozen = first.weight.detach().clone(), middle.weight.detach().clone()
+    stage.forward(0, 0, x, None, True)
+    stage.versions.gradients()[0] = torch.randn(4, 4)
+    stage.versions.update(1)
+    entered = stage.backward(0, 1, gradient)
+    new = first.weight.detach()
+    assert last.weight is first.weight
+    assert torch.equal(middle.weight, frozen)
+    assert not torch.equal(new, old)
+    back = gradient @ new @ frozen
+    close(entered, back @ new)
+    close(stage.versions.gradients(), [back.T @ x + gradient.T @ (x @ old.T @ frozen.T)])
+
+
 class Peeking(nn.LSTM):
     """Tells whether cuDNN may be used in its forward, which may fail."""
 
