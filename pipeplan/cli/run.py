@@ -74,7 +74,7 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
     "--coarsening",
     metavar="K|all",
     callback=_coarsening,
-    help="Buckets in one sum over replicas; the next is under way while they are stepped.  [default: 2]",
+    help="Buckets in one sum over replicas; the next is under way while they are stepped.  [default: the plan's, or 2]",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--timeout", metavar="TIME", help="Longest wait for another rank, such as 60s.  [default: from the plan]")

@@ -106,8 +106,9 @@ class Job:
         half_type(self.plan, self.half)
         if self.plan.policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
-        if self.coarsening:
-            check_elementwise(self.make_optimizer, f"a coarsening of {self.coarsening}")
+        coarsening = self.plan.policy.coarsening if self.coarsening is None else self.coarsening
+        if coarsening:
+            check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
 
     def script(self) -> Script:
         """Return what the ranks will do."""
@@ -357,6 +358,8 @@ def _bucket(job: Job, replicated: bool) -> int | None:
 
 def _coarsening(job: Job) -> int | None:
     """Return how many buckets replicas sum at once, None for all: what an optimizer needs that isn't elementwise."""
+    if job.coarsening is None and job.plan.policy.coarsening is not None:
+        return job.plan.policy.coarsening
     if job.coarsening is None:
         return COARSENING if is_elementwise(job.make_optimizer) else None
     return job.coarsening or None
