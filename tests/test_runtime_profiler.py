@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 
 from pipeplan import zoo  # noqa: E402
 from pipeplan.errors import BadInput  # noqa: E402
+from pipeplan.runtime import network  # noqa: E402
 from pipeplan.runtime.clock import ThreadClock  # noqa: E402
 from pipeplan.runtime.profiler import (  # noqa: E402
     named_layers,
@@ -109,6 +110,27 @@ def test_boundary_tensors_count_once_and_for_their_reader():
     assert saved_bytes(relu_at_the_end, x, lambda y, _: y.sum(), x) == [4 * 10 * 4, size, 0]
     through_a_view = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Unflatten(1, (2, 10)), nn.Linear(10, 5))
     assert saved_bytes(through_a_view, x, lambda y, _: y.sum(), x) == [4 * 10 * 4, 0, 0, size, 0]
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny,tied=true", "small-cnn"])
+def test_saved_bytes_do_not_change_when_weights_move(name, monkeypatch):
+    """A move to a GPU gives weights other storages, and the identities of the old ones go to tensors made since."""
+    layers, x, target, loss = example(name, 2)
+    expected = saved_bytes(layers, x, loss, target)
+    moves = []
+
+    def move(module, device):
+        for owner in module.modules():
+            for tensor in owner.parameters(recurse=False):
+                tensor.data = tensor.data.clone()
+                moves.append(tensor.nbytes)
+            for key, buffer in list(owner._buffers.items()):
+                owner._buffers[key] = buffer.clone()
+
+    monkeypatch.setattr(network, "place", move)
+    for _ in range(5):
+        assert saved_bytes(layers, x, loss, target) == expected
+    assert moves
 
 
 def test_saved_bytes_of_a_view_are_those_of_its_storage():

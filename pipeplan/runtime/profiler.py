@@ -350,7 +350,8 @@ def _needed_bytes(network: Network, saved: int) -> int:
 def free_bytes(device: str) -> int:
     """Return the memory that is free on ``device``: of a CPU what the system can give without swapping."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it for itself
+        return torch.cuda.mem_get_info(device)[0] + unused
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

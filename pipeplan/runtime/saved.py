@@ -41,18 +41,14 @@ def saved_values(network: Network, device: str, release: bool = False) -> tuple[
     until nothing later can alias them: the inside of a layer until its forward ends, values until their last reader.
     With ``release`` no more than one layer's module stands on the device.
     """
-    permanent = {
-        t.untyped_storage()._cdata
-        for layer in network.layers
-        for t in (*layer.module.parameters(), *layer.module.buffers())
-    }
     values = {v: x.detach().clone() for v, x in enumerate(network.inputs)}  # a view counts with all of its storage
     first: dict[int, int] = {}  # storage -> the value that it is
     sizes: dict[int, int] = {}
     saved = []
     for index, layer in enumerate(network.layers):
         with resident(layer.module, device, release):
-            permanent |= {t.untyped_storage()._cdata for t in layer.module.parameters()}
+            own = (*layer.module.parameters(), *layer.module.buffers())  # a move gives them other storages
+            permanent = {t.untyped_storage()._cdata for t in own}
             seen, outputs = _forward(layer, [values[v] for v in layer.reads])
             values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
             del outputs
