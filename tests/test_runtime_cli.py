@@ -14,10 +14,15 @@ from runtime_cases import chain_of, plan_of  # noqa: E402
 from pipeplan.bounds import any_bound  # noqa: E402
 from pipeplan.cli import group  # noqa: E402
 from pipeplan.errors import BadInput  # noqa: E402
-from pipeplan.files import plan_text, read_profile  # noqa: E402
+from pipeplan.files import load_plan, plan_text, read_profile  # noqa: E402
 from pipeplan.problem import Problem  # noqa: E402
+from pipeplan.report.run import print_run  # noqa: E402
 from pipeplan.runtime.checkpoint import newest  # noqa: E402
+from pipeplan.runtime.launch import run_plan  # noqa: E402
+from pipeplan.runtime.measure import DeviceMemory  # noqa: E402
+from pipeplan.runtime.model import ModelSpec  # noqa: E402
 
+CPU = ("--device", "cpu")
 MODEL = ["--model", "runtime_cases:dropping", "--data", "runtime_cases:vectors", "--lr", "0.01"]
 
 
@@ -120,3 +125,27 @@ def test_mixed_precision_with_offloading(tmp_path):
     for wrong in (["--coarsening", "0"], ["--coarsening", "some"], ["--bucket-size", "0"], ["--half", "fp8"]):
         failed = CliRunner().invoke(group, ["run", str(path), *model, *wrong])
         assert failed.exit_code == 2, failed.output
+
+
+def test_the_device_is_named_and_a_profile_of_a_cpu_stays_there(plan):
+    losses = [json.loads(run(plan, *MODEL, "--steps", 4, "--json", *x).stdout)["losses"] for x in ((), CPU)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_missing_gpu_is_told_in_one_sentence(plan, pipeplan):
+    code, out, err = pipeplan("run", plan, *MODEL, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert err == "error: --device cuda: torch sees no GPU here; --device cpu runs on the CPU\n"
+
+
+def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):
+    loaded = load_plan(plan)
+    report = run_plan(loaded, ModelSpec(MODEL[1], MODEL[3]), steps=2, lr=0.01)
+    memory = DeviceMemory(device=1, rank=1, planned_bytes=3 * 10**9, measured_bytes=4 * 10**9)
+    print_run(loaded, replace(report, memory=(memory,), exchange="staged", hardware=("GPU X", "GPU X")), width=120)
+    out = capsys.readouterr().out
+    assert "ran on GPU X; ranks shared GPUs, so tensors travelled through host memory" in out
+    assert "GPU 1: 4.00 GB allocated at most, 3.00 GB predicted" in out
+    print_run(loaded, report, width=120)
+    assert "ran on" not in capsys.readouterr().out

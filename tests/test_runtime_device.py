@@ -26,6 +26,7 @@ from pipeplan.runtime.device import (  # noqa: E402
     place,
     random_state,
     set_random_state,
+    sharing,
     with_random_state,
 )
 from pipeplan.runtime.launch import run_plan  # noqa: E402
@@ -89,6 +90,12 @@ def test_processes_of_a_machine_go_round_its_gpus(gpus):
     assert gpus == []
     assert [own_device("cuda", k).index for k in range(5)] == [0, 1, 0, 1, 0]
     assert [device.index for device in gpus] == [0, 1, 0, 1, 0]
+
+
+def test_ranks_that_share_gpus_are_told_of(gpus):
+    assert sharing("cuda", 4) == "4 ranks share 2 GPUs: what they exchange travels through host memory"
+    assert sharing("cuda", 2) is None
+    assert sharing("cpu", 4) is None
 
 
 @pytest.mark.parametrize(

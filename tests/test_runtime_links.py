@@ -66,7 +66,7 @@ def be_rank(job, rank, world, store, exchange, pipe):
     try:
         worker.exchange_of = lambda device, machine: exchange
         worker.open_links = partial(open_links, backend="gloo")
-        worker.replica_groups = lambda script, _: replica_groups(script, "gloo")
+        worker.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
         pipe.send(worker.run_rank(job, rank, worker.Launcher(lambda: dist.FileStore(store, world))))
     except BaseException:
         pipe.send(traceback.format_exc())

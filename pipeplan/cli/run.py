@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -174,10 +175,15 @@ def command(
     if dry_run:
         _print_dry_run(loaded, steps or 50, checkpoint_every, evaluate, as_json)
         return
+    from ..runtime.device import kind_of, sharing
     from ..runtime.half import HalfOptions
     from ..runtime.launch import run_plan
     from ..runtime.optimizers import parse_choice
 
+    ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
+    note = sharing(kind_of(shared["device"], loaded.chain.device), ranks)
+    if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
+        click.echo(f"note: {note}", err=True)
     report = run_plan(
         loaded,
         spec,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
         raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(everybodys[0]) - 1}")
 
 
-def replica_groups(script: Script, exchange: Exchange) -> dict[int, Group]:
+def replica_groups(script: Script, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
     """Return the process group of each replicated stage. All ranks make all groups, in one order, as torch wants it.
 
     gloo's take tensors of GPUs too, through the host.
@@ -50,7 +51,7 @@ def replica_groups(script: Script, exchange: Exchange) -> dict[int, Group]:
             if stage.replicas > 1:
                 ranks = tuple(script.ranks_of(s))
                 if ranks not in made:
-                    made[ranks] = dist.new_group(sorted(ranks), backend=backend)
+                    made[ranks] = dist.new_group(sorted(ranks), timeout, backend)
                 groups[s] = made[ranks]
     return groups
 

@@ -50,6 +50,14 @@ def own_device(kind: Kind, local_rank: int) -> torch.device:
     return device
 
 
+def sharing(kind: Kind, ranks: int) -> str | None:
+    """Return what to tell a user whose machine has fewer GPUs than it runs ranks; None if it has enough."""
+    gpus = torch.cuda.device_count() if kind == "cuda" else ranks
+    if gpus >= ranks:
+        return None
+    return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}: what they exchange travels through host memory"
+
+
 def label(device: torch.device) -> str:
     """Return the name for reports: ``cpu``, or the GPU's model."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

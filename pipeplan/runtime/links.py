@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,10 +31,14 @@ Pair = tuple[int, int]  # sender, receiver
 
 @dataclass(frozen=True)
 class Links:
-    """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL."""
+    """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL.
+
+    ``timeout`` is for groups that are made later.
+    """
 
     exchange: Exchange
     device: torch.device
+    timeout: timedelta
     pairs: Mapping[Pair, Group] = field(default_factory=dict)
 
     def transport(
@@ -63,18 +68,20 @@ class Links:
         settle(self.device)
 
 
-def open_links(script: Script, rank: int, exchange: Exchange, device: torch.device, backend: str = "nccl") -> Links:
+def open_links(
+    script: Script, rank: int, exchange: Exchange, device: torch.device, timeout: timedelta, backend: str = "nccl"
+) -> Links:
     """Make what ``exchange`` needs; all ranks together, for all make all groups in one order, as torch wants it.
 
     NCCL connects a pair at its first message, at which both ends wait for each other: so that is done here, in order.
     """
     if exchange != "nccl":
-        return Links(exchange, device)
+        return Links(exchange, device, timeout)
     found = {(r, x.peer) for r, orders in enumerate(script.instructions) for x in orders if isinstance(x, Send)}
     pairs: dict[Pair, Group] = {}
     with exchanging("the connecting of GPUs"):
         for pair in sorted(found):
-            group = dist.new_group(sorted(pair), backend=backend)
+            group = dist.new_group(sorted(pair), timeout, backend)
             if rank in pair:
                 pairs[pair] = group
         for (sender, receiver), group in pairs.items():
@@ -84,7 +91,7 @@ def open_links(script: Script, rank: int, exchange: Exchange, device: torch.devi
             else:
                 dist.recv(greeting, sender, group=group)
             settle(device)
-    return Links(exchange, device, pairs)
+    return Links(exchange, device, timeout, pairs)
 
 
 class OrderedTransport:
@@ -110,9 +117,10 @@ class OrderedTransport:
     def post(self, receive: Receive) -> None:
         """Issue ``receive``."""
         spec = self._specs[receive.edge]
-        with self._receiving(), exchanging(sentence(receive)):
+        with self._receiving():
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            work = dist.irecv(tensor, receive.peer, group=self._pairs[receive.peer, self._rank])
+            with exchanging(sentence(receive)):
+                work = dist.irecv(tensor, receive.peer, group=self._pairs[receive.peer, self._rank])
         assert work is not None, "this rank is of the pair"
         self._coming[receive.edge, receive.microbatch] = receive, work, tensor
 

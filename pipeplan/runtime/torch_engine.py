@@ -58,7 +58,7 @@ def execute_on_torch(
     if links.exchange == "staged":
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
     plan, interval = script.plan, script.interval
-    group = dist.new_group(backend="nccl") if links.exchange == "nccl" else None
+    group = dist.new_group(None, links.timeout, "nccl") if links.exchange == "nccl" else None
     last = len(plan.allocation.stages) - 1
     stages = []
     for s in runners:

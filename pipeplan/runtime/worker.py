@@ -199,13 +199,14 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         place([model.loss], device)
     if script.renews and not job.evaluates:
         _prepare_renewal(script, rank, model)
+    timeout = timedelta(seconds=job.timeout_s)
     with exchanging("the meeting of the ranks"):
         dist.init_process_group(
             "gloo",
             store=launcher.open_store(),
             rank=rank,
             world_size=len(script.devices),
-            timeout=timedelta(seconds=job.timeout_s),
+            timeout=timeout,
         )
     agree(rank, model.boundaries)
     with exchanging("the comparison of devices at the start"):
@@ -213,8 +214,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     threaded = script.limit is not None or bool(job.link_delay_ns)
     if threaded and exchange == "nccl":  # threads exchange between hosts alone
         exchange = "staged"
-    links = open_links(script, rank, exchange, device)
-    groups = replica_groups(script, exchange)
+    links = open_links(script, rank, exchange, device, timeout)
+    groups = replica_groups(script, exchange, timeout)
     for s in script.stages_of(rank):
         if s in groups:
             share_from(script.ranks_of(s)[0], groups[s], _tensors(script, s, model, masters))
