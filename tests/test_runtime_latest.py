@@ -330,6 +330,21 @@ def test_activations_and_versions_are_ordered_as_predicted():
     assert versions["stash"] == [3, 2, 1]
 
 
+def test_a_run_takes_the_period_that_its_operations_allow():
+    """Two stages of two pauses each, mini-batches of two microbatches: 60 ms per microbatch when the stages overlap."""
+    chain = chain_of(runtime_cases.pausing, 4)
+    forward_ns, backward_ns = round(runtime_cases.FORWARD_S * 1e9), round(runtime_cases.BACKWARD_S * 1e9)
+    layers = [replace(x, forward_ns=forward_ns, backward_ns=backward_ns) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**4, backward_ns=10**4)
+    plan = nf1b_plan(replace(chain, layers=tuple(layers)), [(0, 2), (2, 5)], 2)
+    report = run_plan(plan, ModelSpec("runtime_cases:pausing", "runtime_cases:vectors"), steps=12, lr=0.01)
+    for stage in report.stages:
+        assert stage.forward_ns >= 2 * forward_ns
+        assert 2 * backward_ns <= stage.backward_ns < 4 * backward_ns  # of one microbatch, not of two
+    assert 0.8 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
+    assert report.measured_period_ns >= report.planned_period_ns >= 2 * (forward_ns + backward_ns)
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
