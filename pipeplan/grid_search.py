@@ -18,6 +18,7 @@ _PROBES = 2  # splits of each configuration at first
 _NEAR = 0.06  # how much slower than the best a configuration may be to get more
 _WHOLE = 20_000  # steps of a batch up to which all pipelines are simulated, beyond one stands for all
 _SETTLED = 4_000_000  # steps of a batch up to which the finalists are simulated in full
+_OFFERS = 6  # tables of configurations that are kept
 _FINALISTS = 4  # configurations whose stages are moved about
 
 
@@ -73,8 +74,8 @@ class _Search:
         self.best: Found | None = None
         self.points: dict[Config, _Point] = {}
         self.bounds = {config: work_bound(asked, config) for config in configs(asked)}
-        self.unfit: dict[Config, str] = {}
-        self._offers: dict[Config, Pipeline | None] = {}
+        self.unfit: set[Config] = set()
+        self._offers: dict[Config, Pipeline] = {}  # the last few used; each is large
         self._seen: dict[tuple[Config, tuple[Stage, ...], int], Drained] = {}
 
     @property
@@ -137,7 +138,8 @@ class _Search:
 
     def _limits(self, config: Config) -> list[int]:
         if self.asked.limit is not None:
-            return [min(self.asked.limit, config.microbatches(self.asked.batch))]
+            most = 1 if config.inter == 1 else 2 * config.inter - 1  # more than that in a pipeline only wait
+            return [min(self.asked.limit, most, config.microbatches(self.asked.batch))]
         return limits(config.inter, config.microbatches(self.asked.batch))
 
     def raise_bound(self, config: Config, bound: int) -> None:
@@ -146,10 +148,19 @@ class _Search:
 
     def offer(self, config: Config) -> Pipeline | None:
         """Return what the stages of a configuration offer, or None when they cannot fit."""
-        if config not in self._offers:
+        if config in self.unfit:
+            return None
+        found = self._offers.pop(config, None)
+        if found is None:
             problem = self.asked.of(config)
-            self._offers[config] = pipeline(problem, config.groups(), config.microbatches(self.asked.batch))
-        return self._offers[config]
+            found = pipeline(problem, config.groups(), config.microbatches(self.asked.batch))
+        if found is None:
+            self.unfit.add(config)
+            return None
+        self._offers[config] = found
+        if len(self._offers) > _OFFERS:
+            del self._offers[next(iter(self._offers))]
+        return found
 
     def judge(
         self, config: Config, offer: Pipeline, cuts: tuple[int, ...], in_flight: tuple[int, ...], limit: int
@@ -244,13 +255,13 @@ class _Search:
         grids = [grid for grid in grids if self.asked.data in (None, grid[1])]
         if self.best is not None and (self.best.config.inter, self.best.config.data) not in grids:
             grids.append((self.best.config.inter, self.best.config.data))
-        alive = [bound for config, bound in self.bounds.items() if self._offers.get(config, True) is not None]
+        alive = [bound for config, bound in self.bounds.items() if config not in self.unfit]
         rows = tuple(self._row(inter, data) for inter, data in grids)
         return Outcome(self.best, rows, min(alive, default=0), stopped)
 
     def _row(self, inter: int, data: int) -> Row:
         own = [c for c in self.bounds if (c.inter, c.data) == (inter, data)]
-        alive = [c for c in own if self._offers.get(c, True) is not None]
+        alive = [c for c in own if c not in self.unfit]
         if not own:
             return Row(inter, data, None, None, why_not(self.asked, inter, data))
         if not alive:

@@ -81,7 +81,8 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
 def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
     """Return all that stages offer up to ``slack`` times the smallest period, that time, whether nothing is missing.
 
-    For searches with another goal than the period. None when no contiguous allocation fits the memory at any period.
+    For searches with another goal than the period, with up to 2P microbatches in flight on P devices. None when no
+    contiguous allocation fits the memory at any period.
     """
     best = smallest_period(problem)
     if best is None:
@@ -90,7 +91,9 @@ def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None
     most = math.ceil(_claimed(best) * slack)
     if problem.checkpointing != "segments":
         return tables, most, True
-    found = with_segments(tables, most, 1, _unhurried(problem), _plain_delays(tables), _QUICK)
+    longest = _unhurried(problem)
+    least = max(1, longest // len(problem.platform))  # twice as many microbatches in flight as devices
+    found = with_segments(tables, most, least, longest, _plain_delays(tables), _QUICK)
     assert found is not None, "the best allocation is among them"
     return found[0], most, found[1]
 
