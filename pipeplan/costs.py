@@ -85,7 +85,10 @@ def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -
 
 
 def versions(policy: Policy, in_flight: IntLike) -> IntLike:
-    """Weight versions that a stage keeps whose device has ``in_flight`` microbatches of it at the peak (at least 1)."""
+    """Weight versions that a stage keeps whose device has ``in_flight`` microbatches of it at the peak (at least 1).
+
+    With vertical sync every stage keeps as many as the first.
+    """
     match policy.weights:
         case "flush":
             return 1
@@ -97,9 +100,15 @@ def versions(policy: Policy, in_flight: IntLike) -> IntLike:
             return in_flight if policy.vertical_sync else 1
 
 
-def weights_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, in_flight: IntLike) -> IntLike:
-    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak."""
-    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight))
+def weights_bytes(
+    policy: Policy, weight_bytes: IntLike, parameters: IntLike, in_flight: IntLike, at_least: int = 1
+) -> IntLike:
+    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak.
+
+    ``at_least`` is the number of versions that vertical sync needs, those of the first stage.
+    """
+    kept = versions(policy, in_flight)
+    return versioned_bytes(policy, weight_bytes, parameters, _plain(np.maximum(kept, at_least)))
 
 
 def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike) -> IntLike:

@@ -80,7 +80,7 @@ class Judge:
         self.stopped = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
-        self.seen: set[tuple[Stage, ...]] = set()
+        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were judged
 
     @property
     def expired(self) -> bool:
@@ -127,7 +127,7 @@ class Judge:
         """
         if allocation.stages in self.seen:
             return None
-        self.seen.add(allocation.stages)
+        self.seen[allocation.stages] = None
         if self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)

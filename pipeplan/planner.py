@@ -194,16 +194,20 @@ def _plan_nf1b(
     """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
 
     Of several sizes of mini-batches the one with the shortest period is taken, the largest of those that differ by no
-    more than a thousandth, and its plan improved by local moves.
+    more than a thousandth, and its plan improved by local moves. The allocations proposed for the first size are judged
+    with the others too.
     """
     problem = replace(problem, replicas=False)
     sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
     chosen: Judge | None = None
     status = None
+    proposals = _proposed_around(propose) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
         judge = Judge(here, settings, admission=Admission(Schedule("nf1b", size, limit), here.platform))
-        status = _run(_proposed_around(propose) if widen else propose, here, judge, chosen is not None)
+        status = _run(proposals, here, judge, chosen is not None)
+        if chosen is None:
+            proposals = _again(judge)
         if judge.limit is not None and chosen is not None and chosen.limit is not None:
             shorter = judge.limit < chosen.limit - chosen.limit // ENOUGH
         else:
@@ -215,6 +219,18 @@ def _plan_nf1b(
     if widen and status is None:
         status = _run(_moved, chosen.problem, chosen)
     return chosen.problem, chosen, status
+
+
+def _again(earlier: Judge) -> Propose:
+    """Return what proposes the allocations that ``earlier`` has judged."""
+
+    def proposed(problem: Problem, judge: Judge) -> None:
+        for stages in earlier.seen:
+            if judge.expired:
+                return
+            judge(Allocation(stages))
+
+    return proposed
 
 
 def _mini_batches(devices: int) -> list[int]:

@@ -17,6 +17,7 @@ from math import ceil, lcm
 from . import costs
 from .errors import PipeplanError
 from .program import Arrival, Decide, Program, Step
+from .stages import versions_of_first
 from .weight_versions import Used, live_versions, versions_used
 
 Times = tuple[tuple[int, ...], ...]  # [microbatch][position], in ns
@@ -201,7 +202,9 @@ class Timeline:
         policy = self.program.graph.policy
         if policy.weights == "latest" and policy.vertical_sync and self.program.limit is not None:
             return live_versions(self, self._used, stage)
-        return int(costs.versions(policy, max(1, in_flight)))
+        lanes = range(len(self.program.lanes)) if policy.vertical_sync else ()
+        entered = max((self.in_flight(lane).get(0, 0) for lane in lanes), default=0)
+        return max(int(costs.versions(policy, max(1, in_flight))), versions_of_first(self.program.graph, entered))
 
     @cached_property
     def _used(self) -> Used:

@@ -274,6 +274,15 @@ def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int
     )
 
 
+def versions_of_first(graph: StageGraph, in_flight: int) -> int:
+    """Return the weight versions that vertical sync makes every stage keep, 1 without it.
+
+    A microbatch uses on every stage what the first had when it entered, so they are as many as the first keeps with
+    ``in_flight`` microbatches on a device.
+    """
+    return int(costs.versions(graph.policy, max(1, in_flight))) if graph.policy.vertical_sync else 1
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
     """Memory of one device in the steady state, in bytes; ``in_flight`` has one count for each stage on it."""
@@ -298,11 +307,12 @@ def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource
     stages = graph.stages_on(resource)
     weights = buffers = 0
     counts = []
+    needed = versions_of_first(graph, in_flight(graph, starts, period, 0, starts[graph.position["F", 0]]))
     for s in stages:
         stage = graph.stages[s]
         count = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
         counts.append(count)
-        weights += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, count)
+        weights += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, count, needed)
         buffers += stage.buffer_bytes
     instants = [starts[graph.position["F", s]] for s in stages]
     instants += [

@@ -54,9 +54,13 @@ def lifetime(graph: Any, starts: np.ndarray, stage: int) -> tuple[np.ndarray, np
     return starts[:, forward], starts[:, backward] + graph.operations[backward].duration_ns
 
 
-def weights_table(policy: Any, weight_bytes: int, parameters: int, in_flight: int) -> int:
-    """Return the bytes of weights, gradient and state: the table of the model, written out."""
-    kept = {"flush": 1, "2bw": 2, "stash": in_flight, "latest": in_flight if policy.vertical_sync else 1}
+def weights_table(policy: Any, weight_bytes: int, parameters: int, in_flight: int, first: int = 1) -> int:
+    """Return the bytes of weights, gradient and state: the table of the model, written out.
+
+    ``first`` is what the first stage has in flight, for vertical sync.
+    """
+    stashed = max(in_flight, first) if policy.vertical_sync else in_flight
+    kept = {"flush": 1, "2bw": 2, "stash": stashed, "latest": stashed if policy.vertical_sync else 1}
     versions = kept[policy.weights]
     if policy.precision == "mixed":
         per_parameter = {"sgd": 8, "momentum": 12, "adam": 16}[policy.optimizer]
@@ -88,13 +92,13 @@ def smallest_period_by_force(graph: Any, synced: Sequence[Fraction], longest: in
         for s, stage in enumerate(graph.stages):
             room = graph.resources[stage.resource].memory_bytes
             needs = {
-                int(g): weights_table(graph.policy, stage.weight_bytes, stage.parameters, int(g))
-                + (int(g) - 1) * stage.kept_bytes
+                (g, e): weights_table(graph.policy, stage.weight_bytes, stage.parameters, g, e)
+                + (g - 1) * stage.kept_bytes
                 + stage.peak_bytes
                 + stage.buffer_bytes
-                for g in np.unique(counts[:, s])
+                for g, e in {(int(g), int(e)) for g, e in counts[:, [s, 0]]}
             }
-            fits &= np.array([needs[int(g)] <= room for g in counts[:, s]])
+            fits &= np.array([needs[int(g), int(e)] <= room for g, e in counts[:, [s, 0]]])
             if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
                 begin, end = lifetime(graph, starts, s)
                 fits &= -((begin - end) // period) <= graph.policy.accumulate

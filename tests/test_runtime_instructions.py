@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from cases import random_problem
 
+from pipeplan import costs
 from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
@@ -28,7 +29,7 @@ from pipeplan.runtime.prepare import prepare
 from pipeplan.runtime.weights import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
-from pipeplan.stages import in_flight, make_pattern, most_in_flight, stage_graph, starts_of
+from pipeplan.stages import device_uses, in_flight, make_pattern, most_in_flight, stage_graph, starts_of
 
 
 def chain_of(times, output=0):
@@ -239,6 +240,26 @@ def test_stashing_keeps_a_version_for_each_microbatch_in_flight(seed):
         held = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
         for d in stage.devices:
             assert live_versions(lists[d], s) <= held + (stage.replicas > 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_vertical_sync_keeps_on_every_stage_what_the_first_keeps(seed):
+    """Exactly what the memory model counts."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randint(2, 6), rng.randint(1, 5))
+    stages = [replace(stage, devices=stage.devices[:1]) for stage in random_stages(rng, len(problem.chain), 5)]
+    platform = Platform.flat(5, 10**12, 10**9)
+    graph = stage_graph(problem.chain, platform, Policy("stash", accumulate=1, vertical_sync=True), stages)
+    pattern = best_one_f_one_b_star(graph)
+    program = unroll(graph, pattern, 16)
+    ranks = {stage.devices[0]: rank for rank, stage in enumerate(stages)}
+    lists = lowered(program, simulate(program).start_ns, WITH_VERTICAL_SYNC["stash"], 1, ranks)
+    uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform)
+    for s, stage in enumerate(graph.stages):
+        kept = live_versions(lists[s], s)
+        assert kept == uses[stages[0].devices[0]].in_flight[0]
+        weights = uses[stages[s].devices[0]].weights_bytes
+        assert weights == costs.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
 
 
 def live_versions(instructions, stage):

@@ -448,6 +448,7 @@ def independently_valid(plan):
     peaks = peak_activations(graph, starts, period)
     place = {(op.kind, op.stage): i for i, op in enumerate(graph.operations)}
     deepest = 0
+    first = -(-(ends[place["B", 0]] - starts[place["F", 0]]) // (plan.allocation.stages[0].replicas * period))
     for index, resource in enumerate(graph.resources):
         if resource.memory_bytes is None:
             continue
@@ -459,7 +460,7 @@ def independently_valid(plan):
             held = ends[place["B", s]] - starts[place["F", s]]
             own = -(-held // (len(stage.devices) * period))
             deepest = max(deepest, -(-held // period))
-            need += weights_table(plan.policy, cost.weight_bytes, cost.parameters, own) + cost.buffer_bytes
+            need += weights_table(plan.policy, cost.weight_bytes, cost.parameters, own, first) + cost.buffer_bytes
             r, gradient = stage.replicas, 2 * cost.parameters if plan.policy.precision == "mixed" else cost.weight_bytes
             level = next(
                 k

@@ -155,7 +155,7 @@ def in_flight_limit(
     """Return how many microbatches in flight ``layers[start:stop]`` fits into ``memory`` bytes with, 0 if none.
 
     What a stage holds is linear in that number: each one more costs ``kept`` and, where every microbatch has its own
-    weights, another version.
+    weights, another version. A relaxation under vertical sync, where the first stage's number decides the versions.
     """
     first = fixed_bytes(problem, start, stop, 1) + costs.held_bytes(kept, peak, 1)
     more = fixed_bytes(problem, start, stop, 2) + costs.held_bytes(kept, peak, 2) - first

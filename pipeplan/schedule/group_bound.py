@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import costs
 from ..groups import ceil_div, extend
 from ..search import smallest
-from ..stages import StageGraph
+from ..stages import StageGraph, versions_of_first
 
 
 def group_counts(graph: StageGraph, period: int) -> tuple[list[int], int]:
@@ -65,11 +65,12 @@ def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:
     At the start of an operation of s, earlier stages hold what s holds, and every stage at least its peak less one.
     """
     stages = graph.stages_on(resource)
+    needed = versions_of_first(graph, counts[0])
     fixed = most = 0
     for s in stages:
         stage = graph.stages[s]
         fixed += stage.buffer_bytes
-        fixed += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, counts[s])
+        fixed += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, counts[s], needed)
         held: int = costs.held_bytes(stage.kept_bytes, stage.peak_bytes, counts[s])
         for q in stages:
             if q != s:

@@ -192,7 +192,7 @@ class _Model:
                 )
                 fixed += 2 * one - two + stage.buffer_bytes
                 if two > one:  # a weight version for each microbatch in flight
-                    versions += (two - one) / resource.memory_bytes * self.in_flight(s, graph.position["F", s])
+                    versions += (two - one) / resource.memory_bytes * self.versions(s)
             room = 1 - margin - fixed / resource.memory_bytes
             for s in stages:
                 transient = graph.stages[s].peak_bytes - graph.stages[s].kept_bytes
@@ -203,6 +203,18 @@ class _Model:
                     kept = [(q, graph.stages[q].kept_bytes / resource.memory_bytes) for q in stages]
                     held = pulp.lpSum(part * self.in_flight(q, at) for q, part in kept)
                     self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
+
+    def versions(self, s: int) -> Any:
+        """Return what keeps a weight version of stage s each: its microbatches in flight, or more of the first's."""
+        import pulp
+
+        counts = [self.in_flight(q, self.graph.position["F", q]) for q in (s, 0)]
+        if not self.graph.policy.vertical_sync or s == 0:
+            return counts[0]
+        most = pulp.LpVariable(f"versions{s}", lowBound=1)
+        for count in counts:
+            self.problem.addConstraint(most >= count)
+        return most
 
     def add_updates(self) -> None:
         """Updates of 2bw: at most ``accumulate`` microbatches are in flight at the first stage, so at any."""
