@@ -14,6 +14,7 @@ import numpy as np
 
 from .groups import ceil_div
 from .problem import Chain, IntLike, Policy
+from .storages import ChainStorages, DagStorages
 
 _STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
 
@@ -148,17 +149,21 @@ def activations(chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[
     """Return (kept, peak, recompute_ns) of one microbatch of ``layers[start:stop]`` with recomputed segments.
 
     ``checkpoint`` lists the half-open recomputed segments in order; the layers between them are stored. A recomputed
-    segment keeps its input and, while it is recomputed and run backward, the transient ``saved - input``; release is
-    segment by segment, so ``peak`` is the largest of (kept up to and with a segment) + its transient.
+    segment keeps its input and, while it is recomputed and run backward, the transient; release is segment by segment,
+    so ``peak`` is the largest of (kept up to and with a segment) + its transient. In a chain the parts keep each
+    storage once: a stored run may keep its output, which is what the part behind it would keep as its input. In a DAG
+    each part counts all it keeps.
     """
     kept = peak = recompute = 0
-    position = start
+    position, held = start, False
     for first, last in (*checkpoint, (stop, stop)):
         if position < first:
-            kept += chain.saved_bytes(position, first)
+            kept += int(stored(chain, position, first, held, position > start))
+            held = bool(keeps_output(chain, position, first, held, recomputed=False))
             peak = max(peak, kept)
         if first < last:
-            keeps, transient, cost = segment(chain, first, last)
+            keeps, transient, cost = segment(chain, first, last, held, first > start)
+            held = bool(keeps_output(chain, first, last, held, recomputed=True))
             kept += keeps
             peak = max(peak, kept + transient)
             recompute += cost
@@ -166,12 +171,46 @@ def activations(chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[
     return kept, peak, recompute
 
 
-def segment(chain: Chain, start: IntLike, stop: IntLike) -> tuple[Any, Any, Any]:
-    """Return (kept bytes, transient bytes, recompute ns) of the recomputed segment ``layers[start:stop]``."""
+def stored(chain: Chain, start: IntLike, stop: IntLike, held: bool = False, inside: bool = False) -> IntLike:
+    """Return the bytes that the stored run ``layers[start:stop]`` adds to what the stage keeps before it.
+
+    ``held`` says that the storage of its input is kept already (in a chain), ``inside`` that the stage begins before
+    it: then a view that enters takes the whole storage in which it was made.
+    """
+    if isinstance(chain.storages, DagStorages):
+        return chain.saved_bytes(start, stop)
+    if held:
+        return _plain(chain.storages.inner(start, stop))
+    more = chain.storages.beyond[start] * chain.storages.keeps_input(start, stop) if inside else 0
+    return _plain(chain.saved_bytes(start, stop) + more)
+
+
+def segment(
+    chain: Chain, start: IntLike, stop: IntLike, held: bool = False, inside: bool = False
+) -> tuple[Any, Any, Any]:
+    """Return (kept bytes, transient bytes, recompute ns) of the recomputed segment ``layers[start:stop]``.
+
+    The transient is what the layers save beside the segment's input; ``held`` and ``inside`` as in :func:`stored`.
+    """
     keeps = chain.entering_bytes(start, stop)
-    transient = np.maximum(chain.saved_bytes(start, stop) - keeps, 0)
+    if isinstance(chain.storages, ChainStorages):
+        keeps = 0 * keeps if held else keeps + (chain.storages.beyond[start] if inside else 0)
     total = chain.sums.forward_ns
-    return keeps, _plain(transient), _plain(total[stop] - total[start])
+    return _plain(keeps), chain.inner_bytes(start, stop), _plain(total[stop] - total[start])
+
+
+def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, recomputed: bool) -> IntLike:
+    """Return whether the storage of its output is kept behind ``layers[start:stop]``, a stored run or a segment.
+
+    A stored run may save its output; a segment keeps its input, of which its output may be a view. Views pass on what
+    was ``held`` before. Nothing is said of a DAG, where several tensors may leave.
+    """
+    storages = chain.storages
+    if isinstance(storages, DagStorages):
+        return np.zeros(np.broadcast(start, stop).shape, dtype=np.bool_)
+    if recomputed:
+        return storages.passes(start, stop)
+    return storages.keeps_output(start, stop) | (held & storages.passes(start, stop))
 
 
 def sync_period_ns(policy: Policy, gradient: int, replicas: int, bandwidth: int) -> int:

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
 from math import lcm
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from .groups import ceil_div
-
-Ints = npt.NDArray[np.int64]
-IntLike = Any  # int in, int out; int64 array in, int64 array out
+from .storages import ChainStorages, DagStorages, Facts
+from .storages import IntLike as IntLike
+from .storages import Ints as Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +25,12 @@ class Layer:
     """One layer's measured costs for one microbatch.
 
     ``output_bytes`` is the size of the one tensor that it produces; ``saved_bytes`` is what its forward keeps for its
-    backward, None for "its input" (MadPipe section 3). ``backward_weight_ns`` is the part of ``backward_ns`` that
-    computes weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for
-    ``weight_bytes / 4``.
+    backward when the layer is a stage by itself, None for "what it reads" (MadPipe section 3). ``saves`` names the
+    layers whose outputs are among that, -1 for the network's input and its own index for its own output, so that ranges
+    of layers count each once (:mod:`.storages`); None where that isn't known: its bytes are then shared with no other
+    layer. ``view_of`` is the layer (or -1) in whose output's storage the output lies, None where it has its own, of
+    ``storage_bytes`` (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
+    weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
     """
 
     name: str
@@ -41,6 +42,9 @@ class Layer:
     backward_weight_ns: int | None = None
     optimizer_ns: int = 0
     parameters: int | None = None
+    saves: tuple[int, ...] | None = None
+    view_of: int | None = None
+    storage_bytes: int | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -110,48 +114,31 @@ class Chain:
         return tuple(int(x) for x in np.cumsum(np.array(change, dtype=np.int64)))
 
     @cached_property
-    def _own_saved(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Per layer the bytes it saves by itself, and (first reader, second reader, size) for tensors saved twice."""
-        saved = [layer.saved_bytes or 0 for layer in self.layers]
-        shared: list[tuple[int, int, int]] = []
-        for size, readers in zip(self.tensor_bytes, self.readers, strict=True):
-            keepers = [i for i in readers if self.layers[i].saved_bytes is None]
-            for i in keepers:
-                saved[i] += size
-            shared += [(i, j, size) for i, j in pairwise(keepers) if size]
-        return saved, shared
+    def storages(self) -> ChainStorages | DagStorages:
+        """Which storages ranges of layers keep: what all counts of saved bytes come from."""
+        reads: list[list[int]] = [[] for _ in self.layers]
+        for tensor, readers in enumerate(self.readers):
+            for reader in readers:
+                reads[reader].append(tensor)
+        facts = Facts.of(self.layers, self.tensor_bytes, [tuple(x) for x in reads])
+        return ChainStorages(facts) if self.edges is None else DagStorages(facts)
 
-    @cached_property
+    @property
     def first_saved(self) -> tuple[int, ...]:
-        """Bytes that each layer is the first to save, so that every distinct tensor counts once."""
-        saved, shared = list(self._own_saved[0]), self._own_saved[1]
-        for _, second, size in shared:
-            saved[second] -= size
-        return tuple(saved)
-
-    @cached_property
-    def layer_saved(self) -> Ints:
-        """Bytes that each layer alone keeps for its backward, shape (L,)."""
-        return np.array(self._own_saved[0], dtype=np.int64)
-
-    @cached_property
-    def _saved_twice(self) -> Ints | None:
-        """Table ``[start, stop]`` of bytes counted twice when ``layers[start:stop]`` is one stage; None if all zero."""
-        shared = self._own_saved[1]
-        if not shared:
-            return None
-        count = len(self.layers)
-        table = np.zeros((count + 1, count + 1), dtype=np.int64)
-        for i, j, size in shared:
-            table[i, j + 1] += size  # both readers inside: start <= i and stop >= j + 1
-        table = np.cumsum(table, axis=1)
-        return np.cumsum(table[::-1], axis=0)[::-1].copy()
+        """Bytes that each layer is the first to save, at least, wherever stages begin; each storage counts once."""
+        return self.storages.least_first
 
     def saved_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
-        """Bytes that ``layers[start:stop]`` as one stage keep per microbatch, each distinct tensor once."""
-        total = self.sums.saved[stop] - self.sums.saved[start]
-        if self._saved_twice is not None:
-            total = total - self._saved_twice[start, stop]
+        """Bytes that ``layers[start:stop]`` as one stage keep per microbatch, each storage once (:mod:`.storages`)."""
+        total = self.storages.inner(start, stop) + self.storages.of_input(start, stop)
+        return int(total) if np.ndim(total) == 0 else total
+
+    def inner_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
+        """What :meth:`saved_bytes` counts beside the tensors that enter the range from before ``start``.
+
+        Layers that don't say what they save are taken to save what enters, as far as their bytes reach.
+        """
+        total = self.storages.inner(start, stop) - self.storages.presumed(start, stop)
         return int(total) if np.ndim(total) == 0 else total
 
     @cached_property
@@ -187,7 +174,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Sums:
-    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``."""
+    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``.
+
+    ``saved`` is what ``layers[:i]`` save together.
+    """
 
     forward_ns: Ints
     backward_ns: Ints
@@ -201,7 +191,7 @@ class Sums:
     def of(chain: Chain) -> Sums:
         """Return the prefix sums of ``chain``."""
 
-        def prefix(values: Sequence[int] | Ints) -> Ints:
+        def prefix(values: Sequence[int]) -> Ints:
             return np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64))]).astype(np.int64)
 
         layers = chain.layers
@@ -212,7 +202,7 @@ class Sums:
             optimizer_ns=prefix([x.optimizer_ns for x in layers]),
             weight_bytes=prefix([x.weight_bytes for x in layers]),
             parameters=prefix([x.parameter_count for x in layers]),
-            saved=prefix(chain.layer_saved),
+            saved=np.asarray(chain.storages.totals),
         )
 
 

@@ -7,6 +7,7 @@ exactly filled periods are common. Every generator takes a ``random.Random``: sa
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,8 @@ def random_chain(
     """Return a chain of ``layers`` layers with times and sizes up to ``largest``.
 
     Weights and outputs are sometimes zero; times only with ``zero_times`` (the total stays positive). ``edges`` makes
-    it a DAG with skip connections, ``saved`` gives some layers explicit saved bytes, ``optimizer`` optimizer times.
+    it a DAG with skip connections, ``saved`` gives some layers explicit saved bytes, of which most say what they are
+    (:func:`saying_what_is_saved`), ``optimizer`` optimizer times.
     """
 
     def size(zero_chance: float) -> int:
@@ -75,13 +77,43 @@ def random_chain(
             pairs.add((j - 1, j))
         if chance > 0.6:
             pairs |= {(rng.randrange(j), j) for _ in range(rng.randint(1, 2))}
-    return Chain(
+    chain = Chain(
         name=f"random{layers}",
         layers=tuple(made),
         input_bytes=size(0.2),
         edges=tuple(sorted(pairs)) if edges else None,
         tied=((0, layers - 1),) if tied and layers > 1 else (),
     )
+    return saying_what_is_saved(rng, chain) if saved else chain
+
+
+def saying_what_is_saved(rng: random.Random, chain: Chain) -> Chain:
+    """Return ``chain`` with layers that save inputs and their own outputs, and outputs that are views or parts of more.
+
+    Layers without explicit saved bytes save what they read, as before, and some with such bytes don't say what they
+    are.
+    """
+    reads: list[list[int]] = [[] for _ in chain.layers]
+    for tensor, readers in enumerate(chain.readers):
+        for reader in readers:
+            reads[reader].append(tensor - 1)
+    layers = []
+    for i, layer in enumerate(chain.layers):
+        chance = rng.random()
+        if chance < 0.15:
+            layer = replace(layer, view_of=rng.choice(reads[i]))
+        elif chance < 0.25:
+            layer = replace(layer, storage_bytes=layer.output_bytes + rng.randint(-1, 9))
+            layer = replace(layer, storage_bytes=max(0, layer.storage_bytes or 0))
+        if layer.saved_bytes is not None and rng.random() < 0.8:
+            saves = {x for x in reads[i] if rng.random() < 0.6} | ({i} if rng.random() < 0.5 else set())
+            roots = {layer.view_of if x == i and layer.view_of is not None else x for x in saves}
+            own = layer.output_bytes if layer.storage_bytes is None else layer.storage_bytes
+            alone = sum(own if x == i else chain.tensor_bytes[x + 1] for x in roots)
+            private = rng.choice((0, layer.saved_bytes))
+            layer = replace(layer, saves=tuple(sorted(saves)), saved_bytes=alone + private)
+        layers.append(layer)
+    return replace(chain, layers=tuple(layers))
 
 
 def random_platform(

@@ -172,32 +172,44 @@ def _windows(graph: Any, period: int) -> dict[tuple[int, int], int]:
 # --- activations, step by step ---------------------------------------------------------------------------------------
 
 
+def storages_of(chain: Any, start: int) -> dict[int, tuple[Any, int]]:
+    """Return (storage, bytes) of every tensor in a stage that begins at layer ``start``, or a part run again from it.
+
+    Tensors are numbered from 0, the network's input. What enters arrives by itself.
+    """
+    found: dict[int, tuple[Any, int]] = {0: ("tensor 0", chain.input_bytes)}
+    for i, layer in enumerate(chain.layers):
+        own = layer.output_bytes if i < start or layer.storage_bytes is None else layer.storage_bytes
+        fresh = (f"tensor {i + 1}", own)
+        found[i + 1] = fresh if i < start or layer.view_of is None else found[layer.view_of + 1]
+    return found
+
+
+def saved_by(chain: Any, layer: int, storages: dict[int, tuple[Any, int]]) -> dict[Any, int]:
+    """Return what one layer saves where tensors lie in ``storages``, and its private bytes, by name."""
+    about = chain.layers[layer]
+    if about.saved_bytes is None:
+        return dict(storages[t] for t, readers in enumerate(chain.readers) if layer in readers)
+    alone = storages_of(chain, layer)
+    tensors = [x + 1 for x in about.saves or ()]
+    private = about.saved_bytes - sum(dict(alone[t] for t in tensors).values())
+    return {**dict(storages[t] for t in tensors), f"private {layer}": private}
+
+
 def emulated_activations(
     chain: Any, start: int, stop: int, checkpoint: Sequence[tuple[int, int]], *, shared: bool
 ) -> tuple[int, int]:
     """Return (kept after the forward, peak) of one microbatch, walking layer by layer forward and then backward.
 
-    Stored runs and recomputed segments each hold named tensors; a layer with explicit saved bytes holds a tensor of its
-    own that stands for all it reads. ``shared`` counts a tensor held by several parts once, as an allocator would.
+    Stored runs and recomputed segments each hold storages, by name. ``shared`` counts one held by several parts once,
+    as an allocator would. A segment that runs again makes its tensors anew, but for its input and views of that.
     """
-    sizes: dict[Any, int] = {}
+    stage = storages_of(chain, start)
 
-    def reads(layer: int) -> set[Any]:
-        return {t for t, readers in enumerate(chain.readers) if layer in readers}
-
-    def saves(layer: int) -> set[Any]:
-        explicit = chain.layers[layer].saved_bytes
-        if explicit is None:
-            return reads(layer)
-        sizes[f"saved by {layer}"] = explicit
-        return {f"saved by {layer}"}
-
-    sizes |= dict(enumerate(chain.tensor_bytes))
-
-    def size(parts: Sequence[set[Any]]) -> int:
+    def size(parts: Sequence[dict[Any, int]]) -> int:
         if shared:
-            return sum(sizes[t] for t in set().union(*parts))
-        return sum(sizes[t] for part in parts for t in part)
+            return sum({name: size for part in parts for name, size in part.items()}.values())
+        return sum(size for part in parts for size in part.values())
 
     parts: list[tuple[list[int], bool]] = []
     recomputed = {layer: k for k, (first, last) in enumerate(checkpoint) for layer in range(first, last)}
@@ -208,23 +220,37 @@ def emulated_activations(
             parts.append(([], key is not None))
         parts[-1][0].append(layer)
         previous = key
-    held: list[set[Any]] = []
+
+    def part_storages(first: int) -> dict[int, tuple[Any, int]]:
+        """Storages where each part counts for itself: as if the part were a stage."""
+        return stage if shared else storages_of(chain, first)
+
+    held: list[dict[Any, int]] = []
     peak = 0
     for layers, again in parts:  # forward
-        held.append(set())
+        held.append({})
+        at = part_storages(layers[0])
         for layer in layers:
-            held[-1] |= {t for t in reads(layer) if t <= layers[0]} if again else saves(layer)
+            entering = [t for t, readers in enumerate(chain.readers) if layer in readers and t <= layers[0]]
+            held[-1] |= dict(at[t] for t in entering) if again else saved_by(chain, layer, at)
             peak = max(peak, size(held))
     kept = size(held)
     for layers, again in reversed(parts):  # backward
         if again:
-            inputs, made = held[-1], set()
+            first = layers[0]
+            at, inside = part_storages(first), storages_of(chain, first)
+            names = {inside[t][0]: at[t] for t in range(first + 1)}  # the input is the one that is held
+            anew = {
+                t: names[name] if name in names else (f"again {name}", count)
+                for t, (name, count) in inside.items()
+            }  # fmt: skip
+            made = dict(held[-1])
             for layer in layers:
-                made |= saves(layer)
-                below = size(held[:-1])
-                alone = max(sum(sizes[t] for t in inputs), sum(sizes[t] for t in made))
-                peak = max(peak, size([*held[:-1], made]) if shared and inputs <= made else below + alone)
-            held[-1] = made
+                made |= saved_by(chain, layer, anew)
+                about = chain.layers[layer]
+                if about.saved_bytes is not None and about.saves is None and layer == first:
+                    made[f"private {layer}"] -= min(about.saved_bytes, chain.tensor_bytes[first])  # taken for the input
+            peak = max(peak, size([*held[:-1], made]))
         else:
             peak = max(peak, size(held))
         held.pop()

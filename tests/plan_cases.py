@@ -22,7 +22,10 @@ WEIGHTS = ("2bw", "stash", "latest", "flush")
 def reading_the_input_late(rng: random.Random, chain: Chain) -> Chain:
     """Return the DAG with the network's input, instead of what it read, for some layer beside the first."""
     late = rng.randint(1, len(chain) - 1)
-    return replace(chain, edges=tuple(edge for edge in chain.edges or () if edge[1] != late))
+    layers = list(chain.layers)
+    layers[late] = replace(layers[late], saved_bytes=None, saves=None, view_of=None)
+    edges = tuple(edge for edge in chain.edges or () if edge[1] != late)
+    return replace(chain, layers=tuple(layers), edges=edges)
 
 
 def random_checkpoint(rng: random.Random, start: int, stop: int) -> tuple[tuple[int, int], ...]:

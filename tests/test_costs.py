@@ -121,34 +121,40 @@ def random_stage(rng, **options):
     return chain, start, stop, random_checkpoint(rng, start, stop)
 
 
-@pytest.mark.parametrize("edges", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_activations_equal_a_walk_forward_and_backward(edges, saved):
-    recomputed = 0
-    for seed in range(300):
-        chain, start, stop, checkpoint = random_stage(random.Random(seed), edges=edges, saved=saved)
+def test_activations_of_a_chain_equal_a_walk_forward_and_backward(saved):
+    """Each storage counts once, whichever parts hold it."""
+    recomputed = above = 0
+    for seed in range(600):
+        chain, start, stop, checkpoint = random_stage(random.Random(seed), saved=saved)
         kept, peak, again = costs.activations(chain, start, stop, checkpoint)
-        assert (kept, peak) == emulated_activations(chain, start, stop, checkpoint, shared=False)
-        assert again == sum(chain.layers[i].forward_ns for first, last in checkpoint for i in range(first, last))
-        recomputed += peak > kept
-    assert recomputed > 20
-
-
-def test_activations_never_undercount_what_parts_share():
-    """Parts of one stage that hold the same tensor count it each: nothing in a chain, on the safe side in a DAG."""
-    above = 0
-    for seed in range(300):
-        edges = seed % 2 > 0
-        chain, start, stop, checkpoint = random_stage(random.Random(seed), edges=edges)
-        kept, peak, _ = costs.activations(chain, start, stop, checkpoint)
         held, most = emulated_activations(chain, start, stop, checkpoint, shared=True)
-        if edges:
+        if chain.storages.beyond[start]:  # a stage that begins with a view of more: on the safe side behind views of it
             assert kept >= held
             assert peak >= most
             above += (kept, peak) != (held, most)
         else:
             assert (kept, peak) == (held, most)
-    assert 0 < above < 60
+        assert again == sum(chain.layers[i].forward_ns for first, last in checkpoint for i in range(first, last))
+        recomputed += peak > kept
+    assert recomputed > 40
+    assert above < 12
+
+
+def test_activations_of_a_dag_count_what_each_part_holds():
+    """Parts of one stage that hold the same tensor count it each: on the safe side."""
+    recomputed = above = 0
+    for seed in range(300):
+        chain, start, stop, checkpoint = random_stage(random.Random(seed), edges=True, saved=False)
+        kept, peak, _ = costs.activations(chain, start, stop, checkpoint)
+        assert (kept, peak) == emulated_activations(chain, start, stop, checkpoint, shared=False)
+        held, most = emulated_activations(chain, start, stop, checkpoint, shared=True)
+        assert kept >= held
+        assert peak >= most
+        above += (kept, peak) != (held, most)
+        recomputed += peak > kept
+    assert recomputed > 20
+    assert 0 < above < 100
 
 
 def test_activation_examples():

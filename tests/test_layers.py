@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "pipeplan"
 # Each module's row, by the longest name that it starts with; what isn't named here assembles the others, in row 6.
 # Decimals order modules of one row: problem -> costs, plan; program -> simulate -> timelines -> evaluate -> validate.
 ROWS = {
-    "errors": 1.0, "search": 1.0, "groups": 1.0, "units": 1.1,
+    "errors": 1.0, "search": 1.0, "groups": 1.0, "storages": 1.0, "units": 1.1,
     "problem": 2.0, "costs": 2.1, "plan": 2.1, "granularity": 2.1,
     "stages": 3.0,
     "bounds": 4.0, "program": 4.0, "nf1b": 4.1, "message_driven": 4.1, "weight_versions": 4.1, "simulate": 4.2,

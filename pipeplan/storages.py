@@ -1,0 +1,276 @@
+"""Which storages a range of layers keeps for its backward: the rule behind every count of saved bytes.
+
+A *tensor* is numbered: 0 for the network's input, i + 1 for the output of layer i. It lies in a storage, of its own or,
+being a view, in that of an earlier tensor. Autograd keeps storages, in full. So ``layers[start:stop]``, run as one stage
+or stored without a gap, keep the union of what their layers keep, each storage once:
+
+- a layer's *private* bytes, which no other layer can keep too;
+- the storage of each tensor that a layer of the range keeps, its own output included. A tensor that enters from before
+  ``start`` arrives by itself and takes its own bytes, also where it was a view of something larger; one made in the
+  range takes its whole storage, which its views share.
+
+The output of a ReLU is the input of the layer behind: inside a stage it counts once though both may keep it, and where
+the stage ends between them it still counts, once on each side. Everything is answered for integers and for arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+IntLike = Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about tensors (number, bytes, bytes of the storage, the tensor that it is a view of or -1) and
+    layers (tensors that each one reads and keeps, private bytes, and bytes that don't say what they are)."""
+
+    sizes: tuple[int, ...]
+    storages: tuple[int, ...]
+    parents: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, ...], ...]
+    private: tuple[int, ...]
+    presumed: tuple[int, ...]
+
+    @staticmethod
+    def of(layers: Sequence[Any], sizes: Sequence[int], reads: Sequence[tuple[int, ...]]) -> Facts:
+        """Return the facts of ``layers`` (:class:`.problem.Layer`), whose tensors have ``sizes``."""
+        storages, parents = [sizes[0]], [-1]
+        kept, private, presumed = [], [], []
+        for i, layer in enumerate(layers):
+            parent = -1 if layer.view_of is None else layer.view_of + 1
+            parents.append(parent)
+            storages.append(sizes[i + 1] if layer.storage_bytes is None else layer.storage_bytes)
+            if layer.saved_bytes is None:
+                mine = reads[i]
+            else:
+                mine = tuple(sorted({x + 1 for x in layer.saves or ()}))
+            kept.append(mine)
+            roots = {parent if t == i + 1 and parent >= 0 else t for t in mine}
+            alone = sum(storages[t] if t == i + 1 else sizes[t] for t in roots)
+            private.append(0 if layer.saved_bytes is None else layer.saved_bytes - alone)
+            presumed.append(layer.saved_bytes if layer.saved_bytes is not None and layer.saves is None else 0)
+        return Facts(*map(tuple, (sizes, storages, parents, reads, kept, private, presumed)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ChainStorages:
+    """The answers for a chain, from arrays over its L + 1 positions: O(1) each.
+
+    Tensor v enters the range that starts at v, and views make runs of tensors in one storage, so only one storage
+    reaches across a position.
+    """
+
+    facts: Facts
+
+    @cached_property
+    def root(self) -> Ints:
+        """The tensor in whose storage each tensor lies, the network whole."""
+        root = list(range(len(self.facts.sizes)))
+        for t, parent in enumerate(self.facts.parents):
+            if parent >= 0:
+                root[t] = root[parent]
+        return np.array(root, dtype=np.int64)
+
+    @cached_property
+    def storage(self) -> Ints:
+        """Bytes of the storage in which each tensor lies when it was made in the range."""
+        return np.array(self.facts.storages, dtype=np.int64)[self.root]
+
+    @cached_property
+    def _keepers(self) -> tuple[Ints, Ints]:
+        """For each tensor the first layer behind it that keeps its storage (L: none), and the last before (-1)."""
+        root, count = self.root, len(self.facts.kept)
+        after, before = np.full(count + 1, count, dtype=np.int64), np.full(count + 1, -1, dtype=np.int64)
+        keeps = [{int(root[t]) for t in tensors} for tensors in self.facts.kept]
+        for v in range(count - 1, -1, -1):
+            if root[v] in keeps[v]:
+                after[v] = v
+            elif root[v + 1] == root[v]:
+                after[v] = after[v + 1]
+        for v in range(1, count + 1):
+            if root[v] in keeps[v - 1]:
+                before[v] = v - 1
+            elif root[v] == root[v - 1]:
+                before[v] = before[v - 1]
+        return after, before
+
+    @cached_property
+    def first(self) -> tuple[tuple[int, int], ...]:
+        """For each storage that is kept its tensor and the first layer that keeps it."""
+        after, _ = self._keepers
+        root, kept = self.root, self.facts.kept
+        found = []
+        for t in range(len(root)):
+            if root[t] == t:
+                layer = t - 1 if t and t in kept[t - 1] else int(after[t])
+                if layer < len(kept):
+                    found.append((t, layer))
+        return tuple(found)
+
+    @cached_property
+    def totals(self) -> Ints:
+        """Bytes that ``layers[:i]`` keep, shape (L + 1,)."""
+        new = np.array(self.facts.private, dtype=np.int64)
+        for tensor, layer in self.first:
+            new[layer] += self.facts.storages[tensor]
+        return np.concatenate([[0], np.cumsum(new)]).astype(np.int64)
+
+    @cached_property
+    def _counted(self) -> Ints:
+        """Bytes of :attr:`totals` from each position on that are the storage of the tensor that enters there."""
+        counted = np.zeros(len(self.root), dtype=np.int64)
+        first = dict(self.first)
+        for t, root in enumerate(self.root.tolist()):
+            if first.get(root, -1) >= t:
+                counted[t] = self.facts.storages[root]
+        return counted
+
+    @cached_property
+    def _sizes(self) -> Ints:
+        return np.array(self.facts.sizes, dtype=np.int64)
+
+    def inner(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes that the range keeps beside the tensor that enters it."""
+        return self.totals[stop] - self.totals[start] - self._counted[start] * self.keeps_input(start, stop)
+
+    def of_input(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes of the tensor that enters, where the range keeps it."""
+        return self._sizes[start] * self.keeps_input(start, stop)
+
+    def presumed(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes of :meth:`inner` that are taken for the input, as the first layer doesn't say what it keeps."""
+        own = np.minimum(np.array((*self.facts.presumed, 0), dtype=np.int64), self._sizes)
+        return own[start] * (np.asarray(stop) > start)
+
+    def keeps_input(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Whether the range keeps the storage of the tensor that enters it."""
+        return self._keepers[0][start] < stop
+
+    def keeps_output(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Whether the range keeps the storage of the tensor that leaves it."""
+        return self._keepers[1][stop] >= start
+
+    def passes(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Whether the tensor that leaves the range is a view of the one that enters it."""
+        return self.root[stop] == self.root[start]
+
+    @cached_property
+    def beyond(self) -> Ints:
+        """Bytes by which the storage of each tensor is larger than the tensor, shape (L + 1,)."""
+        return self.storage - self._sizes
+
+    @cached_property
+    def least_first(self) -> tuple[int, ...]:
+        """Bytes that each layer is the first to keep, at least, wherever stages begin."""
+        least = list(self.facts.private)
+        for tensor, layer in self.first:
+            least[layer] += min(self.facts.storages[tensor], *self.facts.sizes[tensor : layer + 1], 2**62)
+        return tuple(least)
+
+
+@dataclass(frozen=True)
+class DagStorages:
+    """The answers for a DAG, from tables ``[start, stop]``: O(1) each after O(L) array steps for each tensor."""
+
+    facts: Facts
+
+    @cached_property
+    def _trees(self) -> list[list[int]]:
+        """Tensors that lie in one storage, the network whole, in order."""
+        home: dict[int, list[int]] = {}
+        root: list[int] = []
+        for t, parent in enumerate(self.facts.parents):
+            root.append(t if parent < 0 else root[parent])
+            home.setdefault(root[t], []).append(t)
+        return list(home.values())
+
+    @cached_property
+    def _keepers(self) -> list[list[int]]:
+        keepers: list[list[int]] = [[] for _ in self.facts.sizes]
+        for layer, tensors in enumerate(self.facts.kept):
+            for t in tensors:
+                keepers[t].append(layer)
+        return keepers
+
+    @cached_property
+    def _tables(self) -> tuple[Ints, Ints]:
+        """What ranges keep of tensors that enter, and of tensors made in them."""
+        count = len(self.facts.kept)
+        entering, made = (np.zeros((count + 1, count + 1), dtype=np.int64) for _ in range(2))
+        for tree in self._trees:
+            if not any(self._keepers[t] for t in tree):
+                continue
+            bounds = sorted({0, *(t for t in tree if t), count})  # tensor t, made by layer t - 1, enters from t on
+            for low, high in pairwise(bounds):
+                root: dict[int, int] = {}
+                groups: dict[int, set[int]] = {}
+                for t in tree:
+                    parent = self.facts.parents[t]
+                    root[t] = t if t <= low or parent < 0 else root[parent]
+                    groups.setdefault(root[t], set()).update(k for k in self._keepers[t] if k >= low)
+                for t, keepers in groups.items():
+                    enters = t <= low
+                    table, size = (entering, self.facts.sizes[t]) if enters else (made, self.facts.storages[t])
+                    begin = low
+                    for keeper in sorted(keepers):  # the first keeper behind the start counts
+                        table[begin : min(keeper + 1, high), keeper + 1] += size
+                        begin = max(begin, keeper + 1)
+        return np.cumsum(entering, axis=1), np.cumsum(made, axis=1)
+
+    @cached_property
+    def _private(self) -> Ints:
+        return np.concatenate([[0], np.cumsum(np.array(self.facts.private, dtype=np.int64))]).astype(np.int64)
+
+    @property
+    def totals(self) -> Ints:
+        """Bytes that ``layers[:i]`` keep, shape (L + 1,)."""
+        entering, made = self._tables
+        return self._private + entering[0] + made[0]
+
+    def inner(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes that the range keeps beside the tensors that enter it."""
+        return self._private[stop] - self._private[start] + self._tables[1][start, stop]
+
+    def of_input(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes of the tensors that enter, of those that the range keeps."""
+        return self._tables[0][start, stop]
+
+    @cached_property
+    def _presumed(self) -> Ints:
+        count = len(self.facts.kept)
+        table = np.zeros((count + 1, count + 1), dtype=np.int64)
+        claimed = {t for t, keepers in enumerate(self._keepers) if keepers}
+        for start in range(count if any(self.facts.presumed) else 0):
+            seen = set(claimed)
+            for layer in range(start, count):
+                if self.facts.presumed[layer]:
+                    new = {t for t in self.facts.reads[layer] if t <= start} - seen
+                    seen |= new
+                    size = sum(self.facts.sizes[t] for t in new)
+                    table[start, layer + 1] += min(size, self.facts.presumed[layer])
+        return np.cumsum(table, axis=1)
+
+    def presumed(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Bytes of :meth:`inner` that are taken for the input, as layers don't say what they keep."""
+        return self._presumed[start, stop]
+
+    @cached_property
+    def least_first(self) -> tuple[int, ...]:
+        """Bytes that each layer is the first to keep, at least, wherever stages begin."""
+        least = list(self.facts.private)
+        for tree in self._trees:
+            keepers = [layer for t in tree for layer in self._keepers[t]]
+            if keepers:
+                entering = [self.facts.sizes[t] for t in tree if t <= min(keepers)]
+                least[min(keepers)] += min([self.facts.storages[tree[0]], *entering])
+        return tuple(least)
