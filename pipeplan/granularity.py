@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,21 +16,27 @@ SavedRule = Literal["distinct", "input"]
 
 
 def articulation_cuts(chain: Chain) -> tuple[int, ...]:
-    """Return the cuts of ``chain``, 0 and L included, that at most one tensor crosses and that no saved tensor spans.
+    """Return the cuts of ``chain``, 0 and L included, that at most one tensor crosses.
 
-    Tensors of zero bytes do not count. A tensor that layers on both sides of a cut save is counted once while they
-    share a stage; a plain chain cannot say so, hence such a cut is left out.
+    Tensors of zero bytes, in a storage without any, do not count.
     """
-    count = len(chain)
-    crossing, shared = np.zeros(count + 2, dtype=np.int64), np.zeros(count + 2, dtype=np.int64)
-    for tensor, (size, readers) in enumerate(zip(chain.tensor_bytes, chain.readers, strict=True)):
-        if size and readers:
-            _mark(crossing, tensor, readers[-1])
-            keepers = [i for i in readers if chain.layers[i].saved_bytes is None]
-            if len(keepers) > 1:
-                _mark(shared, keepers[0] + 1, keepers[-1])
-    free = (np.cumsum(crossing) <= 1) & (np.cumsum(shared) == 0)
+    count, facts = len(chain), chain.storages.facts
+    crossing = np.zeros(count + 2, dtype=np.int64)
+    for tensor, (root, readers) in enumerate(zip(facts.roots(0), chain.readers, strict=True)):
+        if readers and (facts.sizes[tensor] or facts.storages[root]):
+            crossing[tensor] += 1
+            crossing[readers[-1] + 1] -= 1
+    free = np.cumsum(crossing) <= 1
     return (0, *(i for i in range(1, count) if free[i]), count)
+
+
+def _crossing(chain: Chain, cut: int) -> list[int]:
+    """Return the tensor that crosses one of the :func:`articulation_cuts`."""
+    facts, roots = chain.storages.facts, chain.storages.facts.roots(0)
+    for tensor, readers in enumerate(chain.readers[: cut + 1]):
+        if readers and readers[-1] >= cut and (facts.sizes[tensor] or facts.storages[roots[tensor]]):
+            return [tensor]
+    return [cut]
 
 
 def merge_articulation(chain: Chain, saved: SavedRule = "distinct") -> Chain:
@@ -39,12 +46,20 @@ def merge_articulation(chain: Chain, saved: SavedRule = "distinct") -> Chain:
     ``saved="input"`` counts the input of each merged layer as all that it saves: MadPipe's accounting (section 3).
     A chain without edges comes back with nothing merged. Source: ALGORITHMS section 1, granularity ``articulation``.
     """
+    if chain.edges is None and saved == "distinct":
+        return chain
     cuts = articulation_cuts(chain) if chain.edges is not None else tuple(range(len(chain) + 1))
     layers = []
-    for start, stop in pairwise(cuts):
+    for group, (start, stop) in enumerate(pairwise(cuts)):
+        fields: dict[str, Any] = {}
         outgoing = chain.cut_bytes[stop] if stop < len(chain) else chain.layers[-1].output_bytes
-        kept = None if saved == "input" else int(chain.saved_bytes(start, stop))
-        layers.append(_merged_layer(chain, start, stop, outgoing, None if kept == chain.cut_bytes[start] else kept))
+        if saved == "distinct":
+            entering = dict.fromkeys(_crossing(chain, start), group - 1)
+            fields = _saved(chain, start, stop, _crossing(chain, stop), entering, group)
+            exactly = chain.inner_bytes(start, stop) == 0 and fields["saved_bytes"] == chain.cut_bytes[start]
+            if exactly and fields["saves"] == (group - 1,):
+                fields |= {"saved_bytes": None, "saves": None}
+        layers.append(_merged_layer(chain, start, stop, outgoing, fields))
     return _replaced(chain, cuts, layers, edges=None)
 
 
@@ -92,22 +107,25 @@ def merge_share(chain: Chain, share: Fraction) -> Chain:
 def _cut(chain: Chain, cuts: Sequence[int]) -> Chain:
     """Return ``chain`` with the layers between ``cuts`` merged; each group must be :func:`_mergeable`."""
     layers = []
+    group = _groups(cuts)
+
+    def maker(tensor: int) -> int:
+        return group[tensor - 1] if tensor else -1
+
     for start, stop in pairwise(cuts):
         if stop - start == 1:
-            layers.append(chain.layers[start])
+            layer = chain.layers[start]
+            saves = layer.saves and tuple(sorted(maker(x + 1) for x in layer.saves))
+            view = None if layer.view_of is None else maker(layer.view_of + 1)
+            layers.append(replace(layer, saves=saves, view_of=view))
             continue
-        read_later = [i for i in range(start, stop) if any(r >= stop for r in chain.readers[i + 1])]
-        outgoing = sum(chain.layers[i].output_bytes for i in read_later or [stop - 1])
-        layers.append(_merged_layer(chain, start, stop, outgoing, int(chain.saved_bytes(start, stop))))
-    group = _groups(cuts)
+        leaving = _leaving(chain, start, stop)
+        outgoing = sum(chain.tensor_bytes[t] for t in leaving)
+        entering = {t: maker(t) for t in range(start + 1)}
+        fields = _saved(chain, start, stop, leaving, entering, group[start])
+        layers.append(_merged_layer(chain, start, stop, outgoing, fields))
     edges = chain.edges and tuple(sorted({(group[i], group[j]) for i, j in chain.edges if group[i] != group[j]}))
     return _replaced(chain, cuts, layers, edges)
-
-
-def _mark(change: np.ndarray[tuple[int], np.dtype[np.int64]], first: int, last: int) -> None:
-    """Count one more at each cut ``first..last`` once ``change`` is summed up."""
-    change[first] += 1
-    change[last + 1] -= 1
 
 
 def _groups(cuts: Sequence[int]) -> list[int]:
@@ -115,26 +133,59 @@ def _groups(cuts: Sequence[int]) -> list[int]:
     return [group for group, (start, stop) in enumerate(pairwise(cuts)) for _ in range(start, stop)]
 
 
+def _leaving(chain: Chain, start: int, stop: int) -> list[int]:
+    """Return the tensors that ``layers[start:stop]`` make and others read, or the last one where there are none."""
+    return [t for t in range(start + 1, stop + 1) if any(r >= stop for r in chain.readers[t])] or [stop]
+
+
 def _mergeable(chain: Chain, start: int, stop: int) -> bool:
-    """Whether one layer can stand for ``layers[start:stop]`` exactly: one set of readers, no saved tensor shared."""
+    """Whether one layer can stand for ``layers[start:stop]`` exactly: what leaves is read, and saved, as one tensor."""
     if chain.edges is None or stop - start == 1:
         return True
-    outside = []
-    for tensor, (size, readers) in enumerate(zip(chain.tensor_bytes, chain.readers, strict=True)):
-        later = [r for r in readers if r >= stop]
-        if start <= tensor - 1 < stop and later:
-            outside.append(later)
-        keepers = [i for i in readers if chain.layers[i].saved_bytes is None]
-        if size and 0 < sum(start <= i < stop for i in keepers) < len(keepers):
-            return False
     reads_input = chain.input_bytes and any(start <= r < stop for r in chain.readers[0])
     if reads_input and any(i < start <= j < stop for i, j in chain.edges):
         return False  # a layer that an edge enters no longer reads the network's input
-    return all(later == outside[0] for later in outside)
+    leaving, facts = _leaving(chain, start, stop), chain.storages.facts
+    if len({tuple(r for r in chain.readers[t] if r >= stop) for t in leaving}) > 1:
+        return False
+    if len(leaving) == 1:
+        return True
+    kept = [
+        (any(t in facts.kept[i] for i in range(start, stop)), tuple(t in facts.kept[i] for i in range(stop, len(chain))))
+        for t in leaving
+    ]
+    apart = all(facts.parents[t] < 0 and t not in facts.parents for t in leaving)
+    whole = all(facts.sizes[t] == facts.storages[t] for t in leaving)
+    return apart and whole and len(set(kept)) == 1
 
 
-def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved_bytes: int | None) -> Layer:
-    """Return ``layers[start:stop]`` as one layer: everything that adds up is summed."""
+def _saved(
+    chain: Chain, start: int, stop: int, leaving: Sequence[int], entering: dict[int, int], group: int
+) -> dict[str, Any]:
+    """Return the fields of layer ``group`` that saves what ``layers[start:stop]`` save, and say where its output lies.
+
+    ``leaving`` are the tensors that its output consists of; ``entering`` tells which layer makes each one that comes in.
+    """
+    facts = chain.storages.facts
+    roots = facts.roots(start)
+    kept = {roots[t] for i in range(start, stop) for t in facts.kept[i]}
+    saves = {entering[t] for t in kept if t in entering}
+    root = roots[leaving[0]]
+    made = root > start  # and not a view of what comes in
+    if made and root in kept:
+        saves.add(group)
+    unknown = any(x.saved_bytes is not None and x.saves is None for x in chain.layers[start:stop])
+    whole = sum(chain.tensor_bytes[t] for t in leaving)
+    return {
+        "saved_bytes": int(chain.saved_bytes(start, stop)),
+        "saves": None if unknown and not saves else tuple(sorted(saves)),
+        "view_of": None if made else entering.get(root),
+        "storage_bytes": facts.storages[root] if made and len(leaving) == 1 and facts.storages[root] != whole else None,
+    }
+
+
+def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved: dict[str, Any]) -> Layer:
+    """Return ``layers[start:stop]`` as one layer that has the fields ``saved``: everything that adds up is summed."""
     part = chain.layers[start:stop]
     weight_part = [x.backward_weight_ns for x in part if x.backward_weight_ns is not None]
     return Layer(
@@ -143,10 +194,10 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved_
         backward_ns=sum(x.backward_ns for x in part),
         weight_bytes=sum(x.weight_bytes for x in part),
         output_bytes=output_bytes,
-        saved_bytes=saved_bytes,
         backward_weight_ns=sum(weight_part) if len(weight_part) == len(part) else None,
         optimizer_ns=sum(x.optimizer_ns for x in part),
         parameters=part[0].parameters if len(part) == 1 else sum(x.parameter_count for x in part),
+        **saved,
     )
 
 

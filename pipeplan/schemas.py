@@ -14,7 +14,10 @@ Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validat
 
 
 class LayerFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One layer of a profile: times in ns and sizes in bytes, per microbatch."""
+    """One layer of a profile: times in ns and sizes in bytes, per microbatch.
+
+    ``saves`` and ``view_of`` name layers by index for their outputs, -1 for the network's input.
+    """
 
     name: str
     forward_ns: int
@@ -22,6 +25,9 @@ class LayerFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     weight_bytes: int
     output_bytes: int
     saved_bytes: int | None = None
+    saves: tuple[int, ...] | None = None
+    view_of: int | None = None
+    storage_bytes: int | None = None
     backward_weight_ns: int | None = None
     optimizer_ns: int = 0
     parameters: int | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -59,7 +59,17 @@ class Facts:
             alone = sum(storages[t] if t == i + 1 else sizes[t] for t in roots)
             private.append(0 if layer.saved_bytes is None else layer.saved_bytes - alone)
             presumed.append(layer.saved_bytes if layer.saved_bytes is not None and layer.saves is None else 0)
-        return Facts(*map(tuple, (sizes, storages, parents, reads, kept, private, presumed)))  # type: ignore[arg-type]
+        return Facts(
+            tuple(sizes), tuple(storages), tuple(parents), tuple(reads), tuple(kept), tuple(private), tuple(presumed)
+        )
+
+    def roots(self, start: int) -> list[int]:
+        """Return the tensor in whose storage each one lies in a range that starts at ``start``; what was made before
+        enters by itself."""
+        root: list[int] = []
+        for t, parent in enumerate(self.parents):
+            root.append(t if t <= start or parent < 0 else root[parent])
+        return root
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,7 @@ class ChainStorages:
     @cached_property
     def root(self) -> Ints:
         """The tensor in whose storage each tensor lies, the network whole."""
-        root = list(range(len(self.facts.sizes)))
-        for t, parent in enumerate(self.facts.parents):
-            if parent >= 0:
-                root[t] = root[parent]
-        return np.array(root, dtype=np.int64)
+        return np.array(self.facts.roots(0), dtype=np.int64)
 
     @cached_property
     def storage(self) -> Ints:
@@ -188,10 +194,8 @@ class DagStorages:
     def _trees(self) -> list[list[int]]:
         """Tensors that lie in one storage, the network whole, in order."""
         home: dict[int, list[int]] = {}
-        root: list[int] = []
-        for t, parent in enumerate(self.facts.parents):
-            root.append(t if parent < 0 else root[parent])
-            home.setdefault(root[t], []).append(t)
+        for t, root in enumerate(self.facts.roots(0)):
+            home.setdefault(root, []).append(t)
         return list(home.values())
 
     @cached_property
@@ -205,18 +209,16 @@ class DagStorages:
     @cached_property
     def _tables(self) -> tuple[Ints, Ints]:
         """What ranges keep of tensors that enter, and of tensors made in them."""
-        count = len(self.facts.kept)
+        count, roots = len(self.facts.kept), cache(self.facts.roots)
         entering, made = (np.zeros((count + 1, count + 1), dtype=np.int64) for _ in range(2))
         for tree in self._trees:
             if not any(self._keepers[t] for t in tree):
                 continue
             bounds = sorted({0, *(t for t in tree if t), count})  # tensor t, made by layer t - 1, enters from t on
             for low, high in pairwise(bounds):
-                root: dict[int, int] = {}
+                root = roots(low)
                 groups: dict[int, set[int]] = {}
                 for t in tree:
-                    parent = self.facts.parents[t]
-                    root[t] = t if t <= low or parent < 0 else root[parent]
                     groups.setdefault(root[t], set()).update(k for k in self._keepers[t] if k >= low)
                 for t, keepers in groups.items():
                     enters = t <= low

@@ -131,7 +131,7 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
     assert planned >= 4
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(60))
 def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
     rng = random.Random(seed)
     chain = random_chain(rng, rng.randint(1, 6), edges=seed % 2 == 0, saved=seed % 3 > 0, zero_times=True)
@@ -157,7 +157,10 @@ def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
                 assert figures[2] == own.cost[label]
             assert leanest[start].ranges(stored) == ()
             at = np.flatnonzero(labels.position == stop).tolist()
-            assert {(labels.kept[i], labels.peak[i], labels.cost[i]) for i in at} == best
+            found = {(int(labels.kept[i]), int(labels.peak[i]), int(labels.cost[i])) for i in at}
+            assert found >= best
+            holds = any(x.saves and i in x.saves for i, x in enumerate(chain.layers))
+            assert found == best or holds, "more only where holding the output may pay off later"
             for i in at:
                 assert costs.activations(chain, start, stop, labels.ranges(i)) == (
                     labels.kept[i],

@@ -181,7 +181,7 @@ def _extensions(
             refund = ground.buffers[i] if special and split else 0
             if memory - refund > ground.memory:
                 continue
-            rest = rest_fixed + (count - spare) * ground.saved[0][i] + count * ground.version[0][i]
+            rest = rest_fixed + (count - spare) * ground.least_saved[i] + count * ground.version[0][i]
             if rest_work <= (left + 1) * period - load and rest <= (left + 1) * ground.memory - memory + refund:
                 yield i, left, _Label(delay, load, memory, first, special, Stages(i, j, special, behind))
 

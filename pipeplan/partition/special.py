@@ -36,7 +36,8 @@ class Ground:
     """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
 
     ``work`` ns, ``limit`` microbatches in flight that fit a device, ``fixed`` bytes without activations, buffers and
-    weight versions, ``version`` and ``saved`` bytes for each microbatch; per cut its round trip and its buffers.
+    weight versions, ``version`` and ``saved`` bytes for each microbatch; per cut its round trip and its buffers, and
+    what the layers before it save at least, wherever they are cut.
     """
 
     cuts: list[int]
@@ -51,6 +52,7 @@ class Ground:
     saved: list[list[int]]
     round_trip: list[int]
     buffers: list[int]
+    least_saved: list[int]
 
     def select(self, starts: list[int]) -> Ground:
         """Return the same ground with cuts at the layers ``starts`` and at the end alone."""
@@ -69,6 +71,7 @@ class Ground:
             saved=pairs(self.saved),
             round_trip=[self.round_trip[i] for i in index],
             buffers=[self.buffers[i] for i in index],
+            least_saved=[self.least_saved[i] for i in index],
         )
 
     @property
@@ -108,6 +111,7 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
         saved=saved.tolist(),
         round_trip=[2 * platform.transfer_ns(size, 0) for size in crossing],
         buffers=[2 * size for size in crossing],
+        least_saved=np.concatenate([[0], np.cumsum(chain.first_saved)])[cuts].tolist(),
     )
 
 
