@@ -171,16 +171,17 @@ def _saved(
     kept = {roots[t] for i in range(start, stop) for t in facts.kept[i]}
     saves = {entering[t] for t in kept if t in entering}
     root = roots[leaving[0]]
-    made = root > start  # and not a view of what comes in
-    if made and root in kept:
+    own = root not in entering  # its storage is this layer's, or one without bytes
+    if own and root in kept:
         saves.add(group)
+    storage = facts.storages[root] if root > start else facts.sizes[root]
     unknown = any(x.saved_bytes is not None and x.saves is None for x in chain.layers[start:stop])
     whole = sum(chain.tensor_bytes[t] for t in leaving)
     return {
         "saved_bytes": int(chain.saved_bytes(start, stop)),
         "saves": None if unknown and not saves else tuple(sorted(saves)),
-        "view_of": None if made else entering.get(root),
-        "storage_bytes": facts.storages[root] if made and len(leaving) == 1 and facts.storages[root] != whole else None,
+        "view_of": entering.get(root),
+        "storage_bytes": storage if own and len(leaving) == 1 and storage != whole else None,
     }
 
 
