@@ -15,13 +15,16 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipeplan import zoo
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.program import Step, unroll
+from pipeplan.runtime.network import chain_network
 from pipeplan.runtime.optimizers import optimizer_maker
 from pipeplan.runtime.profiler import profile_model
+from pipeplan.runtime.saved import saved_values, sized_layers
 from pipeplan.schedule.ilp import schedule_ilp
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
@@ -43,6 +46,32 @@ def chain_of(model, batch, *, measured=False, data=None, dtype=None):
 def zoo_chain(name, batch, *, measured=False):
     model = zoo.load(name)
     return chain_of(model, batch, measured=measured, data=model.data(batch))
+
+
+def network_of(layers, x, loss, target):
+    """The network of a chain of layers, its loss included."""
+    return chain_network(layers, x).with_loss(loss, target.detach().clone())
+
+
+def sized_chain(layers, x, loss, target):
+    """The profile of a chain of layers, without times: all its sizes."""
+    network = network_of(layers, x, loss, target)
+    return Chain("sizes", tuple(sized_layers(network, *saved_values(network, str(x.device)))), x.nbytes)
+
+
+def whole_saved_bytes(layers, x, target, loss):
+    """What one plain forward of the whole model saves, parameters and buffers aside."""
+    permanent = {t.untyped_storage()._cdata for t in [*layers.parameters(), *layers.buffers()]}
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss(layers(x), target)
+    assert value.requires_grad
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in permanent)
 
 
 def plan_of(

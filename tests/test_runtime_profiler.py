@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
+
+from runtime_cases import sized_chain, whole_saved_bytes  # noqa: E402
 
 from pipeplan import zoo  # noqa: E402
 from pipeplan.errors import BadInput  # noqa: E402
@@ -17,7 +18,6 @@ from pipeplan.runtime.profiler import (  # noqa: E402
     named_layers,
     profile_layers,
     profile_model,
-    saved_bytes,
     tied_layers,
 )
 
@@ -53,28 +53,12 @@ def example(name, batch):
 MODELS = [("gpt-tiny", 4), ("gpt-tiny,tied=true", 2), ("small-cnn", 8), ("lstm", 8)]
 
 
-def whole_saved_bytes(layers, x, target, loss):
-    """What one plain forward of the whole model saves, parameters and buffers aside."""
-    permanent = {t.untyped_storage()._cdata for t in [*layers.parameters(), *layers.buffers()]}
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss(layers(x), target)
-    assert value.requires_grad
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in permanent)
-
-
 @pytest.mark.parametrize(("name", "batch"), MODELS)
-def test_saved_bytes_sum_to_the_whole_model(name, batch):
+def test_saved_bytes_are_those_of_the_whole_model(name, batch):
     layers, x, target, loss = example(name, batch)
-    counted = saved_bytes(layers, x, loss, target)
-    assert len(counted) == len(layers) + 1
-    assert sum(counted) == pytest.approx(whole_saved_bytes(layers, x.clone(), target.clone(), loss), rel=0.05)
-    assert all(size >= 0 for size in counted)
+    chain = sized_chain(layers, x, loss, target)
+    assert len(chain) == len(layers) + 1
+    assert chain.saved_bytes(0, len(chain)) == whole_saved_bytes(layers, x.clone(), target.clone(), loss)
 
 
 ARCHITECTURES = [
@@ -84,39 +68,28 @@ ARCHITECTURES = [
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_saved_bytes_of_every_zoo_model_sum_to_the_whole(name):
+def test_saved_bytes_of_every_zoo_model_are_those_of_the_whole(name):
     with torch.device("meta"):  # shapes alone decide, and nothing takes memory or time
         layers, x, loss = zoo.load(name)(2)
         _, target = zoo.load(name).data(2)(0, 0)
-        assert sum(saved_bytes(layers, x, loss, target)) == whole_saved_bytes(layers, x, target, loss)
+        chain = sized_chain(layers, x, loss, target)
+        assert chain.saved_bytes(0, len(chain)) == whole_saved_bytes(layers, x, target, loss)
 
 
 def test_saved_bytes_of_resnet50_are_those_measured_in_a_real_run():
     with torch.device("meta"):
         model = zoo.load("resnet50,image=1000")
         layers, x, loss = model(8)
-        counted = saved_bytes(layers, x, loss, model.data(8)(0, 0)[1])
-    assert sum(counted) // 2**20 == 13_128
-    assert counted[0] > 3 * x.nbytes
-
-
-def test_boundary_tensors_count_once_and_for_their_reader():
-    x = torch.randn(4, 10)
-    relu_then_linear = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
-    size = 4 * 20 * 4
-    # the ReLU saves its output, the second linear layer the same tensor as its input
-    assert saved_bytes(relu_then_linear, x, lambda y, _: y.sum(), x) == [4 * 10 * 4, 0, size, 0]
-    relu_at_the_end = nn.Sequential(nn.Linear(10, 20), nn.ReLU())
-    assert saved_bytes(relu_at_the_end, x, lambda y, _: y.sum(), x) == [4 * 10 * 4, size, 0]
-    through_a_view = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Unflatten(1, (2, 10)), nn.Linear(10, 5))
-    assert saved_bytes(through_a_view, x, lambda y, _: y.sum(), x) == [4 * 10 * 4, 0, 0, size, 0]
+        chain = sized_chain(layers, x, loss, model.data(8)(0, 0)[1])
+    assert chain.saved_bytes(0, len(chain)) // 2**20 == 13_128
+    assert chain.saved_bytes(0, 1) > 3 * x.nbytes
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny,tied=true", "small-cnn"])
 def test_saved_bytes_do_not_change_when_weights_move(name, monkeypatch):
     """A move to a GPU gives weights other storages, and the identities of the old ones go to tensors made since."""
     layers, x, target, loss = example(name, 2)
-    expected = saved_bytes(layers, x, loss, target)
+    expected = sized_chain(layers, x, loss, target)
     moves = []
 
     def move(module, device):
@@ -129,17 +102,8 @@ def test_saved_bytes_do_not_change_when_weights_move(name, monkeypatch):
 
     monkeypatch.setattr(network, "place", move)
     for _ in range(5):
-        assert saved_bytes(layers, x, loss, target) == expected
+        assert sized_chain(layers, x, loss, target) == expected
     assert moves
-
-
-def test_saved_bytes_of_a_view_are_those_of_its_storage():
-    class FirstColumn(nn.Module):
-        def forward(self, x):
-            return (x * 2)[:, 0] ** 2
-
-    counted = saved_bytes([nn.Linear(10, 100), FirstColumn()], torch.randn(4, 10), lambda y, _: y.sum(), torch.zeros(1))
-    assert counted[1] == 4 * 100 * 4
 
 
 def step_times(layers, x, target, loss, steps):
@@ -194,7 +158,7 @@ def test_saving_an_output_leaves_nothing_behind():
             alive.add(out)
             return out
 
-    saved_bytes([Watched()], torch.randn(2, 4), lambda y, _: y.sum(), torch.zeros(1))
+    sized_chain([Watched()], torch.randn(2, 4), lambda y, _: y.sum(), torch.zeros(1))
     gc.collect()
     assert not list(alive)
 

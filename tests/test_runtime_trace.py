@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from runtime_cases import whole_saved_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -14,7 +15,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy, Problem  # noqa: E4
 from pipeplan.profiles import merge_articulation  # noqa: E402
 from pipeplan.runtime.network import final_outputs, tied_layers  # noqa: E402
 from pipeplan.runtime.profiler import measure_model, profile_model  # noqa: E402
-from pipeplan.runtime.saved import owned_bytes, saved_bytes, saved_values  # noqa: E402
+from pipeplan.runtime.saved import saved_values, sized_layers  # noqa: E402
 from pipeplan.runtime.trace import trace_module  # noqa: E402
 
 
@@ -94,9 +95,10 @@ def test_a_traced_model_computes_saves_and_holds_what_the_model_does(name, batch
             part.momentum = 0.0
     network, output = traced(Whole(layers), x)
     assert torch.equal(output, layers.train()(x))
-    whole = saved_bytes(layers, x, loss, target)
-    saved = sum(owned_bytes(*saved_values(network.with_loss(loss, target), "cpu")))
-    assert saved == pytest.approx(sum(whole), rel=1e-6)
+    whole = network.with_loss(loss, target)
+    sizes = tuple(sized_layers(whole, *saved_values(whole, "cpu")))
+    dag = Chain("sizes", sizes, sum(y.nbytes for y in network.inputs), whole.edges())
+    assert dag.saved_bytes(0, len(dag)) == whole_saved_bytes(layers, x, target, loss)
     held = {id(p) for layer in network.layers for p in layer.module.parameters()}
     assert held == {id(p) for p in layers.parameters()}
     assert bool(tied_layers(network)) == ("tied=true" in name or "awd" in name)
@@ -150,7 +152,7 @@ def hand_linearised(dag: Chain) -> Chain:
             replace(
                 layer,
                 output_bytes=2 * tensor if part in inside else layer.output_bytes,
-                saved_bytes=int(dag.saved_bytes(i, i + 1)),
+                saves=None,  # no two layers save the same tensor
             )
         )
     return replace(dag, layers=tuple(layers), edges=None)

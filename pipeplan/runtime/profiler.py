@@ -13,7 +13,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from .network import (
     scalar_loss,
     tied_layers,
 )
-from .saved import saved_bytes, saved_fields, saved_values
+from .saved import saved_values, sized_layers, whole_bytes
 from .steps import MakeOptimizer, Progress, Samples, all_at_once, one_at_a_time, trained_parameters
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "named_layers",
     "profile_layers",
     "profile_model",
-    "saved_bytes",
     "tied_layers",
 ]
 
@@ -255,8 +254,7 @@ def profile_network(
     alone, and the difference is the ``backward_weight_ns`` of a layer.
 
     Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
-    are counted in a pass of their own (:mod:`.saved`). Weight bytes and ``parameters`` count all parameters of a
-    layer, each once, frozen ones and those tied to other layers too; buffers don't count. BadInput names a layer that
+    and all other sizes are counted in a pass of their own (:mod:`.saved`). BadInput names a layer that
     doesn't map one tensor to one, works on its input in place, or passes no gradient on.
     """
     if steps < 1 or warmup < 0:
@@ -271,8 +269,9 @@ def profile_network(
         if target is None:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
         network = network.with_loss(loss, _moved(target, device))
-        saved, sizes = saved_values(network, device, release)
-        needed = _needed_bytes(network, sum(x.private_bytes for x in saved) + sum(sizes.values()))
+        saved, values = saved_values(network, device, release)
+        layers = sized_layers(network, saved, values)
+        needed = _needed_bytes(network, whole_bytes(saved, values))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
         say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
         clock = clock or DeviceClock(torch.device(device))
@@ -280,30 +279,24 @@ def profile_network(
         lone.grad = torch.zeros_like(lone)
         entry = optimizer([lone])
         measure = one_at_a_time if one else all_at_once
-        samples, made = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say, seconds)
-    fields = saved_fields(network, saved, sizes)
-    parts = zip(network.layers, samples, made, fields, strict=True)
-    measured = [_measurement(layer, sample, size, kept) for layer, sample, size, kept in parts]
+        samples = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say, seconds)
+    parts = zip(network.layers, layers, samples, strict=True)
+    measured = [_measurement(code, layer, sample) for code, layer, sample in parts]
     return measured, one
 
 
-def _measurement(code: LayerCode, samples: Samples, output_bytes: int, saved: int | None) -> LayerMeasurement:
+def _measurement(code: LayerCode, sized: Layer, samples: Samples) -> LayerMeasurement:
     backward_weight_ns = None
     if samples.inputs_only_ns:
         backward = _median(samples.backward_ns)
         rest = _median(samples.inputs_only_ns) if trained_parameters(code.module) else backward
         backward_weight_ns = max(backward - rest, 0)
-    parameters = list(code.module.parameters())
-    layer = Layer(
-        name=code.name,
+    layer = replace(
+        sized,
         forward_ns=_median(samples.forward_ns),
         backward_ns=_median(samples.backward_ns),
-        weight_bytes=sum(p.nbytes for p in parameters),
-        output_bytes=output_bytes,
-        saved_bytes=saved,
         backward_weight_ns=backward_weight_ns,
         optimizer_ns=_median(samples.optimizer_ns),
-        parameters=sum(p.numel() for p in parameters),
     )
     return LayerMeasurement(
         layer,

@@ -1,4 +1,7 @@
-"""What each layer's forward keeps for its backward: seen by saved-tensor hooks, each distinct storage counted once."""
+"""What each layer's forward keeps for its backward, seen by saved-tensor hooks, and the storages that values lie in.
+
+What ranges of layers keep follows from it (:mod:`pipeplan.storages`).
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,37 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .network import LayerCode, Loss, Network, chain_network, drop, leaf, resident
+from ..problem import Layer
+from .network import LayerCode, Network, drop, leaf, resident
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one layer saves: ``values`` that it reads or makes (by number), and ``private_bytes`` of everything else."""
+    """What one layer saves: the ``values`` that it reads or makes, and ``private_bytes`` of everything else."""
 
     private_bytes: int
     values: frozenset[int]
 
 
-def saved_bytes(layers: Any, example_input: Tensor, loss: Loss, target: Tensor) -> list[int]:
-    """Count the bytes that the forward of each layer, and last of the loss, keeps for its backward.
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value's own bytes, the first value in the same storage, and the bytes of that (0 for a weight's)."""
 
-    What autograd saves is seen by hooks; a storage counts once and in full, however many views of it are saved;
-    parameters and buffers don't count. A boundary tensor that both neighbours save (the output of a ReLU that feeds a
-    convolution) counts for the later layer, as its input: this is the convention of the memory model, where a
-    recomputed segment keeps the input of its first layer. So the sum over the layers is what the whole model saves.
-    """
-    network = chain_network(layers, example_input)
-    device = str(example_input.device)
-    return owned_bytes(*saved_values(network.with_loss(loss, target.detach().clone()), device))
+    size: int
+    first: int
+    storage_bytes: int
 
 
-def saved_values(network: Network, device: str, release: bool = False) -> tuple[list[Saved], dict[int, int]]:
-    """Run each layer of ``network`` forward; return what each one saves, and the bytes of each saved value's storage.
+def saved_values(network: Network, device: str, release: bool = False) -> tuple[list[Saved], dict[int, Value]]:
+    """Run each layer of ``network`` forward; return what each one saves, and where all values lie.
 
-    Values that are views of one storage count as the first of them. Storages are told apart by address, hence held
-    until nothing later can alias them: the inside of a layer until its forward ends, values until their last reader.
-    With ``release`` no more than one layer's module stands on the device.
+    A storage counts once and in full, however many views of it are saved; parameters and buffers don't count. Storages
+    are told apart by address, hence held until nothing later can alias them: the inside of a layer until its forward
+    ends, values until their last reader. With ``release`` no more than one layer's module stands on the device.
     """
     values = {v: x.detach().clone() for v, x in enumerate(network.inputs)}  # a view counts with all of its storage
-    first: dict[int, int] = {}  # storage -> the value that it is
-    sizes: dict[int, int] = {}
+    first: dict[int, int] = {}  # storage -> the first value in it
+    known: dict[int, Value] = {}
     saved = []
     for index, layer in enumerate(network.layers):
         with resident(layer.module, device, release):
@@ -52,21 +52,21 @@ def saved_values(network: Network, device: str, release: bool = False) -> tuple[
             seen, outputs = _forward(layer, [values[v] for v in layer.reads])
             values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
             del outputs
-            for value in (*layer.reads, *layer.makes):
-                first.setdefault(values[value].untyped_storage()._cdata, value)
-            private, among = 0, set()
-            for key, storage in seen.items():
-                if key in first:
-                    among.add(first[key])
-                    sizes[first[key]] = storage.nbytes()
-                elif key not in permanent:
-                    private += storage.nbytes()
+            touched = dict.fromkeys((*layer.reads, *layer.makes))
+            for value in touched:
+                storage = values[value].untyped_storage()
+                key = storage._cdata
+                size = 0 if key in permanent else storage.nbytes()
+                known.setdefault(value, Value(values[value].nbytes, first.setdefault(key, value), size))
+            among = {v for v in touched if values[v].untyped_storage()._cdata in seen}
+            boundary = permanent | {values[v].untyped_storage()._cdata for v in touched}
+            private = sum(storage.nbytes() for key, storage in seen.items() if key not in boundary)
             seen.clear()
         saved.append(Saved(private, frozenset(among)))
         drop(values, network, index)
         held = {x.untyped_storage()._cdata for x in values.values()}
         first = {key: value for key, value in first.items() if key in held}
-    return saved, sizes
+    return saved, known
 
 
 def _forward(layer: LayerCode, inputs: Sequence[Tensor]) -> tuple[dict[int, torch.UntypedStorage], Sequence[Tensor]]:
@@ -82,44 +82,77 @@ def _forward(layer: LayerCode, inputs: Sequence[Tensor]) -> tuple[dict[int, torc
     return seen, outputs
 
 
-def owned_bytes(saved: Sequence[Saved], sizes: dict[int, int]) -> list[int]:
-    """Return the bytes of each layer when a value that several layers save counts for the last of them."""
-    owner = {value: index for index, layer in enumerate(saved) for value in layer.values}
-    counted = [layer.private_bytes for layer in saved]
-    for value, index in owner.items():
-        counted[index] += sizes[value]
-    return counted
+def whole_bytes(saved: Sequence[Saved], values: dict[int, Value]) -> int:
+    """Return what the whole network keeps, each storage once."""
+    storages = {values[v].first: values[v].storage_bytes for layer in saved for v in layer.values}
+    return sum(layer.private_bytes for layer in saved) + sum(storages.values())
 
 
-def saved_fields(network: Network, saved: Sequence[Saved], sizes: dict[int, int]) -> list[int | None]:
-    """Return the ``saved_bytes`` of each layer's profile: a number, or None for "exactly what it reads".
+def saved_fields(network: Network, saved: Sequence[Saved], values: dict[int, Value]) -> list[dict[str, Any]]:
+    """Return the fields of each :class:`~pipeplan.problem.Layer` that say what it saves and where its output lies.
 
-    None is exact for a tensor that several layers save, wherever cuts fall: each stage counts it once. It is used in a
-    DAG where a layer saves what it reads and nothing else, all of it, and no other reader has a number that includes
-    it. Numbers count a value for the last layer that saves it.
+    Where a layer makes several values and another saves some of them only, those count as that layer's own, which is on
+    the safe side: a profile knows one output of a layer.
     """
-    if network.chain:
-        return list(owned_bytes(saved, sizes))
-    makers = {v: layer for layer in network.layers for v in layer.makes}
-    inputs = frozenset(range(len(network.inputs)))
-    plain = set()
+    made = {-1: tuple(range(len(network.inputs))), **{i: layer.makes for i, layer in enumerate(network.layers)}}
+    maker = {v: i for i, makes in made.items() for v in makes}
+    fields = []
     for i, (layer, kept) in enumerate(zip(network.layers, saved, strict=True)):
-        reads = frozenset(layer.reads)
-        whole = all(len(makers[v].makes) == 1 for v in reads if v in makers)
-        one_source = reads == inputs if reads & inputs else True
-        if not kept.private_bytes and kept.values == reads and whole and one_source:
-            plain.add(i)
-    while True:  # a reader that becomes a number makes the other savers of its values numbers too
-        numbers = {
-            v for i, kept in enumerate(saved) if i not in plain for v in kept.values & set(network.layers[i].reads)
-        }
-        mixed = {i for i in plain if saved[i].values & numbers}
-        if not mixed:
-            break
-        plain -= mixed
-    owner = {value: i for i, kept in enumerate(saved) for value in kept.values}
-    fields: list[int | None] = []
-    for i, kept in enumerate(saved):
-        mine = sum(sizes[v] for v in kept.values if owner[v] == i)
-        fields.append(None if i in plain else kept.private_bytes + mine)
+        private, saves = kept.private_bytes, set()
+        view = _viewed(layer, values, made, maker)
+        for source in sorted({maker[v] for v in layer.reads} | {i}):
+            some = {v for v in made[source] if v in kept.values}
+            if source == view or not some:
+                continue
+            if all(v in some or (v in values and not values[v].size) for v in made[source]):
+                saves.add(source)
+            else:
+                private += sum({values[v].first: max(values[v].size, values[v].storage_bytes) for v in some}.values())
+        if view is not None and kept.values & {*layer.makes, *made[view]}:
+            saves = (saves - {i}) | {view}
+        size = {x: sum(values[v].size for v in made[x]) for x in saves | {i}}
+        storage = sum({values[v].first: values[v].storage_bytes for v in layer.makes}.values())
+        alone = sum(storage if x == i else size[x] for x in saves)
+        fields.append(
+            {
+                "saved_bytes": private + alone,
+                "saves": tuple(sorted(saves)),
+                "view_of": view,
+                "storage_bytes": storage if view is None and storage != size[i] else None,
+            }
+        )
     return fields
+
+
+def _viewed(
+    layer: LayerCode, values: dict[int, Value], made: dict[int, tuple[int, ...]], maker: dict[int, int]
+) -> int | None:
+    """Return the layer (or -1) whose one value, read by ``layer``, all that this one makes is a view of."""
+    storages = {values[v].first for v in layer.makes}
+    for value in layer.reads:
+        if storages == {values[value].first} and made[maker[value]] == (value,) and values[value].storage_bytes:
+            return maker[value]
+    return None
+
+
+def sized_layers(network: Network, saved: Sequence[Saved], values: dict[int, Value]) -> list[Layer]:
+    """Return the layers of ``network`` with all their sizes, and times of 0.
+
+    Weight bytes and ``parameters`` count all parameters of a layer, each once, frozen ones and those tied to other
+    layers too; buffers don't count.
+    """
+    layers = []
+    for code, fields in zip(network.layers, saved_fields(network, saved, values), strict=True):
+        parameters = list(code.module.parameters())
+        layers.append(
+            Layer(
+                name=code.name,
+                forward_ns=0,
+                backward_ns=0,
+                weight_bytes=sum(p.nbytes for p in parameters),
+                output_bytes=sum(values[v].size for v in code.makes),
+                parameters=sum(p.numel() for p in parameters),
+                **fields,
+            )
+        )
+    return layers

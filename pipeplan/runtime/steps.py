@@ -39,23 +39,22 @@ def all_at_once(
     device: str,
     say: Progress,
     seconds: float | None,
-) -> tuple[list[Samples], list[int]]:
-    """Measure whole steps of the network; return the samples and the output bytes of each layer."""
+) -> list[Samples]:
+    """Measure whole steps of the network."""
     for layer in network.layers:
         place(layer.module, device)
     optimizers = [
         make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
     ]
-    samples, made = [Samples() for _ in network.layers], [0] * len(network)
+    samples = [Samples() for _ in network.layers]
     for warm in _rounds(warmup, steps, seconds):
         say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {steps}")
         for inputs_only in (False, True) if split_backward else (False,):
             run = _step(network, optimizers, entry, clock, inputs_only)
-            made = run.output_bytes
             if not warm:
                 for index, sample in enumerate(samples):
                     _add(sample, clock, run, index, inputs_only)
-    return samples, made
+    return samples
 
 
 def one_at_a_time(
@@ -69,11 +68,11 @@ def one_at_a_time(
     device: str,
     say: Progress,
     seconds: float | None,
-) -> tuple[list[Samples], list[int]]:
+) -> list[Samples]:
     """Measure each layer alone, with nothing but its own module, inputs, outputs and what it saves on the device."""
     values = dict(enumerate(network.inputs))
     home = "cpu" if torch.device(device).type == "cuda" else device
-    samples, made = [], []
+    samples = []
     for index, layer in enumerate(network.layers):
         say(f"layer {index + 1} of {len(network)}: {layer.name}")
         with resident(layer.module, device, release=True):
@@ -94,9 +93,8 @@ def one_at_a_time(
             del outputs, leaves, optimizers
             layer.module.zero_grad(set_to_none=True)
         samples.append(sample)
-        made.append(run.output_bytes[0])
         drop(values, network, index)
-    return samples, made
+    return samples
 
 
 def _rounds(warmup: int, steps: int, seconds: float | None) -> Iterator[bool]:
@@ -118,12 +116,11 @@ def _rounds(warmup: int, steps: int, seconds: float | None) -> Iterator[bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One step: marks around each layer's work (None: there was none), and its output bytes."""
+    """One step: marks around each layer's work (None: there was none)."""
 
     forward: list[tuple[Any, Any] | None]
     backward: list[tuple[Any, Any] | None]
     optimizer: list[tuple[Any, Any] | None]
-    output_bytes: list[int]
 
 
 def _add(sample: Samples, clock: Clock, run: _Run, index: int, inputs_only: bool) -> None:
@@ -153,7 +150,7 @@ def _step(
     """
     count = len(network)
     values = leaves if leaves is not None else dict(enumerate(network.inputs))
-    run = _Run([None] * count, [None] * count, [None] * count, [0] * count)
+    run = _Run([None] * count, [None] * count, [None] * count)
     made: list[Sequence[Tensor]] = []
     gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:
@@ -163,7 +160,6 @@ def _step(
         start = clock.mark()
         outputs = layer.forward(inputs)
         run.forward[index] = (start, clock.mark())
-        run.output_bytes[index] = sum(out.nbytes for out in outputs)
         made.append(outputs)
         values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
         if _is_loss(layer):
