@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 
@@ -21,10 +22,14 @@ from pipeplan import zoo
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.program import Step, unroll
+from pipeplan.runtime.account import Account
+from pipeplan.runtime.model import TensorSpec
 from pipeplan.runtime.network import chain_network
 from pipeplan.runtime.optimizers import optimizer_maker
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.saved import saved_values, sized_layers
+from pipeplan.runtime.stage import StageModule
+from pipeplan.runtime.versions import Versions
 from pipeplan.schedule.ilp import schedule_ilp
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
@@ -72,6 +77,27 @@ def whole_saved_bytes(layers, x, target, loss):
         value = loss(layers(x), target)
     assert value.requires_grad
     return sum(storage.nbytes() for key, storage in storages.items() if key not in permanent)
+
+
+def spec(tensor):
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
+def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
+    versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
+    stop = start + len(layers) + (loss is not None)
+    return StageModule(
+        index=index,
+        start=start,
+        stop=stop,
+        layers=layers,
+        loss=loss,
+        checkpoint=checkpoint,
+        versions=versions,
+        account=account or Account(),
+        divisor=divisor,
+        boundaries=(spec(x), None if loss is not None else spec(out)),
+    )
 
 
 def plan_of(

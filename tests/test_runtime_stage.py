@@ -2,39 +2,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from collections import Counter  # noqa: E402
-
-from runtime_cases import built, zoo_chain  # noqa: E402
+from runtime_cases import built, stage_of, zoo_chain  # noqa: E402
 from torch import nn  # noqa: E402
 
 from pipeplan import costs  # noqa: E402
 from pipeplan.errors import RunFailed  # noqa: E402
 from pipeplan.runtime.account import Account  # noqa: E402
-from pipeplan.runtime.model import TensorSpec  # noqa: E402
-from pipeplan.runtime.optimizers import optimizer_maker  # noqa: E402
-from pipeplan.runtime.stage import StageModule  # noqa: E402
-from pipeplan.runtime.versions import Versions  # noqa: E402
-
-
-def spec(tensor):
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
-
-
-def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
-    versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
-    stop = start + len(layers) + (loss is not None)
-    return StageModule(
-        index=index,
-        start=start,
-        stop=stop,
-        layers=layers,
-        loss=loss,
-        checkpoint=checkpoint,
-        versions=versions,
-        account=account or Account(),
-        divisor=divisor,
-        boundaries=(spec(x), None if loss is not None else spec(out)),
-    )
 
 
 def small_net():
