@@ -151,7 +151,10 @@ def _mergeable(chain: Chain, start: int, stop: int) -> bool:
     if len(leaving) == 1:
         return True
     kept = [
-        (any(t in facts.kept[i] for i in range(start, stop)), tuple(t in facts.kept[i] for i in range(stop, len(chain))))
+        (
+            any(t in facts.kept[i] for i in range(start, stop)),
+            tuple(t in facts.kept[i] for i in range(stop, len(chain))),
+        )
         for t in leaving
     ]
     apart = all(facts.parents[t] < 0 and t not in facts.parents for t in leaving)
@@ -164,7 +167,7 @@ def _saved(
 ) -> dict[str, Any]:
     """Return the fields of layer ``group`` that saves what ``layers[start:stop]`` save, and say where its output lies.
 
-    ``leaving`` are the tensors that its output consists of; ``entering`` tells which layer makes each one that comes in.
+    ``leaving`` are the tensors that its output consists of; ``entering`` tells which layer makes one that comes in.
     """
     facts = chain.storages.facts
     roots = facts.roots(start)

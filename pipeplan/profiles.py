@@ -81,7 +81,8 @@ def check_chain(chain: Chain, place_of_layer: Callable[[int], str]) -> None:
     """Raise BadInput unless the values of ``chain`` make sense; every function on chains relies on it.
 
     Counts are not negative, times and sizes sum up to at most :data:`LARGEST_TOTAL`, something takes time, edges and
-    ties are pairs of layers in order, and layers save what they read or make. ``place_of_layer`` names a layer: ``layers[3].forward_ns: -2 is negative``.
+    ties are pairs of layers in order, and layers save what they read or make. ``place_of_layer`` names a layer:
+    ``layers[3].forward_ns: -2 is negative``.
     """
     if not chain.layers:
         raise BadInput(f"{chain.name}: there are no layers")

@@ -1,8 +1,8 @@
 """Which storages a range of layers keeps for its backward: the rule behind every count of saved bytes.
 
-A *tensor* is numbered: 0 for the network's input, i + 1 for the output of layer i. It lies in a storage, of its own or,
-being a view, in that of an earlier tensor. Autograd keeps storages, in full. So ``layers[start:stop]``, run as one stage
-or stored without a gap, keep the union of what their layers keep, each storage once:
+A *tensor* is numbered: 0 for the network's input, i + 1 for the output of layer i. It lies in a storage, of its own
+or, being a view, in that of an earlier tensor. Autograd keeps storages, in full. So ``layers[start:stop]``, run as one
+stage or stored without a gap, keep the union of what their layers keep, each storage once:
 
 - a layer's *private* bytes, which no other layer can keep too;
 - the storage of each tensor that a layer of the range keeps, its own output included. A tensor that enters from before
@@ -50,10 +50,7 @@ class Facts:
             parent = -1 if layer.view_of is None else layer.view_of + 1
             parents.append(parent)
             storages.append(sizes[i + 1] if layer.storage_bytes is None else layer.storage_bytes)
-            if layer.saved_bytes is None:
-                mine = reads[i]
-            else:
-                mine = tuple(sorted({x + 1 for x in layer.saves or ()}))
+            mine = reads[i] if layer.saved_bytes is None else tuple(sorted({x + 1 for x in layer.saves or ()}))
             kept.append(mine)
             roots = {parent if t == i + 1 and parent >= 0 else t for t in mine}
             alone = sum(storages[t] if t == i + 1 else sizes[t] for t in roots)
@@ -233,11 +230,12 @@ class DagStorages:
     def _private(self) -> Ints:
         return np.concatenate([[0], np.cumsum(np.array(self.facts.private, dtype=np.int64))]).astype(np.int64)
 
-    @property
+    @cached_property
     def totals(self) -> Ints:
         """Bytes that ``layers[:i]`` keep, shape (L + 1,)."""
         entering, made = self._tables
-        return self._private + entering[0] + made[0]
+        kept: Ints = self._private + entering[0] + made[0]
+        return kept
 
     def inner(self, start: IntLike, stop: IntLike) -> IntLike:
         """Bytes that the range keeps beside the tensors that enter it."""
@@ -260,7 +258,8 @@ class DagStorages:
                     seen |= new
                     size = sum(self.facts.sizes[t] for t in new)
                     table[start, layer + 1] += min(size, self.facts.presumed[layer])
-        return np.cumsum(table, axis=1)
+        sums: Ints = np.cumsum(table, axis=1)
+        return sums
 
     def presumed(self, start: IntLike, stop: IntLike) -> IntLike:
         """Bytes of :meth:`inner` that are taken for the input, as layers don't say what they keep."""

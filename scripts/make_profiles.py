@@ -1,10 +1,12 @@
 """Make the files in profiles/: estimates for named GPUs, and with --measure two that are measured on this CPU.
 
     python scripts/make_profiles.py --date 2026-11-20 [--measure]
+    python scripts/make_profiles.py --sizes
 
 The networks of MadPipe's evaluation at 1000 x 1000 pixels, batch 8, and VGG-16 stand for the V100 of that time; GPT-2
 in bfloat16 for an A100. Estimates say so in ``device`` and ``source``. Measured files are in CPU time of one thread,
-which other load on the machine disturbs little.
+which other load on the machine disturbs little. ``--sizes`` counts the bytes of all layers again and leaves times and
+everything else in the files as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 
 from pipeplan import zoo
 from pipeplan.accelerators import accelerator
-from pipeplan.files import profile_text, write_text
+from pipeplan.files import profile_text, read_profile, write_text
+from pipeplan.problem import Chain
 from pipeplan.runtime.clock import ThreadClock
 from pipeplan.runtime.estimate import estimate_model
 from pipeplan.runtime.profiler import measure_model
@@ -43,9 +46,21 @@ MEASURED = [  # file, model, batch, steps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--date", required=True, help="goes into source")
+    parser.add_argument("--date", help="goes into source")
     parser.add_argument("--measure", action="store_true", help="measure too, not only estimate")
+    parser.add_argument("--sizes", action="store_true", help="count bytes again in the files that are there")
     arguments = parser.parse_args()
+    if arguments.sizes:
+        for file, name, batch, gpu, dtype in ESTIMATED:
+            model = zoo.load(name)
+            about = _about(name, batch, arguments)
+            resize(file, estimate_model(model, batch, accelerator(gpu), dtype=getattr(torch, dtype), **about).chain)
+        for file, name, batch, _ in MEASURED:
+            about = _about(name, batch, arguments)
+            resize(file, measure_model(zoo.load(name), batch, steps=1, warmup=0, **about).chain)
+        return
+    if arguments.date is None:
+        parser.error("--date is needed: it goes into source")
     for file, name, batch, gpu, dtype in ESTIMATED:
         model = zoo.load(name)
         about = _about(name, batch, arguments)
@@ -58,10 +73,21 @@ def main() -> None:
 
 
 def _about(name: str, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"name": name, "date": arguments.date, "data": zoo.load(name).data(batch)}
+    return {"name": name, "date": arguments.date or "", "data": zoo.load(name).data(batch)}
 
 
-def write(file: str, chain: Any) -> None:
+def resize(file: str, counted: Chain) -> None:
+    """Write the profile ``file`` again with the bytes of ``counted``."""
+    chain = read_profile(str(FOLDER / f"{file}.json"))
+    sizes = ("weight_bytes", "output_bytes", "saved_bytes", "saves", "view_of", "storage_bytes", "parameters")
+    layers = [
+        replace(layer, **{field: getattr(new, field) for field in sizes})
+        for layer, new in zip(chain.layers, counted.layers, strict=True)
+    ]
+    write(file, replace(chain, layers=tuple(layers), input_bytes=counted.input_bytes))
+
+
+def write(file: str, chain: Chain) -> None:
     path = FOLDER / f"{file}.json"
     write_text(str(path), profile_text(chain))
     time_ms = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1]) / 1e6

@@ -241,8 +241,7 @@ def emulated_activations(
             at, inside = part_storages(first), storages_of(chain, first)
             names = {inside[t][0]: at[t] for t in range(first + 1)}  # the input is the one that is held
             anew = {
-                t: names[name] if name in names else (f"again {name}", count)
-                for t, (name, count) in inside.items()
+                t: names.get(name, (f"again {name}", count)) for t, (name, count) in inside.items()
             }  # fmt: skip
             made = dict(held[-1])
             for layer in layers:

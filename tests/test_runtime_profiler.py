@@ -6,9 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-
 from runtime_cases import sized_chain, whole_saved_bytes  # noqa: E402
+from torch import nn  # noqa: E402
 
 from pipeplan import zoo  # noqa: E402
 from pipeplan.errors import BadInput  # noqa: E402

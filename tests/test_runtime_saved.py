@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from plan_cases import random_checkpoint  # noqa: E402
-from runtime_cases import network_of, sized_chain, stage_of  # noqa: E402
+from runtime_cases import sized_chain, stage_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -199,10 +199,13 @@ def dag_range(network, start, stop):
     """Bytes that autograd keeps of layers ``start..stop-1`` of a traced network, what enters made by copies."""
     values = dict(enumerate(network.inputs))
     for layer in network.layers[:start]:
-        values |= dict(zip(layer.makes, (y.detach() for y in layer.forward([values[v] for v in layer.reads])), strict=True))
+        outputs = layer.forward([values[v] for v in layer.reads])
+        values |= {v: y.detach() for v, y in zip(layer.makes, outputs, strict=True)}
     values = {v: y.clone().requires_grad_(start > 0 and y.is_floating_point()) for v, y in values.items()}
     permanent = {
-        t.untyped_storage()._cdata for layer in network.layers for t in (*layer.module.parameters(), *layer.module.buffers())
+        t.untyped_storage()._cdata
+        for layer in network.layers
+        for t in (*layer.module.parameters(), *layer.module.buffers())
     }
     kept = {}
 

@@ -146,7 +146,7 @@ def hand_linearised(dag: Chain) -> Chain:
     tensor = dag.layers[0].output_bytes
     inside = {"first", "gelu", "second"}
     layers = []
-    for i, layer in enumerate(dag.layers):
+    for layer in dag.layers:
         part = layer.name.split(".")[-1]
         layers.append(
             replace(

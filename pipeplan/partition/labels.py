@@ -7,7 +7,7 @@ recomputation costs. Labels depend on neither the period nor the devices.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class Units:
         count = len(chain) + 1
         start, stop = np.arange(count)[:, None], np.arange(count)[None, :]
 
-        def table(values: IntLike) -> Ints:
+        def table(values: IntLike) -> Any:
             return np.broadcast_to(np.asarray(values), (count, count))
 
         keeps, transient, recompute = map(table, costs.segment(chain, start, stop))
@@ -167,10 +167,17 @@ def lean_labels(units: Units) -> tuple[LeanLabels, ...]:
         zero, position = np.zeros(1, dtype=np.int64), np.arange(start, count)
         stored = units.saved[start, position] * (position > start)
         peak, kept, cost, first = (np.concatenate([zero, column]) for column in alone)
-        columns = ((kept, stored), (peak, stored), (cost, 0 * stored), (position, position))
-        sizes = [np.concatenate(pair) for pair in columns]
-        first = np.concatenate([np.zeros(start, dtype=np.int64), first])
-        found.append(LeanLabels(*sizes, first, tables.nearest, units))
+        found.append(
+            LeanLabels(
+                kept=np.concatenate([kept, stored]),
+                peak=np.concatenate([peak, stored]),
+                cost=np.concatenate([cost, 0 * stored]),
+                position=np.concatenate([position, position]),
+                first=np.concatenate([np.zeros(start, dtype=np.int64), first]),
+                nearest=tables.nearest,
+                units=units,
+            )
+        )
     return tuple(reversed(found))
 
 
@@ -219,7 +226,7 @@ class _Open:
         self.held = np.zeros(1, dtype=np.bool_)  # whether the storage of what goes on is held
         self.starts, self.counts = [start], [1]  # positions, and how many labels stand at each
 
-    def at(self, table: Ints, stop: int, first: Ints | None = None) -> Ints:
+    def at(self, table: npt.NDArray[Any], stop: int, first: Ints | None = None) -> npt.NDArray[Any]:
         """Return the entries of ``table`` from each label's position to ``stop``, for the stage's first part of
         ``first``."""
         values = table[self.starts, stop]
@@ -305,10 +312,10 @@ def labels_from(
             np.concatenate([one[runs], other[useful]])
             for one, other in ((run_kept, new_kept), (run_peak, new_peak), (run_cost, new_cost))
         )
-        new_held = np.zeros(len(useful), dtype=np.bool_)
+        passes = np.zeros(len(useful), dtype=np.bool_)
         if units.passes is not None:
-            new_held = open_labels.at(units.passes, stop)[useful]
-        held = np.concatenate([run_held[runs], new_held])
+            passes = open_labels.at(units.passes, stop)[useful]
+        held = np.concatenate([run_held[runs], passes])
         parents = np.concatenate([open_labels.index[stored][runs], open_labels.index[useful]])
         chosen, complete = _chosen(kept, peak, cost, held, int(units.storage[stop]), resolution)
         exact = exact and complete
@@ -324,9 +331,7 @@ def labels_from(
     return Labels(every_kept, every_peak, every_cost, position, parent, np.concatenate(recomputed), exact), tried
 
 
-def _chosen(
-    kept: Ints, peak: Ints, cost: Ints, held: Flags, storage: int, resolution: Resolution
-) -> tuple[Ints, bool]:
+def _chosen(kept: Ints, peak: Ints, cost: Ints, held: Flags, storage: int, resolution: Resolution) -> tuple[Ints, bool]:
     """Return the labels that no other beats, and whether these are all.
 
     Where the next part keeps its input, labels that don't hold it yet will take ``storage`` bytes more than those that
