@@ -11,7 +11,7 @@ from math import ceil
 from .errors import BadInput
 from .problem import Chain, Layer
 
-_SCALED = ("forward_ns", "backward_ns", "output_bytes", "saved_bytes", "backward_weight_ns")
+_SCALED = ("forward_ns", "backward_ns", "output_bytes", "saved_bytes", "storage_bytes", "backward_weight_ns")
 _TIMES = ("forward_ns", "backward_ns", "backward_weight_ns")
 _FIXED = ("name", "weight_bytes", "parameter_count")
 
@@ -50,7 +50,7 @@ class Profiles:
             for i, layer in enumerate(base.layers)
         )
         size = ceil(Fraction(base.input_bytes * microbatch, base.microbatch))
-        return replace(base, layers=layers, input_bytes=size, microbatch=microbatch)
+        return _saving_enough(replace(base, layers=layers, input_bytes=size, microbatch=microbatch))
 
     def assumption(self, microbatches: Sequence[int]) -> str | None:
         """Return in words how sizes that were not profiled got their numbers; None when all were profiled."""
@@ -112,6 +112,15 @@ def _between(layer: Layer, size: int, other: Layer, other_size: int, wanted: int
         return ceil(min(high, max(low, value + Fraction(far - value, other_size - size) * (wanted - size))))
 
     return _with(layer, {name: number(name) for name in _SCALED})
+
+
+def _saving_enough(chain: Chain) -> Chain:
+    """Return ``chain`` with layers that save no less than the tensors they name: all were rounded on their own."""
+    layers = tuple(
+        layer if private >= 0 else replace(layer, saved_bytes=(layer.saved_bytes or 0) - private)
+        for layer, private in zip(chain.layers, chain.storages.facts.private, strict=True)
+    )
+    return replace(chain, layers=layers)
 
 
 def _with(layer: Layer, numbers: dict[str, int | None]) -> Layer:
