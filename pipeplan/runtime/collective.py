@@ -56,7 +56,7 @@ def replica_groups(script: Script, exchange: Exchange, timeout: timedelta) -> di
     return groups
 
 
-def pipeline_group(script: Script, rank: int) -> Group:
+def pipeline_group(script: Script, rank: int, timeout: timedelta) -> Group:
     """Return the process group in which ``rank`` sends and receives: its row of the grid of pipelines and replicas.
 
     Where stages have different numbers of replicas there are no separate rows, and the group is everybody's. All ranks
@@ -67,7 +67,7 @@ def pipeline_group(script: Script, rank: int) -> Group:
     own = None
     with exchanging("the making of pipeline groups"):
         for row in rows:
-            group = dist.new_group(sorted(set(row)))
+            group = dist.new_group(sorted(set(row)), timeout, "gloo")
             own = group if rank in row else own
     return own
 

@@ -279,7 +279,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     mail: ThreadedTransport | None = None
     if threaded:
         room = 1 if script.limit is None else script.limit * stages[0].replicas
-        group = pipeline_group(script, rank)
+        group = pipeline_group(script, rank, timeout)
         mail = ThreadedTransport(instructions, specs, room, job.timeout_s, job.link_delay_ns, group)
     updates = {
         s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, _coarsening(job), scaling)
