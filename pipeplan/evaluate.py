@@ -117,7 +117,7 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> dict[int, DeviceUse
             platform.devices[device].memory_bytes,
             int(costs.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)),
             int(costs.held_bytes(stage.kept_bytes, stage.peak_bytes, count)),
-            stage.buffer_bytes,
+            program.buffer_bytes(s),
             (count,),
         )
     return uses

@@ -113,6 +113,10 @@ class Program:
         """For each stage, the position of the step that frees its last activations: B, or W when split."""
         return tuple(self.position["W" if self.split else "B", s] for s in range(len(self.graph.stages)))
 
+    def buffer_bytes(self, stage: int) -> int:
+        """Return the send and receive buffers of ``stage``, half for gradients: those of a batch are one message."""
+        return self.graph.stages[stage].buffer_bytes // 2 * (1 + self.batch)
+
     def stages_of(self, lane: int) -> list[int]:
         """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""
         device, graph = self.lanes[lane].device, self.graph

@@ -192,7 +192,7 @@ class Timeline:
 
     def buffer_bytes(self, lane: int) -> int:
         """Return what the send and receive buffers of the stages on a device take."""
-        return sum(self.program.graph.stages[s].buffer_bytes for s in self.program.stages_of(lane))
+        return sum(map(self.program.buffer_bytes, self.program.stages_of(lane)))
 
     def kept_versions(self, stage: int, in_flight: int) -> int:
         """Return the versions of its weights that ``stage`` keeps with ``in_flight`` microbatches at most.

@@ -83,3 +83,15 @@ def test_figures_follow_from_stages_and_starts():
 def test_the_gap_is_relative_to_the_bound():
     assert gap(150, Bound("any", True, "none", 100)) == 0.5
     assert gap(100, Bound("any", True, "none", 100)) == 0.0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_gradients_of_a_mini_batch_are_received_as_one_message(batch, limit):
+    """Each end of a cut has room for the activations of one microbatch and the gradients of all."""
+    chain = Chain("c", tuple(Layer(f"{i}", 3, 4, 0, size, 1) for i, size in enumerate((7, 5, 0))), 0)
+    stages = tuple(Stage(i, i + 1, (i,)) for i in range(3))
+    policy = Policy("latest", accumulate=batch)
+    schedule = Schedule("nf1b", batch, limit)
+    plan = Plan(chain, Platform.flat(3, 10**6), policy, Allocation(stages), None, (), Provenance("hand"), schedule)
+    assert [use.buffer_bytes for use in evaluate(plan).devices] == [x * (1 + batch) for x in (7, 7 + 5, 5)]
