@@ -155,3 +155,27 @@ def test_values_that_make_no_sense_are_refused(chain: Chain, message: str) -> No
 def test_the_largest_values_pass() -> None:
     half = LARGEST_TOTAL // 2
     check_chain(replace(GOOD, layers=(Layer("a", half, half, half, half), Layer("b", half, half, half, 0))), str)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"saved_bytes": 3, "saves": (0,)}, r"saved_bytes: 3 is less than what saves names, which takes 10"),
+        ({"saved_bytes": 30, "saves": (2,)}, r"saves: 2 is not something that the layer reads or makes; .* reads 0"),
+        ({"saved_bytes": 30, "saves": (-1,)}, r"saves: -1 is not something that the layer reads or makes"),
+        ({"saves": (0,)}, r"saves: says what is saved, but saved_bytes is missing"),
+        ({"view_of": 1}, r"view_of: 1 is not something that the layer reads"),
+        ({"view_of": 0, "storage_bytes": 9}, r"storage_bytes: a view has no storage of its own"),
+        ({"storage_bytes": -1}, r"storage_bytes: -1 is negative"),
+    ],
+)
+def test_layers_save_what_they_read_or_make(fields, message):
+    layers = (Layer("a", 1, 1, 0, 10), Layer("b", 1, 1, 0, 20, **fields), Layer("c", 1, 1, 0, 30))
+    with pytest.raises(BadInput, match=rf"layers\[1\]\.{message}"):
+        check_chain(Chain("wrong", layers, 5), lambda i: f"layers[{i}]")
+
+
+def test_layers_may_save_all_they_read_and_make():
+    fields = {"saved_bytes": 30, "saves": (0, 1)}
+    layers = (Layer("a", 1, 1, 0, 10), Layer("b", 1, 1, 0, 20, **fields), Layer("c", 1, 1, 0, 30, view_of=1))
+    check_chain(Chain("right", layers, 5), lambda i: f"layers[{i}]")

@@ -8,15 +8,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from plan_cases import random_checkpoint  # noqa: E402
-from runtime_cases import sized_chain, stage_of  # noqa: E402
+from runtime_cases import plan_of, sized_chain, stage_of, zoo_chain  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from pipeplan import costs, zoo  # noqa: E402
+from pipeplan.plan import Stage  # noqa: E402
 from pipeplan.problem import Chain  # noqa: E402
 from pipeplan.profiles import check_chain  # noqa: E402
 from pipeplan.runtime.account import Account  # noqa: E402
+from pipeplan.runtime.launch import run_plan  # noqa: E402
+from pipeplan.runtime.model import ModelSpec  # noqa: E402
 from pipeplan.runtime.saved import saved_values, sized_layers  # noqa: E402
 from pipeplan.runtime.trace import trace_module  # noqa: E402
 
@@ -247,3 +250,16 @@ def test_ranges_of_a_dag_keep_what_autograd_keeps(which):
     pairs = [(i, j) for i in range(len(dag)) for j in range(i + 1, len(dag) + 1)]
     for start, stop in pairs if len(pairs) < 400 else rng.sample(pairs, 6):
         assert dag.saved_bytes(start, stop) == dag_range(network, start, stop), (start, stop)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("segments", [(), ((0, 1),), ((1, 2),)])
+def test_a_run_holds_what_was_planned_where_stages_end_with_a_relu(segments):
+    """Every block of the network ends with a ReLU, whose output the stage keeps, beside the next stage's own input."""
+    chain = zoo_chain("small-cnn", 8)
+    assert chain.layers[1].saves is not None
+    assert 1 in chain.layers[1].saves
+    plan = plan_of(chain, [Stage(0, 2, (0,), segments), Stage(2, 6, (1,))], weights="flush", accumulate=4)
+    report = run_plan(plan, ModelSpec("small-cnn"), steps=2, lr=0.01)
+    assert len(report.activations) == 2
+    assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
