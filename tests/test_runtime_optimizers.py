@@ -5,7 +5,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from pipeplan.errors import BadInput  # noqa: E402
-from pipeplan.runtime.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker  # noqa: E402
+from pipeplan.runtime.optimizers import Choice, optimizer_maker, parse_choice, planned_as, schedule_maker  # noqa: E402
 
 
 def weights():
@@ -83,3 +83,8 @@ def test_wrong_optimizers_are_bad_input(text, words):
 def test_wrong_schedules_are_bad_input(text, words):
     with pytest.raises(BadInput, match=words):
         schedule_maker(parse_choice(text, "x"))
+
+
+def test_known_optimizers_are_planned_by_the_state_that_they_keep():
+    names = ("AdamW,weight_decay=0.1", "Adam,amsgrad=True", "SGD,lr=0.1", "SGD,momentum=0.8", "RMSprop", "a:Adam")
+    assert [planned_as(parse_choice(x, "")) for x in names] == ["adam", None, "sgd", "momentum", None, None]

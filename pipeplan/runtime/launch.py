@@ -32,7 +32,7 @@ from .half import AS_PROFILED, HalfOptions
 from .instructions import sentence
 from .measure import RunReport
 from .model import ModelSpec
-from .optimizers import Choice, optimizer_maker, schedule_maker
+from .optimizers import Choice, optimizer_maker, planned_as, schedule_maker
 from .prepare import Script
 from .progress import Progress, StepProgress
 from .stopping import SharedStop, StoreStop
@@ -114,6 +114,8 @@ def run_plan(
         optimizer_maker(optimizer, lr)  # what is wrong with it shows before any process starts
     if scheduler is not None:
         schedule_maker(scheduler)
+    if optimizer is not None and (planned := planned_as(optimizer)) is not None:
+        plan = replace(plan, policy=replace(plan.policy, optimizer=planned))
     if bucket_size is not None:
         plan = replace(plan, policy=replace(plan.policy, bucket_parameters=bucket_size))
     job = Job(

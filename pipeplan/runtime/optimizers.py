@@ -45,6 +45,16 @@ def parse_choice(text: str, place: str) -> Choice:
     return Choice(name, options)
 
 
+def planned_as(choice: Choice) -> Optimizer | None:
+    """Return the plan's name for an optimizer with as much state, None where that isn't known."""
+    match choice.name:
+        case "Adam" | "AdamW" if not dict(choice.options).get("amsgrad"):
+            return "adam"
+        case "SGD":
+            return "momentum" if dict(choice.options).get("momentum") else "sgd"
+    return None
+
+
 def optimizer_maker(choice: Optimizer | Choice, lr: float) -> MakeOptimizer:
     """Return what makes the optimizer of a stage at learning rate ``lr``.
 

@@ -227,7 +227,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     states, buffers = StateAccount(), BucketBuffers()
     runners: dict[int, StageModule] = {}
     for s in script.stages_of(rank):
-        bucket = _bucket(job, s in groups)
+        bucket = _bucket(job, s, script.graph.stages[s].parameters)
         keeping = Keeping(masters, bucket, job.plan.policy.offload, s in groups, buffers, states.note)
         runners[s] = _stage_module(script, job, rank, s, model, account, recorder, device, keeping)
     masters.clear()
@@ -351,10 +351,11 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
     return moved(x, device), moved(target, device)
 
 
-def _bucket(job: Job, replicated: bool) -> int | None:
-    """Return the parameters of a bucket of a stage, None for one that is stepped at once."""
-    bucketed = job.plan.policy.offload or (replicated and _coarsening(job) is not None)
-    return job.plan.policy.bucket_parameters if bucketed else None
+def _bucket(job: Job, s: int, parameters: int) -> int | None:
+    """Return the parameters of a bucket of a stage that has ``parameters``, None for one that is stepped at once."""
+    size, coarsening = job.plan.policy.bucket_parameters, _coarsening(job)
+    chunks = job.plan.allocation.stages[s].replicas > 1 and coarsening is not None and parameters > coarsening * size
+    return size if job.plan.policy.offload or chunks else None
 
 
 def _coarsening(job: Job) -> int | None:
