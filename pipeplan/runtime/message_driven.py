@@ -46,6 +46,9 @@ def arrival_order(
     that therefore works; so somebody works until all are through, whatever the rule and the order. Only then does the
     first stage's update begin, and with it the next mini-batch: messages are always of the mini-batch at hand.
 
+    What has arrived and waits for its turn is held beside the buffers that the memory model counts: at most ``limit``
+    messages for each pipeline that a rank serves, less what it computes and what is elsewhere.
+
     Source: Myelin section IV, Algorithm 2, with a guard on its line 25: nothing is injected when no microbatch remains.
     """
     for _, group in groupby(range(len(instructions)), key=lambda i: minibatch(instructions[i])):
