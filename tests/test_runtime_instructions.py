@@ -21,10 +21,10 @@ from pipeplan.runtime.instructions import (
     Send,
     Update,
     lowered,
-    repeated,
     sentence,
     version_uses,
 )
+from pipeplan.runtime.listing import Listing, Part
 from pipeplan.runtime.prepare import prepare
 from pipeplan.runtime.weights import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
@@ -132,7 +132,7 @@ def test_replicas_sum_and_update_at_one_place_of_the_total_order():
 
 def test_repeated_counts_microbatches_and_versions_on():
     body = [Forward(0, 1, 0), Send("F", 0, 1, 1), Backward(0, 1, 0), Reduce(0, 1), Update(0, 1)]
-    assert repeated(body, 2, 2)[5:] == [
+    assert list(Listing([Part(tuple(body), 2, 2, 1)]))[5:] == [
         Forward(0, 3, 1),
         Send("F", 0, 3, 1),
         Backward(0, 3, 1),

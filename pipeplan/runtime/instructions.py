@@ -291,11 +291,6 @@ def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [*passes, Agree(updates[0].version), *updates]
 
 
-def repeated(instructions: Sequence[Instruction], microbatches: int, times: int) -> list[Instruction]:
-    """Return ``times`` mini-batches of a drained schedule one after the other, microbatches and versions counted on."""
-    return [later(x, t * microbatches, t) for t in range(times) for x in instructions]
-
-
 def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruction]:
     """Return the forwards and their exchanges alone, all with ``version``: a run that evaluates."""
     kept: list[Instruction] = []

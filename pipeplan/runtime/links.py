@@ -77,7 +77,7 @@ def open_links(
     """
     if exchange != "nccl":
         return Links(exchange, device, timeout)
-    found = {(r, x.peer) for r, orders in enumerate(script.instructions) for x in orders if isinstance(x, Send)}
+    found = {(r, x.peer) for r, orders in enumerate(script.instructions) for x in orders.kinds() if isinstance(x, Send)}
     pairs: dict[Pair, Group] = {}
     with exchanging("the connecting of GPUs"):
         for pair in sorted(found):

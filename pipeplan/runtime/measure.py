@@ -207,7 +207,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             data_ns=durations["DATA", s],
             exchange_ns=max(0, sum(occupied[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
-            planned_versions=max(most_versions(script.instructions[rank], s) for rank in script.ranks_of(s)),
+            planned_versions=max(most_versions(script.instructions[rank].short(), s) for rank in script.ranks_of(s)),
         )
         for s, cost in enumerate(graph.stages)
     )

@@ -5,6 +5,7 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
@@ -14,10 +15,11 @@ from ..evaluate import evaluate, flush_makespan_ns
 from ..message_driven import default_limit
 from ..plan import Plan, Schedule
 from ..program import Decide, Program
-from ..simulate import Timeline, simulate
+from ..simulate import Timeline, Times, simulate
 from ..stages import StageGraph, most_in_flight, starts_of
 from ..timelines import graph_of, program_of_kind
-from .instructions import Agree, Instruction, Reduce, Save, Update, agreed, forwards, later, lowered, repeated
+from .instructions import Agree, Instruction, Reduce, Save, Update, agreed, forwards, lowered
+from .listing import Listing, Part, continued
 from .weights import weight_policy
 
 
@@ -30,6 +32,7 @@ class Position:
 
 
 FROM_THE_START = Position()
+LEAST = 64  # microbatches of a run that stands for longer ones, and more where many are in flight
 HALVES = ("bfloat16", "float16")
 
 
@@ -39,8 +42,9 @@ class Script:
 
     ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
     (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
-    schedule, the longest segment otherwise; ``timeline`` is its simulation with the plan's times, whose order is run.
-    With ``renews`` backwards use other weights than the forwards did. With ``evaluates`` there are only forwards.
+    schedule, otherwise the longest segment, or as much of it as tells the rest; ``timeline`` is its simulation with the
+    plan's times, whose order is run. With ``renews`` backwards use other weights than the forwards did. With
+    ``evaluates`` there are only forwards.
     """
 
     plan: Plan
@@ -51,7 +55,7 @@ class Script:
     devices: tuple[int, ...]
     program: Program
     timeline: Timeline
-    instructions: tuple[tuple[Instruction, ...], ...]
+    instructions: tuple[Listing, ...]
     segments: tuple[tuple[int, int], ...]
     renews: bool = False
     first: Position = FROM_THE_START
@@ -144,7 +148,8 @@ def prepare(
 
     With ``every`` a checkpoint is written after each update whose number it divides, and after the last; the pipeline
     drains before it. BadInput says what cannot be run, or not yet. The simulation proves that the order doesn't
-    deadlock. Linear in the microbatches of a segment (of one mini-batch, in a drained schedule) plus the instructions.
+    deadlock. Linear in the microbatches of a mini-batch, or of the fill and a few rounds of an asynchronous pattern,
+    and in the checkpoints, whatever the number of updates between them.
     """
     if steps < 1:
         raise BadInput(f"steps: {steps} is not a positive number of weight updates")
@@ -161,30 +166,37 @@ def prepare(
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}
     lengths = _lengths(first.step, steps, every)
-    made: dict[int, tuple[Program, Timeline, list[list[Instruction]]]] = {}
-    for length in sorted(set(lengths), reverse=True):
-        program = program_of_kind(graph, plan.schedule, plan.pattern, interval if policy.drains else length * interval)
+
+    def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
+        program = program_of_kind(graph, plan.schedule, plan.pattern, microbatches)
         timeline = simulate(program)
         if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        lists = lowered(program, timeline.start_ns, policy, interval, ranks)
-        if policy.drains and plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
-            lists = [agreed(instructions) for instructions in lists]
+        return program, timeline, lowered(program, timeline.start_ns, policy, interval, ranks)
+
+    made: dict[int, tuple[Program, Timeline, list[Listing]]] = {}
+    for length in sorted(set(lengths), reverse=True):
         if policy.drains:
-            lists = [repeated(instructions, interval, length) for instructions in lists]
-        made[length] = program, timeline, lists
-    joined: list[list[Instruction]] = [[] for _ in devices]
+            program, timeline, lists = lists_of(interval)
+            if plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
+                lists = [agreed(instructions) for instructions in lists]
+            made[length] = program, timeline, [Listing([Part(tuple(x), length, interval, 1)]) for x in lists]
+        else:
+            made[length] = _endless(plan, graph, lists_of, interval, length * interval)
+    joined: list[list[Part]] = [[] for _ in devices]
     segments = []
     step, microbatch = first.step, first.microbatch
     for length in lengths:
         segments.append((microbatch, length * interval))
-        for instructions, part in zip(joined, made[length][2], strict=True):
-            instructions += [later(x, microbatch, step) for x in part]
+        for parts, listing in zip(joined, made[length][2], strict=True):
+            parts += listing.later(microbatch, step).parts
         step += length
         microbatch += length * interval
         if every is not None:
-            for instructions in joined:
-                instructions.append(Save(step))
+            for parts in joined:
+                parts.append(Part((Save(step),)))
+    if evaluates:
+        joined = [[_forward_alone(part, first.step) for part in parts] for parts in joined]
     program, timeline, _ = made[max(lengths)]
     return Script(
         plan=plan,
@@ -195,12 +207,64 @@ def prepare(
         devices=devices,
         program=program,
         timeline=timeline,
-        instructions=tuple(tuple(forwards(x, first.step) if evaluates else x) for x in joined),
+        instructions=tuple(map(Listing, joined)),
         segments=tuple(segments),
         renews=policy.renews,
         first=first,
         evaluates=evaluates,
     )
+
+
+def _endless(
+    plan: Plan,
+    graph: StageGraph,
+    lists_of: Callable[[int], tuple[Program, Timeline, list[list[Instruction]]]],
+    interval: int,
+    microbatches: int,
+) -> tuple[Program, Timeline, list[Listing]]:
+    """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
+
+    A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand for
+    it: once every start repeats itself over more microbatches than can be in the pipeline at once, it always will,
+    until the last microbatch has entered. Until that is so the shorter run is doubled. Without a pattern (nF1B) all is
+    listed.
+    """
+    pattern = plan.pattern
+    if pattern is None:
+        program, timeline, lists = lists_of(microbatches)
+        return program, timeline, list(map(Listing.of, lists))
+    replicas = lcm(*(resource.replicas for resource in graph.resources))
+    again = lcm(interval, replicas)  # microbatches of one round
+    held = 2 * most_in_flight(graph, starts_of(pattern), pattern.period_ns) + replicas + again
+    count = LEAST + 8 * held
+    while 4 * count < microbatches:
+        times = (microbatches - count) // again
+        short = microbatches - times * again
+        program, timeline, lists = lists_of(short)
+        if _repeats(timeline.start_ns, short // 2, held, again):
+            longer = lists_of(short + again)[2]
+            found = [continued(a, b, again, again // interval, times) for a, b in zip(lists, longer, strict=True)]
+            listings = [listing for listing in found if listing is not None]
+            if len(listings) == len(found):
+                return program, timeline, listings
+        count *= 2
+    program, timeline, lists = lists_of(microbatches)
+    return program, timeline, list(map(Listing.of, lists))
+
+
+def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
+    """Whether ``count`` microbatches from ``first`` on start everything as much after those ``again`` before them."""
+    gaps = {
+        here - before
+        for m in range(first, first + count)
+        for here, before in zip(start_ns[m], start_ns[m - again], strict=True)
+    }
+    return len(gaps) == 1
+
+
+def _forward_alone(part: Part, version: int) -> Part:
+    """Return the part of a run that evaluates, all with one version."""
+    return replace(part, instructions=tuple(forwards(part.instructions, 0)), versions=0, version=version)
 
 
 def message_driven_plan(plan: Plan, limit: int | None = None) -> Plan:

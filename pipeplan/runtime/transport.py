@@ -7,9 +7,9 @@ sent tensor is kept until its handle has been waited for.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import PipeplanError
 from .instructions import Edge, Instruction, Receive, Send, sentence
+from .listing import Listing, Upcoming
 from .model import TensorSpec
 
 LARGEST_TAG = 2**31  # gloo's tags are 32 bits, and torch refuses negative ones
@@ -51,10 +52,9 @@ class GlooTransport:
         self._specs = specs
         self._stages = stages
         self._ahead = ahead
-        self._coming: dict[Edge, deque[Receive]] = {}
-        for instruction in instructions:
-            if isinstance(instruction, Receive):
-                self._coming.setdefault(instruction.edge, deque()).append(instruction)
+        receives = Listing.of(instructions).where(lambda x: isinstance(x, Receive))
+        edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
+        self._coming = {edge: Upcoming(receives.where(partial(_comes_along, edge))) for edge in edges}
         self._posted: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
         self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
         self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
@@ -105,6 +105,7 @@ class GlooTransport:
 
     def _post_next(self, edge: Edge) -> None:
         receive = self._coming[edge].popleft()
+        assert isinstance(receive, Receive), "only receives are coming"
         spec = self._specs[edge]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         with exchanging(sentence(receive)):
@@ -117,3 +118,7 @@ class GlooTransport:
         kind, stage = edge
         lanes = 2 * self._stages
         return microbatch % (LARGEST_TAG // lanes) * lanes + 2 * stage + (kind == "B")
+
+
+def _comes_along(edge: Edge, instruction: Instruction) -> bool:
+    return isinstance(instruction, Receive) and instruction.edge == edge

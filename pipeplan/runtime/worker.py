@@ -36,7 +36,7 @@ from .device import Choice as DeviceChoice
 from .device import begin_peak, exchange_of, kind_of, label, moved, own_device, peak_bytes, place
 from .executor import RankWork, execute
 from .half import AS_PROFILED, HalfOptions, first_scale, half_type, halved
-from .instructions import Edge, Instruction, version_uses
+from .instructions import Edge, Instruction
 from .links import open_links
 from .loss_scale import Scaling, overflows
 from .measure import RankMeasurement, RunReport, make_report
@@ -400,7 +400,7 @@ def _stage_module(
     modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     versions = Versions(
         modules,
-        Counter() if job.engine == "torch" else version_uses(script.instructions[rank], s),
+        Counter() if job.engine == "torch" else script.instructions[rank].uses(s),
         job.make_optimizer,
         None if job.scheduler is None else schedule_maker(job.scheduler),
         script.first.step,

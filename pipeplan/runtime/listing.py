@@ -1,0 +1,161 @@
+"""Listings: long lists of instructions that repeat themselves, kept as what repeats and how often.
+
+A program in its steady state does the same for every few microbatches, with microbatches and versions counted on. So a
+rank's instructions take as much memory as its fill, one round of the steady state and its drain, however long it runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from typing import overload
+
+from .instructions import Backward, Forward, Instruction, later
+
+
+@dataclass(frozen=True)
+class Part:
+    """``instructions`` that come ``times`` times, first with ``microbatch`` and ``version`` added to theirs.
+
+    Each time after that ``microbatches`` and ``versions`` more are added.
+    """
+
+    instructions: tuple[Instruction, ...]
+    times: int = 1
+    microbatches: int = 0
+    versions: int = 0
+    microbatch: int = 0
+    version: int = 0
+
+    def __len__(self) -> int:
+        return len(self.instructions) * self.times
+
+    def at(self, index: int) -> Instruction:
+        """Return one of the instructions."""
+        turn, place = divmod(index, len(self.instructions))
+        return later(
+            self.instructions[place],
+            self.microbatch + turn * self.microbatches,
+            self.version + turn * self.versions,
+        )
+
+
+class Listing(Sequence[Instruction]):
+    """The instructions of ``parts`` one after the other; they are made when they are asked for."""
+
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
+        self.parts = tuple(part for part in parts if len(part))
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    @staticmethod
+    def of(instructions: Sequence[Instruction]) -> Listing:
+        """Return ``instructions`` themselves if they are a listing, or one that holds them."""
+        return instructions if isinstance(instructions, Listing) else Listing([Part(tuple(instructions))])
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Instruction: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Instruction]: ...
+    def __getitem__(self, index: int | slice) -> Instruction | list[Instruction]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, place)
+        return self.parts[number].at(place - (self._ends[number - 1] if number else 0))
+
+    def __iter__(self) -> Iterator[Instruction]:
+        for part in self.parts:
+            for turn in range(part.times):
+                microbatch = part.microbatch + turn * part.microbatches
+                version = part.version + turn * part.versions
+                for x in part.instructions:
+                    yield later(x, microbatch, version)
+
+    def later(self, microbatches: int, versions: int) -> Listing:
+        """Return the listing with microbatches and versions counted on by so many."""
+        return Listing(
+            [replace(x, microbatch=x.microbatch + microbatches, version=x.version + versions) for x in self.parts]
+        )
+
+    def then(self, other: Sequence[Instruction]) -> Listing:
+        """Return the listing with ``other`` after it."""
+        return Listing([*self.parts, *Listing.of(other).parts])
+
+    def where(self, holds: Callable[[Instruction], bool]) -> Listing:
+        """Return those for which ``holds``, which must not ask for microbatches or versions."""
+        return Listing([replace(x, instructions=tuple(filter(holds, x.instructions))) for x in self.parts])
+
+    def short(self) -> list[Instruction]:
+        """Return the instructions with every part at most twice, and what follows counted on by so much less."""
+        taken: list[Instruction] = []
+        microbatches = versions = 0  # left out so far
+        for part in self.parts:
+            taken += Listing([replace(part, times=min(part.times, 2))]).later(-microbatches, -versions)
+            left = max(part.times - 2, 0)
+            microbatches, versions = microbatches + left * part.microbatches, versions + left * part.versions
+        return taken
+
+    def kinds(self) -> Iterator[Instruction]:
+        """Yield what the listing is made of, each part once: all stages, edges and peers, but not all microbatches."""
+        for part in self.parts:
+            yield from part.instructions
+
+    def uses(self, stage: int) -> Counter[int]:
+        """Return how many passes of ``stage`` use each version, as :func:`.instructions.version_uses` counts them."""
+        total: Counter[int] = Counter()
+        for part in self.parts:
+            once = Counter(
+                x.version for x in part.instructions if isinstance(x, Forward | Backward) and x.stage == stage
+            )
+            for turn in range(part.times):
+                for version, count in once.items():
+                    total[version + part.version + turn * part.versions] += count
+        return total
+
+
+class Upcoming:
+    """What of a listing is still to come."""
+
+    def __init__(self, listing: Listing) -> None:
+        self._listing, self._next = listing, 0
+
+    def __bool__(self) -> bool:
+        return self._next < len(self._listing)
+
+    def popleft(self) -> Instruction:
+        """Return the next one, which has come then."""
+        self._next += 1
+        return self._listing[self._next - 1]
+
+
+def continued(
+    shorter: Sequence[Instruction], longer: Sequence[Instruction], microbatches: int, versions: int, times: int
+) -> Listing | None:
+    """Return ``shorter`` with ``times`` rounds of ``microbatches`` and ``versions`` more; None if it has no such round.
+
+    ``longer`` is ``shorter`` with one round more, which tells where the round stands: after what both begin with. What
+    follows it must be the rest of ``shorter``, counted on.
+    """
+    size = len(longer) - len(shorter)
+    begin = next((i for i, (a, b) in enumerate(zip_longest(shorter, longer)) if a != b), len(shorter))
+    rest = [later(x, microbatches, versions) for x in shorter[begin:]]
+    if size <= 0 or begin < size or list(longer[begin + size :]) != rest:
+        return None
+    body = tuple(longer[begin : begin + size])
+    if [later(x, microbatches, versions) for x in shorter[begin - size : begin]] != list(body):
+        return None  # the round before is another
+    return Listing(
+        [
+            Part(tuple(shorter[:begin])),
+            Part(body, times, microbatches, versions),
+            Part(tuple(shorter[begin:]), 1, 0, 0, times * microbatches, times * versions),
+        ]
+    )
