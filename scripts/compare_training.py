@@ -96,7 +96,7 @@ TASKS = {
     "digits": Task(
         training_tasks.digits,
         training_tasks.training_digits() // MINI_BATCH,
-        0.02,
+        0.005,
         "accuracy on unseen digits",
         training_tasks.unseen_digits,
         accuracy,

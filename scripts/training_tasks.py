@@ -1,6 +1,6 @@
 """Tasks to train on in comparisons, each with a part that isn't trained on.
 
-``digits``: a small network like VGG on the handwritten digits that scikit-learn ships. ``text``: gpt-tiny on Python's
+``digits``: a small network like VGG with batch norm on the handwritten digits that scikit-learn ships. ``text``: gpt-tiny on Python's
 language reference. A sample depends on its number and the seed alone, so microbatches of any size see the same ones.
 ``training_tasks:digits`` names one where a model is asked for.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput
-from pipeplan.zoo.cnn import plain_convolution
+from pipeplan.zoo.cnn import convolution
 from pipeplan.zoo.data import corpus
 from pipeplan.zoo.gpt import GPTConfig
 from pipeplan.zoo.model import Data, Factory, Loss, Model, chain, class_loss, mixed_seed
@@ -61,7 +61,7 @@ def network(config: DigitsConfig, seed: int) -> tuple[nn.Sequential, Loss]:
         inputs, outputs, side = 1, config.width, PIXELS * config.scale
         for block, count in enumerate((1, 2, 2), 1):
             for index in range(1, count + 1):
-                yield f"conv{block}_{index}", partial(_convolution, inputs, outputs)
+                yield f"conv{block}_{index}", partial(convolution, inputs, outputs)
                 inputs = outputs
             yield f"pool{block}", partial(nn.MaxPool2d, 2)
             outputs, side = 2 * outputs, side // 2
@@ -70,10 +70,6 @@ def network(config: DigitsConfig, seed: int) -> tuple[nn.Sequential, Loss]:
         yield "fc5", partial(nn.Linear, config.hidden, CLASSES)
 
     return chain(factories(), seed), class_loss
-
-
-def _convolution(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(plain_convolution(inputs, outputs, 3, padding=1, bias=True), nn.ReLU())
 
 
 def batches(config: DigitsConfig, batch: int) -> Data:
