@@ -101,7 +101,7 @@ TASKS = {
         training_tasks.unseen_digits,
         accuracy,
     ),
-    "text": Task(training_tasks.text, 32, 0.05, "loss on unseen text", training_tasks.unseen_text, token_loss),
+    "text": Task(training_tasks.text, 32, 0.01, "loss on unseen text", training_tasks.unseen_text, token_loss),
 }
 
 
