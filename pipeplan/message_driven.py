@@ -26,7 +26,8 @@ def message_driven(graph: StageGraph, microbatches: int, limit: int | None = Non
 
     A real run decides anew by what really arrives, so its order may differ from the simulated one. What holds in any
     order is the limit: no GPU ever holds more than ``limit`` microbatches of each of its stages for each pipeline that
-    it serves. The simulated peak, which may be less, is what a plan's memory figures guarantee for the planned times.
+    it serves. A plan's memory figures are the simulated peak, which may be less; the runtime keeps to it where a GPU's
+    memory has no room for more.
     Source: Myelin section IV, Algorithm 2; its line 25 is read as "while microbatches remain".
     """
     if limit is not None and limit < 1:

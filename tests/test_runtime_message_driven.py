@@ -24,10 +24,11 @@ from runtime_cases import (  # noqa: E402
 from pipeplan.bounds import any_bound  # noqa: E402
 from pipeplan.cli import group  # noqa: E402
 from pipeplan.errors import BadInput  # noqa: E402
+from pipeplan.evaluate import evaluate  # noqa: E402
 from pipeplan.files import plan_text  # noqa: E402
 from pipeplan.message_driven import next_message  # noqa: E402
 from pipeplan.plan import Stage  # noqa: E402
-from pipeplan.problem import Problem  # noqa: E402
+from pipeplan.problem import Platform, Problem  # noqa: E402
 from pipeplan.program import Step  # noqa: E402
 from pipeplan.runtime.executor import RankWork, execute  # noqa: E402
 from pipeplan.runtime.instructions import Backward, Forward, Send, Update  # noqa: E402
@@ -228,7 +229,7 @@ class Script:
         return [Message(edge, m, at) for at, edge, m in come]
 
 
-def words(script, rank, letters, durations, limit=None, allows=lambda _: True):
+def words(script, rank, letters, durations, limit=None, allows=lambda _: True, most_held=None):
     """Carry out a rank's instructions in the order of arrival; return (time, word) of its passes."""
     clock = Clock()
     instructions = script.instructions[rank]
@@ -239,6 +240,7 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True):
         Script(clock, letters),
         script.rule(rank),
         limit or script.limit,
+        most_held or script.most_held(rank),
         script.minibatch,
         script.program.position,
         clock,
@@ -272,6 +274,23 @@ def test_the_first_stage_injects_the_limit_and_then_one_for_each_that_is_through
     ]  # fmt: skip
     assert {word: at for at, word in done}["0B0"] == 30
     assert {word: at for at, word in done}["0B1"] == 45  # the injected forward went first
+
+
+def test_a_stage_that_holds_all_it_may_lets_forwards_wait():
+    script = prepare(two_stages(3, 3), 1)
+    letters = [(30, ("B", 1), 0), (31, ("B", 1), 1), (70, ("B", 1), 2)]
+    done = words(script, 0, letters, {"F": 10, "B": 5}, most_held={0: 1})
+    assert [word for _, word in done if "f" not in word] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2", "0U1"]
+
+
+def test_a_stage_holds_what_its_devices_memory_has_room_for():
+    plan = two_stages(4, 3)
+    peak = evaluate(plan).devices[0].peak_bytes
+    (kept,) = {prepare(plan, 1).graph.stages[0].kept_bytes}
+    assert prepare(plan, 1).most_held(0)[0] > 3
+    for spare, more in [(0, 0), (kept - 1, 0), (kept, 1)]:
+        tight = replace(plan, platform=Platform.flat(2, peak + spare))
+        assert prepare(tight, 1).most_held(0) == {0: evaluate(plan).devices[0].in_flight[0] + more}
 
 
 def test_what_arrived_first_runs_first():
@@ -397,8 +416,10 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
             lambda s, version: None,
         )  # fmt: skip
         instructions = script.instructions[rank]
-        position = script.program.position
-        order = arrival_order(instructions, work, box, script.rule(rank), script.limit, script.minibatch, position)
+        position, held = script.program.position, {s: min(2, limit) for s in mine}
+        order = arrival_order(
+            instructions, work, box, script.rule(rank), script.limit, held, script.minibatch, position
+        )
         try:
             ran[rank] = execute(instructions, work, order)
         except BaseException as error:
@@ -416,9 +437,9 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
             assert Counter(t.activity for t in times if t.activity in "FB") == {"F": share, "B": share}
     assert all(update.made == [1, 2] for update in made)
     for _, mine in modules:
-        for s, stage in mine.items():
+        for stage in mine.values():
             assert not stage.held
-            assert stage.most <= limit * (replicas[0] if s else 1)
+            assert stage.most <= min(2, limit)
 
 
 def test_the_rule_is_the_simulators():

@@ -28,6 +28,7 @@ def arrival_order(
     mail: Mail,
     decide: Decide,
     limit: int,
+    most_held: Mapping[int, int],
     minibatch: Callable[[Instruction], int],
     position: Mapping[tuple[StepKind, int], int],
     clock: Callable[[], int] = time.monotonic_ns,
@@ -36,15 +37,19 @@ def arrival_order(
 
     ``decide`` chooses among what has come, and is the rule that the simulator runs; every pass is followed by its send.
     A first stage has at most ``limit`` microbatches in the pipeline: it starts with as many, and goes on with one for
-    each that is through, while any remain. After the last pass of a mini-batch come its sums, updates and checkpoint as
-    they are listed; so weights are those of training without a pipeline. Where the caller carries out an index before
-    it asks for the next one, the time in between is that of the operation.
+    each that is through, while any remain. Of stage s a rank holds at most ``most_held[s]`` microbatches between their
+    forward and their backward, at least 1; more wait before it, so that no order needs more memory for activations than
+    there is. After the last pass of a mini-batch come its sums, updates and checkpoint as they are listed; so weights
+    are those of training without a pipeline. Where the caller carries out an index before it asks for the next one, the
+    time in between is that of the operation.
 
     Nothing deadlocks: threads receive without the rank's doing, and hold all that ``limit`` lets into the pipeline, so
     every send gets through and no rank ever waits for room. A rank then waits only when none of its microbatches has
-    come. Each microbatch of a mini-batch that is not through is computed, under way, or waits for its turn on a rank
-    that therefore works; so somebody works until all are through, whatever the rule and the order. Only then does the
-    first stage's update begin, and with it the next mini-batch: messages are always of the mini-batch at hand.
+    come, or those that have come wait before stages that hold all they may. Take the last stage that holds a microbatch
+    or has one before it, when nothing is computed or under way: if it holds one, that one's backward has come, because
+    no later stage has it; if it holds none, the forward of the one before it may begin. So somebody works until all
+    are through, whatever the rule and the order. Only then does the first stage's update begin, and with it the next
+    mini-batch: messages are always of the mini-batch at hand.
 
     What has arrived and waits for its turn is held beside the buffers that the memory model counts: at most ``limit``
     messages for each pipeline that a rank serves, less what it computes and what is elsewhere.
@@ -55,7 +60,7 @@ def arrival_order(
         indices = list(group)
         if not work.allows(instructions[indices[0]]):
             return
-        yield from _MiniBatch(instructions, indices, work, mail, decide, position, clock).order(limit)
+        yield from _MiniBatch(instructions, indices, work, mail, decide, most_held, position, clock).order(limit)
 
 
 Place = tuple[Pass, int, int]  # kind, stage, microbatch
@@ -71,10 +76,12 @@ class _MiniBatch:
         work: RankWork,
         mail: Mail,
         decide: Decide,
+        most_held: Mapping[int, int],
         position: Mapping[tuple[StepKind, int], int],
         clock: Callable[[], int],
     ) -> None:
         self._work, self._mail, self._decide, self._position, self._clock = work, mail, decide, position, clock
+        self._room = dict(most_held)
         self._passes: dict[Place, int] = {}  # those that have not run
         self._sends: dict[Place, int] = {}
         self._ends: list[int] = []
@@ -103,6 +110,7 @@ class _MiniBatch:
             assert chosen.kind in ("F", "B"), "only passes are announced"
             kind: Pass = "F" if chosen.kind == "F" else "B"
             place = kind, chosen.stage, chosen.step.microbatch
+            self._room[chosen.stage] += 1 if kind == "B" else -1
             yield self._passes.pop(place)
             sent = self._sends.get(place)
             if sent is not None:
@@ -118,7 +126,7 @@ class _MiniBatch:
                 kind, sender = message.edge
                 self._announce((kind, sender + 1 if kind == "F" else sender - 1, message.microbatch), message.at_ns)
             now = self._clock()
-            chosen = self._decide(now, self._announced)
+            chosen = self._decide(now, [a for a in self._announced if a.kind == "B" or self._room[a.stage] > 0])
             if chosen is not None:
                 return chosen
             self._work.progress(next(iter(self._passes.values())))

@@ -110,6 +110,20 @@ class Script:
         assert lane.rule is not None, "the order of a message-driven run is decided by rules"
         return lane.rule()
 
+    def most_held(self, rank: int) -> dict[int, int]:
+        """Return how many microbatches of each of its stages a rank of a message-driven run may hold at most.
+
+        As many as in the simulated run, and on a device with one stage as many as its memory has room for.
+        """
+        device = self.devices[rank]
+        lane = next(i for i, lane in enumerate(self.program.lanes) if lane.device == device)
+        held = self.timeline.in_flight(lane)
+        if len(held) == 1:
+            ((s, count),) = held.items()
+            free = self.plan.platform.devices[device].memory_bytes - self.timeline.peak_bytes(lane)
+            held[s] = count + max(0, free) // max(1, self.graph.stages[s].kept_bytes)
+        return held
+
     @property
     def planned_period_ns(self) -> float:
         """What the plan promises: the pattern's period, or a drained mini-batch's share per microbatch."""

@@ -313,8 +313,16 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     else:
         order = None
         if script.limit is not None and mail is not None:
-            position = script.program.position
-            order = arrival_order(instructions, work, mail, script.rule(rank), script.limit, script.minibatch, position)
+            order = arrival_order(
+                instructions,
+                work,
+                mail,
+                script.rule(rank),
+                script.limit,
+                script.most_held(rank),
+                script.minibatch,
+                script.program.position,
+            )
         times = execute(instructions, work, order)
     if gate.refused is not None and gate.refused != saved[-1]:
         save(gate.refused)
