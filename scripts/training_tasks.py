@@ -1,8 +1,9 @@
 """Tasks to train on in comparisons, each with a part that isn't trained on.
 
-``digits``: a small network like VGG with batch norm on the handwritten digits that scikit-learn ships. ``text``: gpt-tiny on Python's
-language reference. A sample depends on its number and the seed alone, so microbatches of any size see the same ones.
-``training_tasks:digits`` names one where a model is asked for.
+``digits``: a small network like VGG, with batch norm, on the handwritten digits that scikit-learn ships. ``text``:
+gpt-tiny on Python's language reference. A sample depends on its number and the seed alone, so microbatches of any size
+see the same ones. ``training_tasks:digits`` names one where
+a model is asked for.
 """
 
 from __future__ import annotations
