@@ -12,7 +12,8 @@ from pipeplan.measured import check_same_plan, is_measured, measured_of, measure
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.trace_diff import comparison, print_comparison
-from pipeplan.runtime.measure import OpTime, make_report
+from pipeplan.runtime.measure import make_report
+from pipeplan.runtime.operation_times import OpTime
 
 
 def run_of(factor, update=0, transfers=None):

@@ -8,7 +8,8 @@ from test_runtime_instructions import chain_of
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.program import Step
-from pipeplan.runtime.measure import OpTime, RankMeasurement, make_report
+from pipeplan.runtime.measure import make_report
+from pipeplan.runtime.operation_times import OpTime, RankMeasurement
 from pipeplan.runtime.prepare import prepare
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.stages import stage_graph
@@ -90,6 +91,45 @@ def test_a_drained_run_measures_the_makespan_and_the_update():
     assert report.measured_period_ns == 2 * (makespan + 40) / 4
     # a microbatch is charged a quarter of the update: on the longest path four backwards of one stage and one of other
     assert report.calibrated_period_ns == (2 * makespan + 5 * 20) / 4
+
+
+def with_waits(measurements, agree_ns, reduce_ns):
+    """Each rank agrees and then sums before its updates, in so many ns; what comes after is so much later."""
+    found = []
+    for x, agreed, summed in zip(measurements, agree_ns, reduce_ns, strict=True):
+        times, late = [], 0
+        for t in x.times:
+            if t.activity == "UPDATE":
+                for kind, stage, ns in (("AGREE", -1, agreed), ("REDUCE", t.stage, summed)):
+                    if ns:
+                        times.append(OpTime(kind, stage, t.microbatch, t.start_ns + late, t.start_ns + late + ns))
+                        late += ns
+            times.append(replace(t, start_ns=t.start_ns + late, end_ns=t.end_ns + late))
+        found.append(replace(x, times=tuple(times)))
+    return found
+
+
+def test_a_drained_run_is_charged_what_updates_waited_for():
+    """The last stage is done 200 before the first, for which it waits; what that one waits is the agreement."""
+    script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 5)
+    plain = make_report(script, replayed(script, 1, update=40))
+    report = make_report(script, with_waits(replayed(script, 1, update=40), (30, 230), (100, 0)))
+    assert report.calibrated_period_ns == plain.calibrated_period_ns + (30 + 100) / 4
+    assert report.stages[0].update_ns == 40
+
+
+def test_without_drains_a_wait_for_a_sum_is_charged_to_backwards():
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
+    measurements = replayed(script, 1)
+    first = []
+    for t in measurements[0].times:
+        at = t.start_ns + 50 * (t.microbatch // 2)  # a mini-batch's sum delays the next one
+        if t.activity == "F" and t.microbatch % 2 == 0 and t.microbatch:
+            version = t.microbatch // 2
+            first += [OpTime("REDUCE", 0, version, at - 50, at), OpTime("UPDATE", 0, version, at, at)]
+        first.append(replace(t, start_ns=at, end_ns=at + t.duration_ns))
+    measurements[0] = replace(measurements[0], times=tuple(sorted(first, key=lambda t: t.end_ns)))
+    assert make_report(script, measurements).calibrated_period_ns == 300 + 50 / 2
 
 
 def test_transfers_and_data_enter_the_calibrated_period():

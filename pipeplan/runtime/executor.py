@@ -23,7 +23,7 @@ from .instructions import (
     edge_into,
     sentence,
 )
-from .measure import OpTime
+from .operation_times import OpTime
 from .recorder import HostRecorder, Recorder
 from .stage import StageModule
 from .update import StageUpdate

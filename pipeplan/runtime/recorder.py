@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from .measure import Activity, OpTime
+from .operation_times import Activity, OpTime
 
 AHEAD: Final = 12  # about four passes with their data, waits and losses
 

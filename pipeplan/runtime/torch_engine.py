@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from ..errors import BadInput, RunFailed
 from .links import Links
-from .measure import OpTime
 from .model import LoadedModel, TensorSpec
+from .operation_times import OpTime
 from .prepare import Script
 from .recorder import Recorder
 from .stage import StageModule

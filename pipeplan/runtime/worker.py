@@ -39,9 +39,10 @@ from .half import AS_PROFILED, HalfOptions, first_scale, half_type, halved
 from .instructions import Edge, Instruction
 from .links import open_links
 from .loss_scale import Scaling, overflows
-from .measure import RankMeasurement, RunReport, make_report
+from .measure import RunReport, make_report
 from .message_driven import arrival_order
 from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, load_weights
+from .operation_times import RankMeasurement
 from .optimizers import Choice, MakeOptimizer, optimizer_maker, schedule_maker
 from .prepare import FROM_THE_START, Script, prepare
 from .recorder import Recorder, recorder_of
