@@ -10,7 +10,7 @@ from .drained_pipeline import Drained, drained
 from .explain import shortfall
 from .grids import Config, Found, GridProblem, Outcome, Row, configs, limits, why_not, work_bound
 from .judge import Settings
-from .partition.drained import Pipeline, drained_bound, least_drained_ns, pipeline, splits
+from .partition.drained import Pipeline, drained_bound, held, least_drained_ns, pipeline, splits
 from .plan import Stage
 from .units import format_ns
 
@@ -132,7 +132,7 @@ class _Search:
                 self._try(config, offer, limit, None)
 
     def _try(self, config: Config, offer: Pipeline, limit: int, most: int | None) -> None:
-        for in_flight in dict.fromkeys((offer.in_flight(limit), _staircase(offer, limit))):
+        for in_flight in dict.fromkeys(held(config.inter, min(limit, offer.microbatches))):
             for cuts in islice(splits(offer, in_flight), most):
                 self.judge(config, offer, cuts, in_flight, limit)
 
@@ -282,12 +282,6 @@ class _Search:
             replicas=False,
         )
         return shortfall(alone)
-
-
-def _staircase(offer: Pipeline, limit: int) -> tuple[int, ...]:
-    """Return in-flight counts that fall towards the last stage, as they often do; simulation says whether they hold."""
-    count = len(offer.groups)
-    return tuple(min(limit, offer.microbatches, 2 * (count - s) - 1) for s in range(count))
 
 
 def _moves(offer: Pipeline, point: _Point, limits_too: bool) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -21,6 +21,7 @@ from .judge import Judge, Settings, Verdict
 from .partition import ALGORITHMS
 from .partition.balance import balance
 from .partition.contiguous import feasible
+from .partition.drained import held, pipeline, splits
 from .partition.local_search import local_search
 from .partition.pipedream import pipedream
 from .plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, ScheduleKind
@@ -207,7 +208,7 @@ def _plan_nf1b(
         judge = Judge(here, settings, admission=Admission(Schedule("nf1b", size, limit), here.platform))
         status = _run(proposals, here, judge, chosen is not None)
         if chosen is None:
-            proposals = _again(judge)
+            proposals = _again(judge, widen)
         if judge.limit is not None and chosen is not None and chosen.limit is not None:
             shorter = judge.limit < chosen.limit - chosen.limit // ENOUGH
         else:
@@ -221,14 +222,16 @@ def _plan_nf1b(
     return chosen.problem, chosen, status
 
 
-def _again(earlier: Judge) -> Propose:
-    """Return what proposes the allocations that ``earlier`` has judged."""
+def _again(earlier: Judge, widen: bool) -> Propose:
+    """Return what proposes the allocations that ``earlier`` has judged, and those that hold other mini-batches."""
 
     def proposed(problem: Problem, judge: Judge) -> None:
-        for stages in earlier.seen:
+        assert judge.admission is not None
+        more = _holding(problem, judge.admission) if widen else ()
+        for allocation in chain(map(Allocation, earlier.seen), more):
             if judge.expired:
                 return
-            judge(Allocation(stages))
+            judge(allocation)
 
     return proposed
 
@@ -248,8 +251,8 @@ def _mini_batches(devices: int) -> list[int]:
 def _widened(propose: Propose) -> Propose:
     """Return ``propose``, then more contiguous plans, then local moves.
 
-    The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B, so the best contiguous plans
-    of longer periods are judged too, those of least delay at the first stage, and the baselines' splits.
+    The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B, so others are judged too: see
+    :func:`_around`.
     """
 
     def widened(problem: Problem, judge: Judge) -> None:
@@ -278,14 +281,38 @@ def _moved(problem: Problem, judge: Judge) -> None:
 
 
 def _around(problem: Problem, judge: Judge) -> Iterator[Allocation]:
-    """Yield the baselines' splits, then the best contiguous plans of periods longer than the best so far has."""
+    """Yield the baselines' splits, those that hold what a limit admits, then the best contiguous plans of periods
+    longer than the best so far has; the last are also what fits little memory, or has replicas."""
     yield from chain(balance(problem), pipedream(problem), pipedream(problem, straight=True))
-    if judge.best is None and judge.admission is None:
+    if judge.admission is not None:
+        yield from _holding(problem, judge.admission)
+        if judge.best is not None and not problem.replicas:
+            return
+    elif judge.best is None:
         return
     for period in _longer(_period(problem, judge), longest_period_ns(problem)):
         slower = feasible(problem, period)
         if slower is not None:
             yield slower
+
+
+def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
+    """Yield splits into one stage per GPU that recompute no more than they must to hold what a limit admits.
+
+    For the limit that was asked for, or for some: see :func:`.partition.drained.splits`.
+    """
+    count, size = min(len(problem.platform), len(problem.chain)), problem.policy.accumulate or 1
+    offer = pipeline(problem, [(device,) for device in range(count)], size)
+    if offer is None:
+        return
+    batch = size if admission.schedule.kind == "nf1b" else 1
+    asked = admission.schedule.limit
+    for limit in [asked] if asked else dict.fromkeys((count, 2 * count - 1, max(1, count // 2), 1)):
+        for in_flight in dict.fromkeys(held(count, limit, batch)):
+            for cuts in splits(offer, in_flight):
+                stages = offer.stages(cuts, in_flight)
+                assert stages is not None, "splits only yields what fits"
+                yield Allocation(stages)
 
 
 def _period(problem: Problem, judge: Judge) -> int:

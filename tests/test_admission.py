@@ -154,3 +154,21 @@ def test_contradictions(weights, schedule, limit, sentence):
 def test_what_needs_replicas_cannot_run_as_nf1b():
     with pytest.raises(Infeasible, match="contiguous may find one that can"):
         make_plan(even(accumulate=2), "data-parallel")
+
+
+def memory_bound(memory):
+    """Eight layers that save much and pass on little: holding more than a few microbatches needs recomputation."""
+    layers = tuple(Layer(f"l{i}", 10, 20, 0, 1, saved_bytes=100) for i in range(8))
+    chain = Chain("dear", layers, 1)
+    return Problem(chain, Platform.flat(4, memory, 10**9), Policy("latest", 1), replicas=False)
+
+
+@pytest.mark.parametrize(("weights", "schedule"), [("latest", "nf1b"), ("flush", "message-driven")])
+def test_stages_recompute_parts_of_themselves_to_hold_what_the_limit_admits(weights, schedule):
+    problem = memory_bound(800)
+    problem = problem.with_policy(Policy(weights, 1 if schedule == "nf1b" else 16))
+    parts = make_plan(replace(problem, checkpointing="segments"), schedule=schedule)
+    whole = make_plan(replace(problem, checkpointing="stages"), schedule=schedule)
+    assert evaluate(parts).period_ns < evaluate(whole).period_ns
+    recomputed = [sum(stop - start for start, stop in stage.checkpoint) for stage in parts.allocation.stages]
+    assert any(0 < r < stage.stop - stage.start for r, stage in zip(recomputed, parts.allocation.stages, strict=True))

@@ -75,12 +75,8 @@ class Pipeline:
         return self._tables[key]
 
     def in_flight(self, limit: int) -> tuple[int, ...]:
-        """Return the most microbatches that each stage holds when ``limit`` are in the pipeline, whatever arrives when.
-
-        The last stage runs every backward right after its forward.
-        """
-        stages = len(self.groups)
-        return (min(limit, self.microbatches),) * (stages - 1) + (1,)
+        """Return the most microbatches that each stage holds when ``limit`` are in the pipeline: see :func:`held`."""
+        return held(len(self.groups), min(limit, self.microbatches))[0]
 
     def stages(self, cuts: Sequence[int], in_flight: Sequence[int]) -> tuple[Stage, ...] | None:
         """Return the stages between ``cuts`` (indices) that recompute least; None if one doesn't fit or is too slow."""
@@ -132,6 +128,16 @@ def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: 
             sync = np.maximum(sync, step)
         syncs.append(sync)
     return Pipeline(one, tables, tuple(groups), microbatches, tuple(trips), tuple(loads), tuple(syncs), most, exact)
+
+
+def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what ``stages`` stages hold when ``limit`` mini-batches of ``batch`` microbatches are in the pipeline.
+
+    First the most, whatever arrives when: the last stage alone runs every backward right after its forward. Then
+    counts that fall towards the last stage, as they often do; simulation says whether they hold.
+    """
+    most = (limit * batch,) * (stages - 1) + (batch,)
+    return most, tuple(batch * min(limit, 2 * (stages - s) - 1) for s in range(stages))
 
 
 def splits(offer: Pipeline, in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
