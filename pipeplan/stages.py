@@ -197,6 +197,16 @@ def _stage_cost(
     )
 
 
+def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of several stages that hold weights of each other, in order; no stage is in two of them."""
+    sets: list[set[int]] = []
+    for pair in chain.tied:
+        found = {s for s, stage in enumerate(stages) if any(stage.start <= layer < stage.stop for layer in pair)}
+        found = found.union(*(other for other in sets if other & found))
+        sets = [other for other in sets if not other & found] + [found]
+    return tuple(sorted(tuple(sorted(found)) for found in sets if len(found) > 1))
+
+
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     memory = platform.slowest(devices).memory_bytes
     return Resource(f"{'device' if len(devices) == 1 else 'devices'} {_ranges(devices)}", devices, len(devices), memory)

@@ -104,7 +104,7 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
                 found.append(
                     f"device groups {list(one)} and {list(other)} overlap; stages that share a device share all of them"
                 )
-    return found + _tied_violations(chain, policy, stages)
+    return found + tied_violations(chain, policy, stages)
 
 
 def schedule_violations(plan: Plan) -> list[str]:
@@ -167,7 +167,8 @@ def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[i
     return found
 
 
-def _tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    """Return which layers share weights although their stages, with the policy, would let them drift apart."""
     if policy.weights == "flush":
         return []
     found = []

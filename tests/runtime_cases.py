@@ -11,7 +11,9 @@ import signal
 import time
 from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -481,6 +483,34 @@ for _place in (*PLACES, "wait"):
         globals()[f"deadly_{_place}_{_rank}"] = deadly(_place, _rank)
 
 
+# --- weights that layers share ---------------------------------------------------------------------------------------
+
+
+class Writing(nn.Linear):
+    """A linear layer that writes a digest of its weight to a file of its own whenever it trains."""
+
+    def forward(self, x):
+        if self.training:
+            with Path(f"copy-{os.getpid()}-{id(self)}").open("a") as file:
+                file.write(sha256(self.weight.detach().numpy().tobytes()).hexdigest() + "\n")
+        return super().forward(x)
+
+
+def tied_writing(batch):
+    torch.manual_seed(4)
+    layers = [Writing(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), Writing(16, 16)]
+    layers[4].weight = layers[0].weight
+    return layers, torch.zeros(batch, 16), mean_square
+
+
+def tied_anyhow(batch):
+    """The same with weights that differ from process to process."""
+    layers, x, loss = tied_writing(batch)
+    with torch.no_grad():
+        layers[0].weight.add_(os.getpid() % 101 / 1000)
+    return layers, x, loss
+
+
 # --- mixed precision -------------------------------------------------------------------------------------------------
 
 
@@ -532,7 +562,8 @@ def halved_serial(
     layers = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
     layers.train()
     masters = [nn.Parameter(p.detach().clone()) for p in layers.parameters()]
-    counts = [replicas if i < cut else 1 for i, layer in enumerate(layers) for _ in layer.parameters()]
+    first = {p: i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+    counts = [replicas if first[p] < cut else 1 for p in layers.parameters()]
     layers.to(dtype)
     stepper = optimizer_maker(optimizer, lr)(masters)
     schedule = None if scheduler is None else scheduler(stepper)

@@ -42,17 +42,20 @@ class Bucket:
         return self.stop - self.start
 
 
-def cut_into_buckets(weights: Sequence[Tensor], size: int | None) -> tuple[Bucket, ...]:
+def cut_into_buckets(weights: Sequence[Tensor], size: int | None, apart: int = 0) -> tuple[Bucket, ...]:
     """Return ``weights`` in buckets of ``size`` elements, the last of each type smaller; None: one for each type.
 
-    Linear in weights plus buckets. A weight that doesn't fit into what is left of a bucket goes on in the next.
+    The last ``apart`` weights have buckets of their own, the last ones. Linear in weights plus buckets. A weight that
+    doesn't fit into what is left of a bucket goes on in the next.
     """
+    first = len(weights) - apart
+    begun: dict[torch.dtype, int] = {}
     buckets: list[Bucket] = []
-    for dtype in dict.fromkeys(weight.dtype for weight in weights):
-        own = [(index, weight.numel()) for index, weight in enumerate(weights) if weight.dtype == dtype]
-        total = sum(count for _, count in own)
-        limit = total if size is None else size
-        start = 0
+    for dtype, is_apart in dict.fromkeys((weight.dtype, i >= first) for i, weight in enumerate(weights)):
+        own = [(i, x.numel()) for i, x in enumerate(weights) if x.dtype == dtype and (i >= first) == is_apart]
+        start = begun.get(dtype, 0)
+        total = begun[dtype] = start + sum(count for _, count in own)
+        limit = total - start if size is None else size
         pieces: list[Piece] = []
         room = limit
         for index, count in own:

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,10 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def read(checkpoint: Checkpoint, state: State) -> State:
+def read(checkpoint: Checkpoint, state: State, trained: Collection[str]) -> State:
     """Fill the tensors of ``state`` in place from ``checkpoint`` and return the other entries; all ranks together.
 
-    Beside its keys, the optimizer's entries for the weights in ``state`` are read, and what every rank needs. BadInput
+    Beside its keys, the optimizer's entries for the weights ``trained`` are read, and what every rank needs. BadInput
     when a tensor is missing or has another shape.
     """
     try:
@@ -147,7 +148,7 @@ def read(checkpoint: Checkpoint, state: State) -> State:
     same = checkpoint.ranks == dist.get_world_size()
     for name, stored in entries.items():
         kind, _, rest = name.partition("/")
-        belongs = kind == OPTIMIZER and rest.rpartition("/")[0] in state
+        belongs = kind == OPTIMIZER and rest.rpartition("/")[0] in trained
         if belongs or name in (RATES, SCALE) or (same and name == mine):
             tensor = isinstance(stored, TensorStorageMetadata)
             wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if tensor else None  # type: ignore[union-attr]  # just asked

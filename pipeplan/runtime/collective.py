@@ -39,20 +39,28 @@ def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
 
 
 def replica_groups(script: Script, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
-    """Return the process group of each replicated stage. All ranks make all groups, in one order, as torch wants it.
+    """Return the process group of each replicated stage."""
+    groups = stage_groups(script, [(s,) for s in range(len(script.plan.allocation.stages))], exchange, timeout)
+    return {s: group for (s,), group in groups.items()}
 
-    gloo's take tensors of GPUs too, through the host.
+
+def stage_groups(
+    script: Script, sets: Iterable[tuple[int, ...]], exchange: Exchange, timeout: timedelta
+) -> dict[tuple[int, ...], Group]:
+    """Return the process group of the ranks of each of ``sets`` of stages, if they are several.
+
+    All ranks make all groups, in one order, as torch wants it. gloo's take tensors of GPUs too, through the host.
     """
     backend = "nccl" if exchange == "nccl" else "gloo"
-    groups: dict[int, Group] = {}
+    groups: dict[tuple[int, ...], Group] = {}
     made: dict[tuple[int, ...], Group] = {}
-    with exchanging("the making of replica groups"):
-        for s, stage in enumerate(script.plan.allocation.stages):
-            if stage.replicas > 1:
-                ranks = tuple(script.ranks_of(s))
+    with exchanging("the making of groups that sum gradients"):
+        for stages in sets:
+            ranks = tuple(sorted({rank for s in stages for rank in script.ranks_of(s)}))
+            if len(ranks) > 1:
                 if ranks not in made:
-                    made[ranks] = dist.new_group(sorted(ranks), timeout, backend)
-                groups[s] = made[ranks]
+                    made[ranks] = dist.new_group(list(ranks), timeout, backend)
+                groups[stages] = made[ranks]
     return groups
 
 

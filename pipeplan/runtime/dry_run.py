@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import BadInput
 from ..groups import ceil_div
 from ..problem import Platform
-from .instructions import Agree, Backward, Forward, Instruction, Receive, Reduce, Save, Send, Update
+from .instructions import Agree, Backward, Forward, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update
 from .prepare import Script
 
 PORT = 29500
@@ -57,8 +57,8 @@ def program_lines(script: Script, most: int | None = None) -> list[str]:
 
     ``1F3v2`` is stage 1's forward of microbatch 3 with version 2 of its weights, ``0f3>1`` stage 0's send of its
     output to rank 1, ``0b3<1`` its receive of the gradient, ``0U4`` the update that makes version 4, ``0R4`` the sum
-    over replicas before it, ``A4`` the agreement of all ranks on it, ``S20`` the checkpoint after update 20;
-    ``1B4-7v3`` is one backward of microbatches 4 to 7.
+    over replicas before it, ``0+3R4`` that of the weights which stages 0 and 3 share, ``A4`` the agreement of all
+    ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7.
     """
     lines = []
     for rank, (device, instructions) in enumerate(zip(script.devices, script.instructions, strict=True)):
@@ -82,6 +82,8 @@ def word(instruction: Instruction) -> str:
             return f"{s}{kind.lower()}{_span(m, covers)}<{peer}"
         case Reduce(s, v):
             return f"{s}R{v}"
+        case ReduceTied(stages, v):
+            return f"{'+'.join(map(str, stages))}R{v}"
         case Update(s, v):
             return f"{s}U{v}"
         case Agree(v):

@@ -17,6 +17,7 @@ from .instructions import (
     Pass,
     Receive,
     Reduce,
+    ReduceTied,
     Save,
     Send,
     Update,
@@ -59,12 +60,17 @@ class OperationFailed(Exception):
         super().__init__(sentence(instruction))
 
 
+def _nothing_tied(stages: tuple[int, ...], version: int) -> None:
+    raise AssertionError(f"nobody sums what stages {stages} share")
+
+
 @dataclass(frozen=True)
 class RankWork:
     """All that one rank needs to walk its instructions.
 
     ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
-    and target, ``updates`` make the stages' updates, after ``agree(version)`` where all ranks must agree on them,
+    and target, ``updates`` make the stages' updates, after ``agree(version)`` where all ranks must agree on them, and
+    after ``reduce_tied(stages, version)`` where stages share weights,
     ``progress`` hears the index of each instruction before it is carried out. Microbatches below ``accounted`` are
     accounted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin;
     ``save(step)`` writes a checkpoint and ``updated(stage, version)`` hears of updates. ``recorder`` notes when all
@@ -83,6 +89,7 @@ class RankWork:
     save: Callable[[int], None]
     updated: Callable[[int, int], None]
     evaluates: bool = False
+    reduce_tied: Callable[[tuple[int, ...], int], None] = _nothing_tied
     recorder: Recorder = field(default_factory=HostRecorder)
 
 
@@ -153,6 +160,8 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 recorder.note("AGREE", -1, version, start)
             case Reduce(s, version):
                 work.updates[s].reduce(version)
+            case ReduceTied(stages, version):
+                work.reduce_tied(stages, version)
             case Update(s, version):
                 work.updates[s].update(version)
                 work.updated(s, version)

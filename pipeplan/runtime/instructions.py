@@ -82,6 +82,14 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceTied:
+    """Sum the gradients of the weights that ``stages`` share, over all their replicas, before they make ``version``."""
+
+    stages: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """Make ``version`` of a stage's weights from the gradient that has been accumulated."""
 
@@ -103,7 +111,7 @@ class Save:
     step: int
 
 
-Instruction = Forward | Backward | Send | Receive | Reduce | Update | Agree | Save
+Instruction = Forward | Backward | Send | Receive | Reduce | ReduceTied | Update | Agree | Save
 
 
 def edge_into(kind: Pass, stage: int) -> Edge:
@@ -124,6 +132,8 @@ def sentence(instruction: Instruction) -> str:
             return f"stage {stage}'s receive of {_what(kind)} of {_which(microbatch, covers)} from rank {peer}"
         case Reduce(stage, version):
             return f"the gradient sum over the replicas of stage {stage} for update {version}"
+        case ReduceTied(stages, version):
+            return f"the gradient sum of what stages {' and '.join(map(str, stages))} share for update {version}"
         case Update(stage, version):
             return f"update {version} of stage {stage}"
         case Agree(version):
@@ -291,6 +301,23 @@ def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [*passes, Agree(updates[0].version), *updates]
 
 
+def with_tied_sums(
+    instructions: Sequence[Instruction], tied: Sequence[tuple[int, ...]], own: Sequence[int]
+) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule on a rank with stages ``own``, sums of ``tied`` weights included.
+
+    A rank that holds any of them makes all its updates at the end, behind the sums, which come in the order of
+    ``tied``. The ranks of a device group hold the same stages. So all ranks' lists are parts of one total order: the
+    program's, with these sums, and then these updates in their order, after everything else. Nothing deadlocks.
+    """
+    sums = [stages for stages in tied if set(stages) & set(own)]
+    if not sums:
+        return list(instructions)
+    updates = [x for x in instructions if isinstance(x, Reduce | Update)]
+    others = [x for x in instructions if not isinstance(x, Reduce | Update)]
+    return [*others, *(ReduceTied(stages, updates[0].version) for stages in sums), *updates]
+
+
 def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruction]:
     """Return the forwards and their exchanges alone, all with ``version``: a run that evaluates."""
     kept: list[Instruction] = []
@@ -314,7 +341,7 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
             )
         case Send() | Receive():
             return replace(instruction, microbatch=instruction.microbatch + microbatches)
-        case Reduce() | Update() | Agree():
+        case Reduce() | ReduceTied() | Update() | Agree():
             return replace(instruction, version=instruction.version + versions)
         case Save(step):
             return Save(step + versions)

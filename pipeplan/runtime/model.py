@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -56,7 +56,8 @@ class LoadedModel:
     """A built model: its layers with names, what goes into it, its loss and its data.
 
     ``boundaries[i]`` is the tensor before layer i; the last one is the output. ``keys[i]`` is the prefix of layer i's
-    entries in the whole model's state, as ``nn.Sequential`` names them.
+    entries in the whole model's state, as ``nn.Sequential`` names them. Of a weight that stands in the model more than
+    once ``first_names`` has the first name there for each of the others.
     """
 
     layers: list[tuple[str, nn.Module]]
@@ -64,6 +65,7 @@ class LoadedModel:
     loss: Loss
     data: Data
     boundaries: list[TensorSpec]
+    first_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
@@ -79,12 +81,14 @@ def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CP
     layers, example_input, loss = checked_model(result)
     for _, module in layers:
         module.train()
+    keys = _keys(result[0])
     return LoadedModel(
         layers=layers,
-        keys=_keys(result[0]),
+        keys=keys,
         loss=loss,
         data=data,
         boundaries=boundaries_of([module for _, module in layers], example_input.to(device)),
+        first_names=_first_names(keys, [module for _, module in layers]),
     )
 
 
@@ -141,6 +145,19 @@ def _keys(layers: Any) -> list[str]:
     if isinstance(layers, nn.Sequential):
         return list(layers._modules)
     return [str(index) for index in range(len(layers))]
+
+
+def _first_names(keys: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, str]:
+    first: dict[nn.Parameter, str] = {}
+    for key, module in zip(keys, layers, strict=True):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            first.setdefault(parameter, f"{key}.{name}")
+    return {
+        f"{key}.{name}": first[parameter]
+        for key, module in zip(keys, layers, strict=True)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first[parameter] != f"{key}.{name}"
+    }
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:

@@ -16,9 +16,21 @@ from ..message_driven import default_limit
 from ..plan import Plan, Schedule
 from ..program import Decide, Program
 from ..simulate import Timeline, Times, simulate
-from ..stages import StageGraph, most_in_flight, starts_of
+from ..stages import StageGraph, most_in_flight, starts_of, tied_stages
 from ..timelines import graph_of, program_of_kind
-from .instructions import Agree, Instruction, Reduce, Save, Update, agreed, forwards, lowered
+from ..validate import tied_violations
+from .instructions import (
+    Agree,
+    Instruction,
+    Reduce,
+    ReduceTied,
+    Save,
+    Update,
+    agreed,
+    forwards,
+    lowered,
+    with_tied_sums,
+)
 from .listing import Listing, Part, continued
 from .weights import weight_policy
 
@@ -43,8 +55,8 @@ class Script:
     ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
     (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
     schedule, otherwise the longest segment, or as much of it as tells the rest; ``timeline`` is its simulation with the
-    plan's times, whose order is run. With ``renews`` backwards use other weights than the forwards did. With
-    ``evaluates`` there are only forwards.
+    plan's times, whose order is run. ``tied`` are the sets of stages that share weights. With ``renews`` backwards use
+    other weights than the forwards did. With ``evaluates`` there are only forwards.
     """
 
     plan: Plan
@@ -57,6 +69,7 @@ class Script:
     timeline: Timeline
     instructions: tuple[Listing, ...]
     segments: tuple[tuple[int, int], ...]
+    tied: tuple[tuple[int, ...], ...] = ()
     renews: bool = False
     first: Position = FROM_THE_START
     evaluates: bool = False
@@ -78,7 +91,7 @@ class Script:
     def minibatch(self, instruction: Instruction) -> int:
         """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
         match instruction:
-            case Reduce(_, version) | Update(_, version) | Agree(version):
+            case Reduce(_, version) | ReduceTied(_, version) | Update(_, version) | Agree(version):
                 return version - 1
             case Save(step):
                 return step - 1
@@ -179,6 +192,8 @@ def prepare(
     graph = graph_of(plan)
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}
+    on = {d: [s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in devices}
+    tied = tied_stages(plan.chain, plan.allocation.stages)
     lengths = _lengths(first.step, steps, every)
 
     def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
@@ -194,6 +209,7 @@ def prepare(
             program, timeline, lists = lists_of(interval)
             if plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
                 lists = [agreed(instructions) for instructions in lists]
+            lists = [with_tied_sums(x, tied, on[device]) for x, device in zip(lists, devices, strict=True)]
             made[length] = program, timeline, [Listing([Part(tuple(x), length, interval, 1)]) for x in lists]
         else:
             made[length] = _endless(plan, graph, lists_of, interval, length * interval)
@@ -223,6 +239,7 @@ def prepare(
         timeline=timeline,
         instructions=tuple(map(Listing, joined)),
         segments=tuple(segments),
+        tied=tied,
         renews=policy.renews,
         first=first,
         evaluates=evaluates,
@@ -320,16 +337,8 @@ def _refuse(plan: Plan) -> None:
             f"plan: {plan.chain.name} is a graph with skip connections; models run as chains of layers with one input "
             "and one output each"
         )
-    for one, other in plan.chain.tied:
-        holders = [
-            next(s for s, stage in enumerate(plan.allocation.stages) if stage.start <= layer < stage.stop)
-            for layer in (one, other)
-        ]
-        if holders[0] != holders[1]:
-            raise BadInput(
-                f"plan: layers {one} ({plan.chain.layers[one].name}) and {other} ({plan.chain.layers[other].name}) "
-                f"share weights but are in stages {holders[0]} and {holders[1]}; that cannot be run yet"
-            )
+    for parted in tied_violations(plan.chain, plan.policy, plan.allocation.stages):
+        raise BadInput(f"plan: {parted}")
 
 
 def _refuse_uneven(plan: Plan) -> None:

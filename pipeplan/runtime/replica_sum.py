@@ -7,6 +7,7 @@ from each rank. But every element is added in the order of the ranks, wherever i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from .transport import exchanging
 
 Group = Any  # a process group; torch's type for it differs between versions
 WHAT = "the sum of gradients"
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of ``parts`` in their order, in the first one's place or, of 16-bit ones, in 32 bits elsewhere."""
+    total = parts[0].float() if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    return total
 
 
 class ChunkSum:
@@ -43,10 +52,7 @@ class ChunkSum:
         """Wait for everybody's part of the own share, add them up, and send the sum to all."""
         self._wait()
         parts = self._parts.view(self._ranks, self._own)
-        total = parts[0].float() if parts.dtype in (torch.float16, torch.bfloat16) else parts[0]
-        for part in parts[1:]:
-            total.add_(part)
-        parts.copy_(total.to(parts.dtype, copy=True))
+        parts.copy_(added(parts.unbind()).to(parts.dtype, copy=True))
         self._exchange(self._chunk, self._parts, self._shares, [self._own] * self._ranks)
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -78,8 +79,9 @@ def training_state(
     for s in own:
         versions = runners[s].versions
         for name, index in _weights(script, s, model, runners[s]):
-            for key, value in versions.optimizer.state_of(index).items():
-                state[optimizer_key(name, key)] = value
+            if name in state:  # of copies in several stages the first one's; the others' are equal
+                for key, value in versions.optimizer.state_of(index).items():
+                    state[optimizer_key(name, key)] = value
     training = (
         s
         for s in range(len(script.plan.allocation.stages))
@@ -103,10 +105,14 @@ def restore(
     scaling: Scaling | None,
 ) -> None:
     """Take up training where ``checkpoint`` left it, whichever plan wrote it."""
-    loaded = read(checkpoint, dict(trained_state(script, script.stages_of(rank), model, runners)))
+    trained = {name for s, runner in runners.items() for name, _ in _weights(script, s, model, runner)}
+    loaded = read(checkpoint, dict(trained_state(script, script.stages_of(rank), model, runners)), trained)
+    given: set[str] = set()
     for s, runner in runners.items():
         for name, index in _weights(script, s, model, runner):
-            runner.versions.optimizer.restore_state(index, optimizer_entries(loaded, name))
+            entries = optimizer_entries(loaded, name)
+            runner.versions.optimizer.restore_state(index, deepcopy(entries) if name in given else entries)
+            given.add(name)
         runner.versions.optimizer.restore_rates(*rates_of(loaded))
         runner.versions.take_masters()
     if scaling is not None and SCALE in loaded:
@@ -116,11 +122,12 @@ def restore(
 
 
 def _weights(script: Script, s: int, model: LoadedModel, runner: StageModule) -> Iterator[tuple[str, int]]:
-    """Yield name and index of each trainable weight of a stage, tied ones under their first name."""
+    """Yield name and index of each trainable weight of a stage, tied ones under their first name in the model."""
     seen: set[int] = set()
     for i in own_layers(script, s, model):
         for name, parameter in model.layers[i][1].named_parameters():
             index = runner.versions.place_of(parameter)
             if index is not None and index not in seen:
                 seen.add(index)
-                yield f"{model.keys[i]}.{name}", index
+                full = f"{model.keys[i]}.{name}"
+                yield model.first_names.get(full, full), index

@@ -35,6 +35,9 @@ def refuse_for_torch(script: Script) -> None:
         raise BadInput("plan: torch's engine runs in fp32; the precision is mixed")
     if script.evaluates:
         raise BadInput("run: torch's engine trains; evaluate with our own")
+    if script.tied:
+        names = " and ".join(map(str, script.tied[0]))
+        raise BadInput(f"plan: stages {names} share weights, whose gradients torch's engine doesn't sum")
     for s, stage in enumerate(stages):
         if stage.replicas > 1:
             raise BadInput(f"plan: stage {s} has {stage.replicas} replicas; torch's engine runs every stage once")

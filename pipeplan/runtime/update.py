@@ -29,11 +29,13 @@ class Chunk:
 def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
     """Return the chunks of a stage's flat gradient: ``coarsening`` buckets each, None for all of one type.
 
-    A chunk has one type. The parts of an optimizer that steps all at once belong to the last chunk.
+    A chunk has one type. The parts of an optimizer that steps all at once belong to the last chunk, and so do those of
+    weights that are summed over all stages that have them, which is not done here.
     """
     assert versions.flat is not None, "replicated stages have flat gradients"
     runs: list[list[int]] = []
-    for index, bucket in enumerate(versions.buckets):
+    summed = [bucket for bucket in versions.buckets if bucket.pieces[0].index < versions.own]
+    for index, bucket in enumerate(summed):
         fits = runs and versions.buckets[runs[-1][0]].dtype == bucket.dtype
         if fits and (coarsening is None or len(runs[-1]) < coarsening):
             runs[-1].append(index)
@@ -42,9 +44,10 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
     chunks = []
     for place, run in enumerate(runs):
         first, last = versions.buckets[run[0]], versions.buckets[run[-1]]
-        parts = range(run[0], run[-1] + 1)
+        is_last = place == len(runs) - 1
+        parts = range(run[0], len(versions.buckets) if is_last else run[-1] + 1)
         if versions.optimizer.parts != len(versions.buckets):
-            parts = range(versions.optimizer.parts if place == len(runs) - 1 else 0)
+            parts = range(versions.optimizer.parts if is_last else 0)
         chunks.append(Chunk(versions.flat.flats[first.dtype][first.start : last.stop], parts))
     return chunks
 

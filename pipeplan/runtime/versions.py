@@ -13,7 +13,7 @@ the forward but looks them up (see ``renewal``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,13 +31,15 @@ class Keeping:
 
     ``masters`` has the 32-bit values of 16-bit weights. ``bucket`` is the number of parameters that are stepped at a
     time, None for all; with ``offload`` what is not being stepped stays in host memory. ``flat`` gradients can be
-    summed over replicas in chunks. ``observed`` hears when memory is at its fullest.
+    summed over replicas in chunks; weights ``tied`` to other stages', which are summed otherwise, come last.
+    ``observed`` hears when memory is at its fullest.
     """
 
     masters: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
     bucket: int | None = None
     offload: bool = False
     flat: bool = False
+    tied: Collection[nn.Parameter] = ()
     buffers: BucketBuffers = field(default_factory=BucketBuffers)
     observed: Callable[[], None] = nothing
 
@@ -60,22 +62,20 @@ class Versions:
         keeping: Keeping | None = None,
     ) -> None:
         keeping = keeping or Keeping()
-        slots: dict[tuple[nn.Module, str], int] = {}  # a module may stand in the stage twice
-        leaves: list[nn.Parameter] = []
-        index: dict[nn.Parameter, int] = {}
+        slots: dict[tuple[nn.Module, str], nn.Parameter] = {}  # a module may stand in the stage twice
         for module in modules:
             for owner in module.modules():
                 for name, parameter in owner._parameters.items():
                     if parameter is None or not parameter.requires_grad:
                         continue
-                    if parameter not in index:
-                        index[parameter] = len(leaves)
-                        leaves.append(parameter)
-                    slots[owner, name] = index[parameter]
+                    slots[owner, name] = parameter
+        tied = set(keeping.tied)
+        leaves = sorted(dict.fromkeys(slots.values()), key=lambda leaf: leaf in tied)
+        index = {leaf: place for place, leaf in enumerate(leaves)}
         if keeping.bucket is not None:
             for leaf in leaves:
                 leaf.data = leaf.data.contiguous()  # so that pieces of it are views
-        self._slots = [(owner, name, place) for (owner, name), place in slots.items()]
+        self._slots = [(owner, name, index[leaf]) for (owner, name), leaf in slots.items()]
         self._uses = Counter(uses)
         if shared:  # so that storages tell weights apart
             for leaf in leaves:
@@ -91,7 +91,8 @@ class Versions:
         masters = [nn.Parameter(keeping.masters[x].to(home) if self._mixed else x.data) for x in leaves]
         self._masters = masters
         self._spare: list[list[Tensor]] = []
-        self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket)
+        self.own = sum(leaf not in tied for leaf in leaves)  # weights that no other stage has, which come first
+        self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket, len(leaves) - self.own)
         self.optimizer = (
             StageOptimizer(masters, make_optimizer, make_schedule, self._mixed, keeping.observed)
             if keeping.bucket is None or not leaves
@@ -163,6 +164,13 @@ class Versions:
     def gradients(self) -> list[Tensor | None]:
         """Return the accumulated gradient; None where no pass has made any, but in a flat one."""
         return self._gradients
+
+    def gradient(self, index: int) -> Tensor:
+        """Return the accumulated gradient of the weight at ``index``, to be changed; zeros where there was none."""
+        found = self._gradients[index]
+        if found is None:
+            found = self._gradients[index] = torch.zeros_like(self._leaves[self._newest][index])
+        return found
 
     def begin_update(self) -> None:
         """Find room for a new version: the newest one's own, or another if its passes aren't over."""

@@ -28,6 +28,7 @@ from .collective import (
     pipeline_group,
     replica_groups,
     share_from,
+    stage_groups,
     this_machine,
     transfer_times,
 )
@@ -52,6 +53,7 @@ from .stage_optimizer import BucketBuffers, check_elementwise, is_elementwise
 from .state import first_replicas, own_layers, restore, trained_state, training_state
 from .state_account import StateAccount
 from .threaded import ThreadedTransport
+from .tied import TiedSums, check_ties, copies_added, separated, share_ties, ties_of
 from .torch_engine import execute_on_torch, refuse_for_torch
 from .transport import exchanging
 from .update import StageUpdate
@@ -188,6 +190,9 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     model = load_model(job.model, job.plan.chain.microbatch, job.seed, device)
     if job.load is not None:
         load_weights(model, job.load)
+    check_ties(model, job.plan.chain, [stage.start for stage in stages[1:]])
+    ties = ties_of(script, model)
+    model = separated(script, rank, model)
     half = half_type(job.plan, job.half)
     masters: dict[nn.Parameter, Tensor] = {}
     if half is not None:
@@ -220,6 +225,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     for s in script.stages_of(rank):
         if s in groups:
             share_from(script.ranks_of(s)[0], groups[s], _tensors(script, s, model, masters))
+    tied_groups = stage_groups(script, dict.fromkeys(tie.stages for tie in ties), exchange, timeout)
+    share_ties(script, rank, model, ties, tied_groups, masters)
     for parameter, master in masters.items():
         parameter.data.copy_(master)
     specs = _edge_specs(script, model)
@@ -229,7 +236,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     runners: dict[int, StageModule] = {}
     for s in script.stages_of(rank):
         bucket = _bucket(job, s, script.graph.stages[s].parameters)
-        keeping = Keeping(masters, bucket, job.plan.policy.offload, s in groups, buffers, states.note)
+        tied = [tie.copy_in(s, model) for tie in ties if s in tie.places]
+        keeping = Keeping(masters, bucket, job.plan.policy.offload, s in groups, tied, buffers, states.note)
         runners[s] = _stage_module(script, job, rank, s, model, account, recorder, device, keeping)
     masters.clear()
     scaling = None
@@ -261,7 +269,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
 
     def agree_on(version: int) -> None:
         assert scaling is not None, "only mixed precision has to agree"
-        found = [overflows(runners[s].versions.gradients(), stages[s].replicas) for s in runners]
+        found = [overflows(runners[s].versions.gradients(), copies_added(script, s, ties)) for s in runners]
         scaling.agree(version, any(found))
         scale_losses()
 
@@ -295,6 +303,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         data=lambda microbatch: _sample(model, job, microbatch, device),
         updates=updates,
         agree=agree_on,
+        reduce_tied=TiedSums(model, ties, runners, tied_groups, recorder, scaling).reduce,
         progress=launcher.at,
         # hooks that are there anyway can account everything
         accounted=script.last.microbatch if script.renews else script.first.microbatch + script.filled,
