@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from . import costs
 from .groups import ceil_div
@@ -51,6 +52,7 @@ def evaluate(plan: Plan) -> Evaluation:
     )
 
 
+@lru_cache(maxsize=16)
 def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform) -> Evaluation:
     """Return the figures of stages under nF1B or message-driven, from their simulated timeline.
 

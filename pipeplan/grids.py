@@ -14,8 +14,9 @@ from typing import Literal
 
 from . import costs
 from .microbatches import Profiles
-from .plan import Stage
+from .plan import Schedule, Stage
 from .problem import Problem
+from .timelines import too_long
 
 Placement = Literal["stage", "pipeline"]
 
@@ -120,10 +121,15 @@ def why_not(asked: GridProblem, inter: int, data: int) -> str | None:
         return f"{inter} stages are more than the network's {layers} layers"
     if asked.batch % data:
         return f"a batch of {asked.batch} cannot be shared by {data} pipelines"
-    if not any(asked.batch // data % size == 0 for size in asked.sizes):
+    fitting = [size for size in asked.sizes if asked.batch // data % size == 0]
+    if not fitting:
         sizes = ", ".join(map(str, asked.sizes))
         return f"the {asked.batch // data} samples of each pipeline are no multiple of microbatches of {sizes}"
-    return None
+    return _too_long(asked, inter, max(fitting))
+
+
+def _too_long(asked: GridProblem, inter: int, size: int) -> str | None:
+    return too_long(4 * inter - 2, Schedule("message-driven", asked.batch // size))
 
 
 def configs(asked: GridProblem) -> Iterator[Config]:
@@ -135,7 +141,7 @@ def configs(asked: GridProblem) -> Iterator[Config]:
             if inter * data > len(platform):
                 continue
             for size in asked.sizes:
-                if asked.batch % (data * size) == 0:
+                if asked.batch % (data * size) == 0 and _too_long(asked, inter, size) is None:
                     for offload in asked.offloads:
                         for placement in placements if inter > 1 and data > 1 else placements[:1]:
                             yield Config(inter, data, size, offload, placement)

@@ -30,6 +30,7 @@ from .problem import Problem, Weights
 from .program import unroll
 from .simulate import simulate
 from .stages import StageGraph, most_in_flight, stage_graph, starts_of
+from .timelines import too_long
 from .validate import check, class_violations
 
 AUTO = "auto"
@@ -62,6 +63,7 @@ def make_plan(
     there is one.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
+    _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
     settings, options = settings or Settings(), dict(options or {})
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
@@ -110,6 +112,14 @@ def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> S
     if limit is not None and kind not in ("nf1b", "message-driven"):
         raise BadInput(f"limit: a {kind} schedule holds what its order says; nf1b and message-driven have a limit")
     return kind
+
+
+def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
+    """Raise BadInput where a stage on every GPU would take too long to simulate."""
+    stages = min(len(problem.platform), len(problem.chain))
+    endless = too_long(4 * stages - 2, schedule)
+    if endless is not None:
+        raise BadInput(f"--accumulate, --limit: on {stages} stages {endless}")
 
 
 def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:

@@ -180,12 +180,6 @@ def device_of(graph: StageGraph, stage: int, microbatch: int) -> int:
     return devices[microbatch % len(devices)]
 
 
-def step_name(graph: StageGraph, step: Step) -> str:
-    """Return ``2F5`` for stage 2's forward of microbatch 5."""
-    op = graph.operations[step.position]
-    return f"{op.stage}{op.kind}{step.microbatch}"
-
-
 def unroll(graph: StageGraph, pattern: Pattern, microbatches: int) -> Program:
     """Return the program that runs ``microbatches`` microbatches in the pattern's order: fill, steady state, drain.
 

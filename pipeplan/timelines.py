@@ -15,6 +15,7 @@ from .simulate import Timeline, simulate
 from .stages import StageGraph, most_in_flight, stage_graph, starts_of
 
 MOST_STEPS = 40_000  # that are simulated to find a steady state
+MOST_JUDGED = 10**7  # steps of a run that a plan is judged by, which take minutes
 MOST_CYCLE = 64  # mini-batches after which a steady state is looked for to repeat
 
 
@@ -67,6 +68,27 @@ def shown_microbatches(plan: Plan) -> int:
             if plan.pattern is None:
                 raise BadInput("the plan has no pattern: nothing says when its operations run")
             return max(64, 16 * most_in_flight(graph_of(plan), starts_of(plan.pattern), plan.pattern.period_ns))
+
+
+def too_long(operations: int, schedule: Schedule) -> str | None:
+    """Return in words why no plan is judged that takes so long to simulate, or None.
+
+    ``operations`` are those on the path of a microbatch. Nothing is simulated of an endless pattern; of nF1B it is the
+    shortest run that could show a steady state.
+    """
+    count, limit = schedule.microbatches or 1, schedule.limit or 1
+    match schedule.kind:
+        case "pattern":
+            return None
+        case "nf1b":
+            steps = 4 * limit * (count + 1) * (operations // 2)
+            what = f"mini-batches of {count} microbatches, {limit} admitted at once,"
+        case "flush" | "message-driven":
+            steps = count * operations
+            what = f"a mini-batch of {count} microbatches"
+    if steps <= MOST_JUDGED:
+        return None
+    return f"{what} would take {steps} steps to simulate; plans of up to {MOST_JUDGED} are judged"
 
 
 # --- the steady state of nF1B ----------------------------------------------------------------------------------------

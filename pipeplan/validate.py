@@ -25,7 +25,7 @@ from .stages import (
     resource_use,
     starts_of,
 )
-from .timelines import graph_of
+from .timelines import graph_of, too_long
 from .units import format_bytes
 
 
@@ -48,6 +48,9 @@ def violations(plan: Plan) -> list[str]:
     if found:
         return found
     graph = graph_of(plan)
+    endless = too_long(len(graph.operations), plan.schedule)
+    if endless is not None:
+        return [f"schedule: {endless}"]
     if plan.schedule.kind in SIMULATED:
         return simulated_violations(plan, graph)
     if plan.pattern is None:
@@ -125,7 +128,8 @@ def schedule_violations(plan: Plan) -> list[str]:
         if policy.weights != "flush":
             return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
     if schedule.microbatches is None or schedule.microbatches < 1:
-        return [f"the schedule {what} mini-batches of {schedule.microbatches} microbatches; it needs at least 1"]
+        said = "missing" if schedule.microbatches is None else schedule.microbatches
+        return [f"schedule.microbatches is {said}; {schedule.kind} needs those of a mini-batch, at least 1"]
     found = []
     if schedule.microbatches != policy.accumulate:
         found.append(
@@ -137,7 +141,8 @@ def schedule_violations(plan: Plan) -> list[str]:
             found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
         if schedule.limit is None or schedule.limit < 1:
             what = "mini-batches" if schedule.kind == "nf1b" else "microbatches per pipeline"
-            found.append(f"the schedule admits {schedule.limit} {what}; {schedule.kind} needs a limit of at least 1")
+            said = "missing" if schedule.limit is None else schedule.limit
+            found.append(f"schedule.limit is {said}; {schedule.kind} needs the {what} that it admits, at least 1")
     return found
 
 

@@ -211,7 +211,7 @@ def test_plans_without_a_pattern_come_back_byte_for_byte_and_edits_are_noticed(k
         assert "but the policy updates weights every" in read_plan(str(path))[1][0]
         del edited["schedule"]["limit"]
         path.write_text(json.dumps(edited))
-        assert any("admits None" in sentence for sentence in read_plan(str(path))[1])
+        assert any("schedule.limit is missing" in sentence for sentence in read_plan(str(path))[1])
 
 
 def test_another_limit_gives_other_figures(tmp_path):
@@ -545,7 +545,7 @@ def test_an_accumulate_that_is_too_small_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (("schedule", "microbatches"), ..., "mini-batches of None microbatches"),
+        (("schedule", "microbatches"), ..., "schedule.microbatches is missing"),
         (("schedule", "microbatches"), 5, "mini-batches of 5 microbatches, but the policy updates weights every 4"),
         (("lower_bounds", 0, "period_ns"), more, "of class any is more than can be derived"),
         (("gap",), more, "gap is"),

@@ -8,7 +8,7 @@ from plan_cases import graph_of, random_plan
 
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.program import Lane, Program, RankOp, Step, device_of, lower, make_program, step_name, unroll
+from pipeplan.program import Lane, Program, RankOp, Step, device_of, lower, make_program, unroll
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
 from pipeplan.stages import make_pattern, stage_graph, starts_of
@@ -82,7 +82,6 @@ def test_forwards_that_take_no_time_run_first():
 
 
 def test_names():
-    assert step_name(STRAIGHT, Step(12, 4)) == "1B12"
     program = unroll(STRAIGHT, best_one_f_one_b_star(STRAIGHT), 1)
     assert [program.name(step) for step in program.lanes[1].steps] == ["1F0", "1B0"]
     assert program.position["B", 1] == 4
@@ -169,7 +168,7 @@ def test_random_plans_never_deadlock_under_rendezvous():
                 kept = [(op.kind, op.stage, op.microbatch) for op in ranks[lane.device] if op.peer is None]
                 works = [(graph.operations[step.position], step.microbatch) for step in lane.steps]
                 assert kept == [(work.kind, work.stage, m) for work, m in works]
-    assert exchanged > 150
+    assert exchanged > 120
 
 
 def test_plans_whose_layers_take_no_time_here_and_there_don_t_deadlock():
@@ -196,7 +195,7 @@ def test_any_order_that_runs_can_be_lowered():
         graph, count = graph_of(plan), rng.randint(1, 5)
         half = len(graph.operations) // 2
         steps = [Step(m, p) for m in range(count) for p in range(len(graph.operations))]
-        if seed % 4 < 2:
+        if seed % 4 < 2 or any(graph.sync_periods_ns):  # all-reduces follow the order of the microbatches
             steps.sort(key=lambda step: (step.position >= half, step))
         else:
             left = dict.fromkeys(range(count), 0)

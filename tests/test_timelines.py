@@ -18,7 +18,7 @@ from pipeplan.plan import Schedule
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
 from pipeplan.simulate import simulate
 from pipeplan.stages import Stage, stage_graph
-from pipeplan.timelines import graph_of, plan_program, plan_timeline, steady_nf1b
+from pipeplan.timelines import MOST_JUDGED, graph_of, plan_program, plan_timeline, steady_nf1b, too_long
 from pipeplan.validate import violations
 
 UNLIMITED = 100
@@ -122,8 +122,14 @@ def test_each_broken_rule_has_its_sentence():
         return violations(replace(plan, **changes))
 
     assert said(schedule=replace(schedule, limit=None)) == [
-        "the schedule admits None mini-batches; nf1b needs a limit of at least 1"
+        "schedule.limit is missing; nf1b needs the mini-batches that it admits, at least 1"
     ]
+    assert "needs the mini-batches that it admits, at least 1" in said(schedule=replace(schedule, limit=0))[0]
+    assert "schedule.microbatches is missing" in said(schedule=replace(schedule, microbatches=None))[0]
+    (sentence,) = said(schedule=replace(schedule, limit=10**9))
+    assert sentence.endswith(f"to simulate; plans of up to {MOST_JUDGED} are judged")
+    (sentence,) = said(schedule=replace(schedule, microbatches=10**12), policy=replace(plan.policy, accumulate=10**12))
+    assert f"mini-batches of {10**12} microbatches, {schedule.limit} admitted at once" in sentence
     assert said(schedule=replace(schedule, microbatches=count + 1)) == [
         f"the schedule runs mini-batches of {count + 1} microbatches, but the policy updates weights every {count}"
     ]
@@ -135,6 +141,18 @@ def test_each_broken_rule_has_its_sentence():
     ]
     pattern = random_plan(random.Random(1)).pattern
     assert said(pattern=pattern) == ["the schedule is nf1b, which has no pattern, but the plan has one"]
+
+
+@pytest.mark.parametrize("kind", ["flush", "message-driven"])
+def test_a_drained_mini_batch_too_long_to_simulate_is_refused(kind):
+    operations = 14
+    most = MOST_JUDGED // operations
+    assert too_long(operations, Schedule(kind, most, 3)) is None
+    assert too_long(operations, Schedule(kind, most + 1, 3)) == (
+        f"a mini-batch of {most + 1} microbatches would take {(most + 1) * operations} steps to simulate; "
+        f"plans of up to {MOST_JUDGED} are judged"
+    )
+    assert too_long(operations, Schedule("pattern")) is None
 
 
 def test_nf1b_gives_each_stage_one_gpu_and_each_gpu_one_stage():

@@ -157,8 +157,8 @@ def test_tied_layers_part_under_flush_only():
     ("weights", "schedule", "words"),
     [
         ("flush", Schedule(), ["weights flush", "endless pattern"]),
-        ("flush", Schedule("flush"), ["None microbatches"]),
-        ("flush", Schedule("flush", 0), ["0 microbatches"]),
+        ("flush", Schedule("flush"), ["schedule.microbatches is missing"]),
+        ("flush", Schedule("flush", 0), ["schedule.microbatches is 0"]),
         ("flush", Schedule("flush", 7), ["of 7 microbatches", "every 8"]),
         ("stash", Schedule("flush", 8), ["for weights flush", "stash"]),
         ("latest", Schedule("nf1b", 8, 4), ["nf1b", "has no pattern", "has one"]),
