@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from . import costs
 from .plan import Stage
 from .problem import Problem
-from .stages import StageGraph, stage_graph
+from .stages import StageGraph, stage_graph, updates_end_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ def drained(
     if count < microbatches:
         first, window = count // 4, count // 2
         rest = -(-(run.left[first + window] - run.left[first]) * (microbatches - count) // window)
-    over, ends, width = [], [], 1 if not whole else pipelines
+    over, done, width = [], [], 1 if not whole else pipelines
     for s, stage in enumerate(graph.stages):
         lanes = slice(s * width, (s + 1) * width)
         weights = costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, max(run.most[lanes]))
         memory = graph.resources[stage.resource].memory_bytes
         assert memory is not None, "links have no stages"
         over.append(weights + stage.buffer_bytes + max(run.peak[lanes]) - memory)
-        ends.append(max(run.free[lanes]) + stage.update_ns)
+        done.append(max(run.free[lanes]))
     held = tuple(max(run.most[s * width : (s + 1) * width]) for s in range(len(graph.stages)))
     steps = count * width * len(graph.operations)
     exact = whole or (pipelines == 1 and count == microbatches)
-    return Drained(max(ends) + rest, held, tuple(over), steps, exact)
+    return Drained(updates_end_ns(graph, done) + rest, held, tuple(over), steps, exact)
 
 
 class _Run:

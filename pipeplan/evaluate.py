@@ -11,7 +11,7 @@ from .plan import Bound, Plan, Schedule
 from .problem import Platform
 from .program import Step, unroll
 from .simulate import Timeline, simulate
-from .stages import DeviceUse, StageGraph, device_uses, most_in_flight, starts_of
+from .stages import DeviceUse, StageGraph, device_uses, most_in_flight, starts_of, updates_end_ns
 from .timelines import SteadyRun, graph_of, program_of_kind, steady_nf1b
 
 SIMULATED = ("nf1b", "message-driven")  # kinds of schedules that are judged through their simulated timeline
@@ -129,15 +129,11 @@ def flush_makespan_ns(timeline: Timeline) -> int:
     """Return the time of a drained mini-batch: every stage's last backward, then its all-reduce, then the next one."""
     program = timeline.program
     graph = program.graph
-    ready = []
-    for s in range(len(graph.stages)):
-        done = max(timeline.end_ns(Step(program.leader(m), program.release[s])) for m in range(program.microbatches))
-        ready.append((done, s))
-    ends = [0] * len(graph.resources)
-    for done, s in sorted(ready):  # all-reduces of stages that share devices follow each other
-        stage = graph.stages[s]
-        ends[stage.resource] = max(ends[stage.resource], done) + stage.update_ns
-    return max(ends)
+    done = [
+        max(timeline.end_ns(Step(program.leader(m), program.release[s])) for m in range(program.microbatches))
+        for s in range(len(graph.stages))
+    ]
+    return updates_end_ns(graph, done)
 
 
 def gap(period_ns: int, bound: Bound) -> float:

@@ -6,8 +6,8 @@ microbatch is stated here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -80,7 +80,8 @@ class StageGraph:
     """Stages, their resources, and the path ``F_0, SEND_F_0, F_1, ..., B_1, SEND_B_1, B_0`` of one microbatch.
 
     A transfer stands between neighbours on different devices when its cut has bytes. Resources: the device groups in
-    order of first use, then the links (one per unordered pair of groups; per direction when full duplex).
+    order of first use, then the links (one per unordered pair of groups; per direction when full duplex). ``tied`` are
+    the sets of stages that share weights.
     """
 
     stages: tuple[StageCost, ...]
@@ -88,6 +89,7 @@ class StageGraph:
     resources: tuple[Resource, ...]
     policy: Policy
     devices: int
+    tied: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def position(self) -> dict[tuple[OpKind, int], int]:
@@ -163,7 +165,9 @@ def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequen
             duration = platform.transfer_ns(chain.cut_bytes[stage.stop], level)
             forward.append(Operation("SEND_F", s, duration, link(here, there)))
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here)))
-    return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform))
+    parts = _with_tied_sums(chain, platform, policy, stages, parts)
+    tied = tied_stages(chain, stages)
+    return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform), tied)
 
 
 def _stage_cost(
@@ -199,12 +203,66 @@ def _stage_cost(
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of several stages that hold weights of each other, in order; no stage is in two of them."""
-    sets: list[set[int]] = []
-    for pair in chain.tied:
-        found = {s for s, stage in enumerate(stages) if any(stage.start <= layer < stage.stop for layer in pair)}
-        found = found.union(*(other for other in sets if other & found))
-        sets = [other for other in sets if not other & found] + [found]
+    sets = _joined(_holders(stages, layers) for layers in _joined(set(pair) for pair in chain.tied))
     return tuple(sorted(tuple(sorted(found)) for found in sets if len(found) > 1))
+
+
+def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
+    """Return the unions of sets that have elements in common."""
+    found: list[set[int]] = []
+    for one in sets:
+        whole = one.union(*(other for other in found if other & one))
+        found = [other for other in found if not other & whole] + [whole]
+    return found
+
+
+def _holders(stages: Sequence[Stage], layers: Iterable[int]) -> set[int]:
+    return {s for s, stage in enumerate(stages) if any(stage.start <= layer < stage.stop for layer in layers)}
+
+
+def _with_tied_sums(
+    chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage], parts: Sequence[StageCost]
+) -> list[StageCost]:
+    """Return ``parts`` with what the sums of weights in several stages take more than those over one stage's replicas.
+
+    Tied layers are taken to share as many bytes as the smallest of them has, which is the most that they can. A ring
+    over all devices that have a copy sums them instead of those over replicas, once for each group of devices.
+    """
+    more = [0] * len(parts)
+    for layers in _joined(set(pair) for pair in chain.tied):
+        holders = _holders(stages, layers)
+        if len(holders) < 2:
+            continue
+        smallest = min((chain.layers[i] for i in layers), key=lambda layer: layer.weight_bytes)
+        gradient = int(costs.gradient_bytes(policy, smallest.weight_bytes, smallest.parameter_count))
+        devices = sorted({d for s in holders for d in stages[s].devices})
+        everywhere = _ring_ns(platform, gradient, devices)
+        for s in {parts[s].resource: s for s in sorted(holders)}.values():
+            more[s] += everywhere - _ring_ns(platform, gradient, stages[s].devices)
+    return [replace(part, update_ns=part.update_ns + ns) for part, ns in zip(parts, more, strict=True)]
+
+
+def _ring_ns(platform: Platform, size: int, devices: Sequence[int]) -> int:
+    bandwidth, _ = platform.paths[platform.level_of(devices)]
+    return costs.ring_all_reduce_ns(size, len(devices), bandwidth)
+
+
+def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
+    """Return when all updates after a drained batch are over, for stages whose last backwards end at ``done_ns``.
+
+    Sums of weights in several stages begin when all of these are done; all-reduces of stages that share devices follow
+    each other.
+    """
+    ready = list(done_ns)
+    for tied in graph.tied:
+        latest = max(done_ns[s] for s in tied)
+        groups = {graph.stages[s].resource for s in tied}
+        ready = [max(at, latest) if x.resource in groups else at for at, x in zip(ready, graph.stages, strict=True)]
+    ends = [0] * len(graph.resources)
+    for at, s in sorted(zip(ready, range(len(ready)), strict=True)):
+        stage = graph.stages[s]
+        ends[stage.resource] = max(ends[stage.resource], at) + stage.update_ns
+    return max(ends)
 
 
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:

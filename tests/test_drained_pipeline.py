@@ -28,7 +28,7 @@ def test_a_grid_runs_as_the_simulator_says(seed):
     rng = random.Random(seed)
     stages, pipelines = rng.randint(1, 5), 1 + seed % 3
     layers, microbatches = stages + rng.randint(0, 4), rng.randint(1, 12)
-    chain = random_chain(rng, layers, optimizer=seed % 2 == 0, saved=True)
+    chain = random_chain(rng, layers, optimizer=seed % 2 == 0, saved=True, tied=seed % 4 < 2)
     platform = random_platform(rng, stages * pipelines, memory=(50, 120), duplex=True, latency=True, speeds=True)
     problem = Problem(chain, platform, Policy("flush", microbatches * pipelines, "adam"))
     split = random_split(rng, layers, [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)])

@@ -61,6 +61,43 @@ def test_an_all_reduce_hides_behind_the_drain():
     assert evaluate(drained(stages, 3, weights=300)).makespan_ns > alone + 200
 
 
+def tied(plan, *pairs):
+    return replace(plan, chain=replace(plan.chain, tied=pairs))
+
+
+def test_gradients_of_weights_in_several_stages_are_summed_once_more_over_all_of_them():
+    """A ring of the holders, when the last of them is done, instead of the one over each stage's replicas."""
+    apart = drained([Stage(i, i + 1, (i,)) for i in range(3)], 4, weights=50)
+    alone = evaluate(apart).makespan_ns
+    assert evaluate(tied(apart, (0, 2))).makespan_ns == alone + 50
+    assert evaluate(tied(apart, (0, 1), (1, 2))).makespan_ns == alone + 67  # 4/3 of 50
+    assert evaluate(tied(apart, (1, 2))).makespan_ns == alone - 2 + 50  # stage 1 is done 2 ns before stage 0
+    together = drained([Stage(0, 2, (0,)), Stage(2, 3, (1,))], 4, weights=50)
+    assert evaluate(tied(together, (0, 1))).makespan_ns == evaluate(together).makespan_ns
+    # two replicas of the first stage sum their 50 bytes in 50 ns; three devices in 67
+    replicated = drained([Stage(0, 1, (0, 1)), Stage(1, 2, (2,))], 4, weights=50)
+    found = evaluate(tied(replicated, (0, 1))).makespan_ns
+    assert found == evaluate(replicated).makespan_ns + 67 - 50
+
+
+def test_copies_on_the_same_devices_are_summed_once():
+    one = [Stage(0, 1, (0, 1)), Stage(1, 2, (2,)), Stage(2, 3, (0, 1))]
+    plan = drained(one, 2, weights=50)
+    assert evaluate(tied(plan, (0, 2))).makespan_ns == evaluate(plan).makespan_ns + 4  # stage 2 waits for stage 0
+    assert [stage.update_ns for stage in graph_of(tied(plan, (0, 2))).stages] == [50, 0, 50]
+    assert [stage.update_ns for stage in graph_of(tied(plan, (0, 1), (1, 2))).stages] == [50, 67, 50 + 67 - 50]
+
+
+def test_the_smallest_of_the_tied_layers_says_what_they_share():
+    plan = tied(drained([Stage(i, i + 1, (i,)) for i in range(3)], 4, weights=50), (0, 2))
+    layers = list(plan.chain.layers)
+    layers[0] = replace(layers[0], weight_bytes=400)
+    plan = replace(plan, chain=replace(plan.chain, layers=tuple(layers)))
+    assert [stage.update_ns for stage in graph_of(plan).stages] == [50, 0, 50]
+    mixed = replace(plan.policy, precision="mixed")  # 2 bytes for each of 12 parameters
+    assert [stage.update_ns for stage in graph_of(replace(plan, policy=mixed)).stages] == [24, 0, 24]
+
+
 def test_figures_follow_from_stages_and_starts():
     for seed in range(100):
         rng = random.Random(seed)

@@ -53,7 +53,9 @@ def calibrated(
                 duration = latency_ns.get(("F" if op.kind == "SEND_F" else "B", op.stage), op.duration_ns)
                 operations.append(replace(op, duration_ns=duration, resource=len(resources)))
                 resources.append(graph.resources[op.resource])
-    measured = replace(graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources))
+    measured = replace(  # stages that share weights wait for each other in what was measured
+        graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=()
+    )
     lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
     orders, rules = {}, {}
     for index, resource in enumerate(resources):
@@ -148,7 +150,7 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
 def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) -> list[int]:
     """Return how long an update keeps each stage's processes waiting, beside the optimizer's work (medians in ns).
 
-    That is for sums over replicas, as long as nothing else is done meanwhile, and for the agreement of all ranks. Of
+    That is for sums of gradients, as long as nothing else is done meanwhile, and for the agreement of all ranks. Of
     each update it is the wait of the rank that came last, and so waited for nobody's work. What a device waits for an
     agreement counts for its first stage.
     """
@@ -157,17 +159,19 @@ def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) ->
     for x in measurements:
         waited: dict[tuple[int, int], int] = {}
         begun = until = 0  # of the sum at hand; of what came before it
+        summing = False
         for t in x.times:
             key = t.stage, t.microbatch
-            if t.activity == "REDUCE":
-                begun = t.start_ns
+            if t.activity == "REDUCE":  # of tied weights, and then over replicas
+                begun = begun if summing else t.start_ns
+                summing = True
                 waited.setdefault(key, 0)
                 continue
             if t.activity == "UPDATE" and key in waited:
                 waited[key] += max(0, t.start_ns - max(begun, until))
             elif t.activity == "AGREE":
                 agreements.setdefault(t.microbatch, []).append(t.duration_ns)
-            until = t.end_ns
+            until, summing = t.end_ns, False
         for key, ns in waited.items():
             sums.setdefault(key, []).append(ns)
     agreement = median(map(min, agreements.values()))

@@ -189,7 +189,7 @@ class TiedSums:
                     total.copy_(flat)
             for gradient in gradients[1:]:
                 gradient.copy_(total)
-            self._recorder.note("REDUCE", own[0][0], version, start)
+            self._recorder.note("REDUCE", own[-1][0], version, start)  # whose update comes first
 
     def _gradients(self, own: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
         for s, index in own:
