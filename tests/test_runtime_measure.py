@@ -93,14 +93,14 @@ def test_a_drained_run_measures_the_makespan_and_the_update():
     assert report.calibrated_period_ns == (2 * makespan + 5 * 20) / 4
 
 
-def with_waits(measurements, agree_ns, reduce_ns):
+def with_waits(measurements, agree_ns, reduce_ns, sums=1):
     """Each rank agrees and then sums before its updates, in so many ns; what comes after is so much later."""
     found = []
     for x, agreed, summed in zip(measurements, agree_ns, reduce_ns, strict=True):
         times, late = [], 0
         for t in x.times:
             if t.activity == "UPDATE":
-                for kind, stage, ns in (("AGREE", -1, agreed), ("REDUCE", t.stage, summed)):
+                for kind, stage, ns in (("AGREE", -1, agreed), *[("REDUCE", t.stage, summed // sums)] * sums):
                     if ns:
                         times.append(OpTime(kind, stage, t.microbatch, t.start_ns + late, t.start_ns + late + ns))
                         late += ns
@@ -109,11 +109,15 @@ def with_waits(measurements, agree_ns, reduce_ns):
     return found
 
 
-def test_a_drained_run_is_charged_what_updates_waited_for():
-    """The last stage is done 200 before the first, for which it waits; what that one waits is the agreement."""
+@pytest.mark.parametrize("sums", [1, 2])
+def test_a_drained_run_is_charged_what_updates_waited_for(sums):
+    """The last stage is done 200 before the first, for which it waits; what that one waits is the agreement.
+
+    Tied weights are summed first, then those that replicas alone have.
+    """
     script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 5)
     plain = make_report(script, replayed(script, 1, update=40))
-    report = make_report(script, with_waits(replayed(script, 1, update=40), (30, 230), (100, 0)))
+    report = make_report(script, with_waits(replayed(script, 1, update=40), (30, 230), (100, 0), sums))
     assert report.calibrated_period_ns == plain.calibrated_period_ns + (30 + 100) / 4
     assert report.stages[0].update_ns == 40
 
