@@ -111,7 +111,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
         events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": rank, "args": {"name": name}})
         sums = len(devices) + rank  # a thread of their own: they are beside what the rank does
         if any(x.activity == "REDUCE" for x in times):
-            about_sums = {"name": f"{name}, sums over replicas"}
+            about_sums = {"name": f"{name}, sums of gradients"}
             events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": sums, "args": about_sums})
         for x in times:
             events.append(

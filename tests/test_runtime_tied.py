@@ -25,7 +25,7 @@ from pipeplan.runtime.dry_run import word  # noqa: E402
 from pipeplan.runtime.half import HalfOptions  # noqa: E402
 from pipeplan.runtime.instructions import Backward, Forward, ReduceTied, sentence  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
-from pipeplan.runtime.model import LoadedModel, ModelSpec, boundaries_of  # noqa: E402
+from pipeplan.runtime.model import LoadedModel, ModelSpec, boundaries_of, load_model, load_weights  # noqa: E402
 from pipeplan.runtime.prepare import message_driven_plan, prepare  # noqa: E402
 from pipeplan.runtime.tied import check_ties, separated, ties_of  # noqa: E402
 from pipeplan.validate import violations  # noqa: E402
@@ -205,6 +205,20 @@ def test_model_and_profile_must_share_the_same(chain):
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share no weights; .* test says"):
         run_plan(plan, ModelSpec(other), steps=1, lr=0.1)
+
+
+def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
+    model = load_model(ModelSpec(GPT), 2, 0)
+    assert model.first_names == {HEAD: TABLE}
+    layers, _, _ = zoo.load(GPT)(2, seed=1)
+    path = tmp_path / "state.pt"
+    torch.save(layers.state_dict(), path)
+    load_weights(model, str(path))
+    assert torch.equal(model.layers[4][1].weight, layers.embedding.tokens.weight)
+    untied, _, _ = zoo.load(GPT.replace("tied=true", "tied=false"))(2, seed=1)
+    torch.save(untied.state_dict(), path)
+    with pytest.raises(BadInput, match=f"'{TABLE}' and '{HEAD}' differ, and are one weight in the model"):
+        load_weights(model, str(path))
 
 
 def loaded(layers):

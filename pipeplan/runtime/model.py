@@ -120,6 +120,9 @@ def load_weights(model: LoadedModel, path: str) -> None:
         raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     if left:
         raise BadInput(f"{path}: has {next(iter(left))!r}, which the model has not")
+    for name, first in model.first_names.items():
+        if not torch.equal(state[name], state[first]):
+            raise BadInput(f"{path}: {first!r} and {name!r} differ, and are one weight in the model")
 
 
 def find(text: str) -> Any:
