@@ -117,7 +117,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
             events.append(
                 {
                     "ph": "X",
-                    "name": f"{x.stage}{x.activity}{x.microbatch}",
+                    "name": f"{x.stage if x.stage >= 0 else ''}{x.activity}{x.microbatch}",
                     "cat": x.activity,
                     "pid": 1,
                     "tid": sums if x.activity == "REDUCE" else rank,
@@ -157,11 +157,13 @@ def read_measured(path: str, text: str | None = None) -> Measured:
 
 
 def check_same_plan(plan: Plan, run: Measured, path: str) -> None:
-    """Raise BadInput unless ``run`` was a run of ``plan``: the same profile, stages and devices."""
+    """Raise BadInput unless ``run`` trained by ``plan``: the same profile, stages and devices."""
     if run.profile != digest(plan.chain):
         raise BadInput(f"{path}: is the run of a plan that was made from another profile")
     if run.cuts != _cuts(plan):
         raise BadInput(f"{path}: is the run of a plan with other stages or devices")
+    if not any(stage.backward_ns for stage in run.stages):
+        raise BadInput(f"{path}: has no backwards; an evaluation cannot be compared with a plan to train")
 
 
 def recalibrated(plan: Plan, run: Measured) -> Chain:

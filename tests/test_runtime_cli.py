@@ -87,11 +87,45 @@ def test_a_dry_run_starts_nothing(plan):
 def test_usage_errors(plan):
     for arguments, words in (
         (["run", plan, "--steps", "2", "--epochs", "1"], "either --steps or --epochs"),
+        (["run", plan, "--epoch-length", "5"], "--epoch-length goes with --epochs"),
+        (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven"),
+        (["run", plan, "--trace", "x.json", "--engine", "torch"], "--trace: torch's engine"),
         (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),
     ):
         done = CliRunner().invoke(group, arguments)
         assert done.exit_code == 2
         assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trace", "nowhere/trace.json"], "there is no folder"),
+        (["--schedule", "message-driven"], "a message-driven pipeline drains before every update"),
+        (["--half", "bf16"], "its precision is fp32"),
+        (["--loss-scale", "8"], "its precision is fp32"),
+        (["--loss-scale-window", "8"], "its precision is fp32"),
+        (["--coarsening", "all"], "no stage has replicas"),
+        (["--bucket-size", "100"], "neither offloads optimizer state nor are sums cut into chunks"),
+        (["--keep-checkpoints", "2"], "no folder is named"),
+        (["--checkpoint-every", "2"], "no folder is named"),
+        (["--resume"], "no folder is named"),
+        (["--evaluate", "--checkpoint", "c", "--resume", "--checkpoint-every", "2"], "an evaluation changes nothing"),
+        (["--engine", "torch"], "torch's engine drains before every update"),
+        (["--engine", "torch", "--link-delay", "5ms"], "so they cannot be delayed"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(plan, options, words):
+    """Before any process starts, in one sentence."""
+    with pytest.raises(BadInput, match=words):
+        run(plan, *MODEL, *options)
+
+
+def test_an_evaluation_is_not_compared_with_a_plan(plan, tmp_path):
+    trace = tmp_path / "trace.json"
+    run(plan, *MODEL, "--steps", 2, "--evaluate", "--trace", trace)
+    with pytest.raises(BadInput, match="has no backwards"):
+        CliRunner().invoke(group, ["diff", plan, str(trace)], catch_exceptions=False)
 
 
 def test_mixed_precision_with_offloading(tmp_path):
@@ -112,7 +146,7 @@ def test_mixed_precision_with_offloading(tmp_path):
     events = json.loads(trace.read_text())["traceEvents"]
     threads = {event["tid"] for event in events if event.get("cat") == "REDUCE"}
     assert threads == {3, 4}  # beside those of the ranks
-    assert {event["name"] for event in events if event.get("cat") == "AGREE"} == {f"-1AGREE{v}" for v in range(1, 5)}
+    assert {event["name"] for event in events if event.get("cat") == "AGREE"} == {f"AGREE{v}" for v in range(1, 5)}
     figures = json.loads(run(path, *model, *options, "--half", "fp16", "--json").stdout)
     assert figures["skipped"] == [3]
     first, _, last = figures["states"]

@@ -44,7 +44,7 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option("--steps", type=click.IntRange(1), help="Weight updates, those of a resumed run included.  [default: 50]")
 @click.option("--epochs", type=click.IntRange(1), help="Instead of --steps: passes over the data, of whole updates.")
 @click.option("--epoch-length", type=click.IntRange(1), help="Microbatches of an epoch.  [default: len(data)]")
-@click.option("--evaluate", is_flag=True, help="Run forward alone and update nothing.")
+@click.option("--evaluate", is_flag=True, help="Run forward alone; options for updates do nothing.")
 @click.option("--lr", type=float, default=0.1, show_default=True, help="Learning rate.")
 @click.option(
     "--optimizer",
@@ -89,7 +89,7 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
     help="auto: GPUs if torch sees any, unless the plan's profile is of a CPU.",
 )
 @click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict (torch.save).")
-@click.option("--load", metavar="FILE", type=PATH, help="Start from a state_dict.")
+@click.option("--load", metavar="FILE", type=PATH, help="Start from a state_dict, unless a checkpoint is found.")
 @click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
 @click.option(
     "--checkpoint-every",
@@ -147,19 +147,26 @@ def command(
     """
     if steps is not None and epochs is not None:
         raise click.UsageError("say either --steps or --epochs")
+    if epoch_length is not None and epochs is None:
+        raise click.UsageError("--epoch-length goes with --epochs")
+    if trace is not None and shared["engine"] == "torch":
+        raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
+    if trace is not None and not Path(trace).absolute().parent.is_dir():
+        raise BadInput(f"--trace: there is no folder {Path(trace).absolute().parent}")
     from ..files import load_plan
 
     loaded = load_plan(plan)
-    if vertical_sync:
+    from ..validate import check
+
+    if vertical_sync and not loaded.policy.vertical_sync:
         loaded = dataclasses.replace(loaded, policy=dataclasses.replace(loaded.policy, vertical_sync=True))
+        check(loaded)  # it keeps other versions
     from ..runtime.model import ModelSpec
     from ..runtime.prepare import message_driven_plan, prepare
 
     if schedule is not None or limit is not None:
         if schedule is None and loaded.schedule.kind != "message-driven":
             raise click.UsageError("--limit goes with --schedule message-driven")
-        from ..validate import check
-
         loaded = message_driven_plan(loaded, limit)
         check(loaded)  # another limit holds other activations
     spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
@@ -202,8 +209,6 @@ def command(
     )
     if report is None:  # another rank under torchrun reports
         return
-    if trace is not None and not report.activations:
-        raise BadInput("--trace: torch's engine doesn't tell when its operations ran")
     if trace is not None:
         from ..files import write_text
         from ..measured import measured_trace

@@ -51,6 +51,11 @@ def half_type(plan: Plan, options: HalfOptions) -> torch.dtype | None:
             f"plan: --weights {plan.policy.weights} cannot skip an update on all stages at once, as fp16 needs when a "
             "gradient overflows; bf16 can be run, or --weights flush"
         )
+    if options.window is not None and not weight_policy(plan.policy).drains:
+        raise BadInput(
+            f"plan: with --weights {plan.policy.weights} no update can be skipped, so the loss scale stays as it is; "
+            "a window goes with --weights flush"
+        )
     return dtype
 
 

@@ -30,13 +30,14 @@ from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
 from .half import AS_PROFILED, HalfOptions
 from .instructions import sentence
+from .job import Engine, Job
 from .measure import RunReport
 from .model import ModelSpec
 from .optimizers import Choice, optimizer_maker, planned_as, schedule_maker
 from .prepare import Script
 from .progress import Progress, StepProgress
 from .stopping import SharedStop, StoreStop
-from .worker import Engine, Job, Launcher, StepDone, run_rank
+from .worker import Launcher, StepDone, run_rank
 
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
@@ -108,7 +109,7 @@ def run_plan(
         raise BadInput("checkpoint: no folder is named to resume from or to write to")
     if engine == "torch" and checkpoint is not None:
         raise BadInput("checkpoint: torch's engine writes none")
-    if checkpoint is not None and evaluates and not resume:
+    if checkpoint is not None and evaluates and (not resume or every is not None or keep is not None):
         raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
     if optimizer is not None:
         optimizer_maker(optimizer, lr)  # what is wrong with it shows before any process starts
@@ -141,6 +142,8 @@ def run_plan(
         half=half,
         coarsening=coarsening,
     )
+    if bucket_size is not None and not job.has_buckets:
+        raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
     kind_of(device, plan.chain.device)  # whether there is a GPU shows before any process starts
     if job.checkpoint is not None:
         usable_folder(job.checkpoint)

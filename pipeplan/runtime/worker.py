@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..plan import Plan
 from .account import Account
-from .checkpoint import Checkpoint, write
+from .checkpoint import write
 from .collective import (
     agree,
     any_rank,
@@ -33,96 +32,31 @@ from .collective import (
     transfer_times,
 )
 from .copies import refuse_copies
-from .device import Choice as DeviceChoice
 from .device import begin_peak, exchange_of, kind_of, label, moved, own_device, peak_bytes, place
 from .executor import RankWork, execute
-from .half import AS_PROFILED, HalfOptions, first_scale, half_type, halved
+from .half import first_scale, half_type, halved
 from .instructions import Edge, Instruction
+from .job import Job
 from .links import open_links
 from .loss_scale import Scaling, overflows
 from .measure import RunReport, make_report
 from .message_driven import arrival_order
-from .model import LoadedModel, ModelSpec, TensorSpec, check_model, load_model, load_weights
+from .model import LoadedModel, TensorSpec, check_model, load_model, load_weights
 from .operation_times import RankMeasurement
-from .optimizers import Choice, MakeOptimizer, optimizer_maker, schedule_maker
-from .prepare import FROM_THE_START, Script, prepare
+from .optimizers import schedule_maker
+from .prepare import Script
 from .recorder import Recorder, recorder_of
 from .renewal import read_weights_themselves
 from .stage import StageModule
-from .stage_optimizer import BucketBuffers, check_elementwise, is_elementwise
+from .stage_optimizer import BucketBuffers
 from .state import first_replicas, own_layers, restore, trained_state, training_state
 from .state_account import StateAccount
 from .threaded import ThreadedTransport
 from .tied import TiedSums, check_ties, copies_added, separated, share_ties, ties_of
-from .torch_engine import execute_on_torch, refuse_for_torch
+from .torch_engine import execute_on_torch
 from .transport import exchanging
 from .update import StageUpdate
 from .versions import Keeping, Versions
-
-COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
-
-Engine = Literal["own", "torch"]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What every rank is told.
-
-    ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
-    folder for new ones, ``every`` so many updates, of which the newest ``keep`` stay (None: all). ``optimizer`` None is
-    the plan's. The data repeats after ``epoch`` microbatches, with the next seed. ``save`` is the file to which rank 0
-    writes the trained model's state, ``load`` one to start from. ``device`` is asked for on each rank. ``half`` is
-    about mixed precision; replicas sum ``coarsening`` buckets at once, None: as many as serves, 0: all. Messages come
-    ``link_delay_ns`` later than they could, to emulate a slow network.
-    """
-
-    plan: Plan
-    model: ModelSpec
-    steps: int
-    lr: float
-    seed: int
-    timeout_s: float
-    threads: int
-    save: str | None
-    load: str | None = None
-    optimizer: Choice | None = None
-    scheduler: Choice | None = None
-    evaluates: bool = False
-    epoch: int | None = None
-    checkpoint: str | None = None
-    every: int | None = None
-    keep: int | None = None
-    resume: Checkpoint | None = None
-    engine: Engine = "own"
-    device: DeviceChoice = "auto"
-    link_delay_ns: int = 0
-    half: HalfOptions = AS_PROFILED
-    coarsening: int | None = None
-
-    @property
-    def make_optimizer(self) -> MakeOptimizer:
-        """What makes the optimizers of stages."""
-        return optimizer_maker(self.optimizer or self.plan.policy.optimizer, self.lr)
-
-    def _check(self) -> None:
-        """Raise BadInput for options that don't go with the plan."""
-        half_type(self.plan, self.half)
-        if self.plan.policy.offload:
-            check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
-        coarsening = self.plan.policy.coarsening if self.coarsening is None else self.coarsening
-        if coarsening:
-            check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
-
-    def script(self) -> Script:
-        """Return what the ranks will do."""
-        first = FROM_THE_START if self.resume is None else self.resume.position
-        # a checkpoint at the end alone is a segment as long as the run
-        every = None if self.checkpoint is None else self.every or self.steps
-        script = prepare(self.plan, self.steps, every=every, first=first, evaluates=self.evaluates)
-        self._check()
-        if self.engine == "torch":
-            refuse_for_torch(script)
-        return script
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +169,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     states, buffers = StateAccount(), BucketBuffers()
     runners: dict[int, StageModule] = {}
     for s in script.stages_of(rank):
-        bucket = _bucket(job, s, script.graph.stages[s].parameters)
+        bucket = job.bucket_of(s, script.graph.stages[s].parameters)
         tied = [tie.copy_in(s, model) for tie in ties if s in tie.places]
         keeping = Keeping(masters, bucket, job.plan.policy.offload, s in groups, tied, buffers, states.note)
         runners[s] = _stage_module(script, job, rank, s, model, account, recorder, device, keeping)
@@ -291,7 +225,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         group = pipeline_group(script, rank, timeout)
         mail = ThreadedTransport(instructions, specs, room, job.timeout_s, job.link_delay_ns, group)
     updates = {
-        s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, _coarsening(job), scaling)
+        s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, job.chunk_buckets, scaling)
         for s, runner in runners.items()
     }
     for update in updates.values():
@@ -367,22 +301,6 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
     epoch, index = divmod(microbatch, job.epoch) if job.epoch else (0, microbatch)
     x, target = model.data(index, job.seed + epoch)
     return moved(x, device), moved(target, device)
-
-
-def _bucket(job: Job, s: int, parameters: int) -> int | None:
-    """Return the parameters of a bucket of a stage that has ``parameters``, None for one that is stepped at once."""
-    size, coarsening = job.plan.policy.bucket_parameters, _coarsening(job)
-    chunks = job.plan.allocation.stages[s].replicas > 1 and coarsening is not None and parameters > coarsening * size
-    return size if job.plan.policy.offload or chunks else None
-
-
-def _coarsening(job: Job) -> int | None:
-    """Return how many buckets replicas sum at once, None for all: what an optimizer needs that isn't elementwise."""
-    if job.coarsening is None and job.plan.policy.coarsening is not None:
-        return job.plan.policy.coarsening
-    if job.coarsening is None:
-        return COARSENING if is_elementwise(job.make_optimizer) else None
-    return job.coarsening or None
 
 
 def _tensors(script: Script, s: int, model: LoadedModel, masters: dict[nn.Parameter, Tensor]) -> Iterator[Tensor]:
