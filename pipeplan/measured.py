@@ -102,7 +102,10 @@ def _cuts(plan: Plan) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
 
 
 def measured_trace(plan: Plan, report: RunReport) -> str:
-    """Return the JSON of a run's trace: one thread for each rank, every operation with its stage and microbatch."""
+    """Return the JSON of a run's trace: one thread for each rank, every operation with its stage and microbatch.
+
+    A long run keeps those of its begin and its end.
+    """
     devices = [x.device for x in report.activations]
     origin = min(time.start_ns for times in report.times for time in times)
     events: list[dict[str, Any]] = []
@@ -126,7 +129,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
                     "args": {"stage": x.stage, "microbatch": x.microbatch},
                 }
             )
-    about = {"format": FORMAT, **asdict(measured_of(plan, report))}
+    about = {"format": FORMAT, "forgotten_operations": report.forgotten, **asdict(measured_of(plan, report))}
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}) + "\n"
 
 

@@ -76,7 +76,7 @@ def test_overflow_skips_an_update_on_all_ranks_and_changes_nothing_else(stages, 
     options = {"steps": steps, "lr": 0.02}
     report = run_plan(
         plan, EXPLODING, scheduler=SCHEDULER, half=HalfOptions(loss_scale=2.0**10, window=2), save=tmp_path / "s",
-        coarsening=1, **options,
+        coarsening=1 if len(stages[0][2]) > 1 else None, **options,
     )  # fmt: skip
     replicas = len(stages[0][2])
     losses, state, skipped, scale = halved_serial(
@@ -229,7 +229,7 @@ def test_coarsening_changes_no_bit_in_full_precision(optimizer, tmp_path):
     )
     model = ModelSpec("runtime_cases:exploding", "runtime_cases:vectors")
     states = []
-    for k, size in ((0, 10), (1, 300), (3, 77)):
+    for k, size in ((0, None), (1, 300), (3, 77)):
         run_plan(plan, model, steps=4, lr=0.02, coarsening=k, bucket_size=size, save=tmp_path / "s")
         states.append(torch.load(tmp_path / "s"))
     assert largest_difference(states[0], states[1]) == largest_difference(states[0], states[2]) == 0

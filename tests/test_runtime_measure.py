@@ -1,13 +1,16 @@
 """Reports from made-up measurements, so that every figure can be told in advance."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from test_runtime_instructions import chain_of
 
+from pipeplan.measured import measured_trace
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.program import Step
+from pipeplan.report.run import print_run
 from pipeplan.runtime.measure import make_report
 from pipeplan.runtime.operation_times import OpTime, RankMeasurement
 from pipeplan.runtime.prepare import prepare
@@ -164,6 +167,23 @@ def test_transfers_and_data_enter_the_calibrated_period():
     assert report.stages[0].data_ns == 5000
     assert report.stages[0].exchange_ns == 0
     assert report.calibrated_period_ns == 5000 + 300
+
+
+@pytest.mark.parametrize("cut", range(100, 109))  # in all places of a round
+def test_a_long_run_is_reported_from_its_begin_and_its_end(cut, capsys):
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 100, output=50)
+    whole = replayed(script, 3)
+    parts = [replace(x, times=x.times[:cut] + x.times[-cut:], forgotten=len(x.times) - 2 * cut) for x in whole]
+    expected, report = make_report(script, whole), make_report(script, parts)
+    assert report.measured_period_ns == expected.measured_period_ns == 3 * script.planned_period_ns
+    assert report.calibrated_period_ns == expected.calibrated_period_ns
+    assert report.stages == expected.stages
+    assert report.seconds == expected.seconds
+    assert report.losses == expected.losses
+    assert report.forgotten == sum(x.forgotten for x in parts) > 2 * cut
+    print_run(script.plan, report, width=120)
+    assert f"begin and end; {report.forgotten} operations between them weren't kept" in capsys.readouterr().out
+    assert json.loads(measured_trace(script.plan, report))["otherData"]["forgotten_operations"] == report.forgotten
 
 
 def test_a_short_run_has_no_steady_state():

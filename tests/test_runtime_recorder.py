@@ -3,7 +3,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipeplan.runtime import recorder as module  # noqa: E402
-from pipeplan.runtime.recorder import CudaRecorder, HostRecorder  # noqa: E402
+from pipeplan.runtime.operation_times import OpTime  # noqa: E402
+from pipeplan.runtime.recorder import CudaRecorder, HostRecorder, Times  # noqa: E402
 
 MS = 10**6
 
@@ -60,7 +61,7 @@ def test_times_of_a_gpu_are_those_of_its_queue_in_the_clock_of_the_host(gpu):
         gpu.work(8 * MS)
         recorder.note("B", 0, m, start)
     issued = gpu.now
-    times = recorder.settle()
+    times = list(recorder.settle())
     assert issued == 8 * MS
     assert gpu.now == 42 * MS, "settling waits for the GPU"
     assert [(t.activity, t.microbatch, t.start_ns / MS, t.end_ns / MS) for t in times] == [
@@ -81,7 +82,7 @@ def test_a_long_run_loses_no_precision(gpu):
         start = recorder.mark()
         gpu.work(1234)
         recorder.note("F", 0, m, start)
-    times = recorder.settle()
+    times = list(recorder.settle())
     assert abs(times[-1].end_ns - (3600 * 10**9 + 5 * MS)) < 3600 * 100
     assert all(abs(t.duration_ns - 1234) <= 1 for t in times)
 
@@ -122,3 +123,12 @@ def test_a_cpu_does_everything_at_once(gpu):
     assert done == [1]
     (time,) = recorder.settle()
     assert (time.stage, time.microbatch, time.start_ns, time.end_ns) == (1, 2, 5 * MS + 7, 5 * MS + 12)
+
+
+def test_a_long_run_keeps_its_begin_and_its_end():
+    times = Times(kept=3)
+    operations = [OpTime("F", 0, m, m, m + 1) for m in range(10)]
+    for count, operation in enumerate(operations, 1):
+        times.add(operation)
+        assert times.forgotten == max(0, count - 6)
+    assert list(times) == operations[:3] + operations[-3:]

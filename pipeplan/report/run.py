@@ -71,6 +71,8 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             format_ns(stage.planned_backward_ns),
         )
     out.print(table)
+    if report.forgotten:
+        out.print(f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept")
     kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))
     out.print(f"weight versions kept, by stage: {kept} measured, {planned} predicted")
     if report.transfers:

@@ -131,7 +131,9 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
                     before = 0
                 case "SEND_F" | "SEND_B":
                     kind: Activity = "F" if t.activity == "SEND_F" else "B"
-                    spent[kind, t.stage, t.microbatch] += until - t.start_ns
+                    place = kind, t.stage, t.microbatch
+                    if place in spent:  # otherwise its pass is the last that a long run has forgotten
+                        spent[place] += until - t.start_ns
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns

@@ -24,8 +24,7 @@ from .instructions import (
     edge_into,
     sentence,
 )
-from .operation_times import OpTime
-from .recorder import HostRecorder, Recorder
+from .recorder import HostRecorder, Recorder, Times
 from .stage import StageModule
 from .update import StageUpdate
 
@@ -93,7 +92,7 @@ class RankWork:
     recorder: Recorder = field(default_factory=HostRecorder)
 
 
-def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable[int] | None = None) -> list[OpTime]:
+def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable[int] | None = None) -> Times:
     """Carry out ``instructions`` and return when everything happened.
 
     ``order`` gives their indices one by one, and may wait to see what came of one before it gives the next; without it

@@ -99,7 +99,8 @@ class RunReport:
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
     value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
     tensors travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``memory`` is of GPUs alone.
-    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32.
+    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32. Of a long run
+    ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out.
     """
 
     steps: int
@@ -121,6 +122,7 @@ class RunReport:
     states: tuple[DeviceState, ...] = ()
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
+    forgotten: int = 0
 
     @property
     def samples_per_s(self) -> float:
@@ -223,6 +225,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         ),
         skipped=measurements[0].skipped,
         loss_scale=measurements[0].loss_scale,
+        forgotten=sum(x.forgotten for x in measurements),
     )
 
 

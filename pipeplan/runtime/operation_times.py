@@ -43,7 +43,8 @@ class RankMeasurement:
     versions that were live at once. ``device`` and ``exchange`` name what it ran on and how its tensors travelled;
     ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU. ``state_bytes`` is the most that weights,
     gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
-    the versions whose updates overflowed, ``loss_scale`` is the last one.
+    the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
+    run are not among ``times``.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class RankMeasurement:
     host_bytes: int = 0
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
+    forgotten: int = 0
 
 
 def covers(script: Script, activity: Activity) -> int:

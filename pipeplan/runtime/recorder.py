@@ -2,14 +2,14 @@
 
 A CPU does what it is told at once. A GPU is told ahead of time: marks are CUDA events in its stream, read when it has
 passed them, oldest first. The host runs at most :data:`AHEAD` notes ahead, so what waits stays small: events, buffers
-for messages, losses that nobody has looked at.
+for messages, losses that nobody has looked at. Of long runs the times in the middle are forgotten.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import torch
@@ -17,6 +17,31 @@ import torch
 from .operation_times import Activity, OpTime
 
 AHEAD: Final = 12  # about four passes with their data, waits and losses
+KEPT: Final = 60_000  # operations of the begin and as many of the end: 20 MB at most, some 17,000 microbatches
+
+
+class Times:
+    """When operations happened: all of a run's, or of a long one the first ``kept`` and the last."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._first: list[OpTime] = []
+        self._last: deque[OpTime] = deque(maxlen=kept)
+        self._count = 0
+
+    def add(self, time: OpTime) -> None:
+        """Keep ``time``, and forget one in the middle if there are too many."""
+        self._count += 1
+        (self._first if len(self._first) < self._kept else self._last).append(time)
+
+    @property
+    def forgotten(self) -> int:
+        """How many are not kept."""
+        return self._count - len(self._first) - len(self._last)
+
+    def __iter__(self) -> Iterator[OpTime]:
+        yield from self._first
+        yield from self._last
 
 
 class Recorder(Protocol):
@@ -31,8 +56,8 @@ class Recorder(Protocol):
     def later(self, action: Callable[[], None]) -> None:
         """Do ``action`` when the device has done what it was given so far; actions keep their order."""
 
-    def settle(self) -> list[OpTime]:
-        """Wait for the device, do all that is left to be done, and return everything noted."""
+    def settle(self) -> Times:
+        """Wait for the device, do all that is left to be done, and return what was noted."""
 
 
 class HostRecorder:
@@ -40,7 +65,7 @@ class HostRecorder:
 
     def __init__(self, offset_ns: int = 0) -> None:
         self._offset_ns = offset_ns
-        self._times: list[OpTime] = []
+        self._times = Times()
 
     def mark(self) -> int:
         """Return the time in ns."""
@@ -48,14 +73,14 @@ class HostRecorder:
 
     def note(self, activity: Activity, stage: int, microbatch: int, start: int) -> None:
         """Note what has just ended."""
-        self._times.append(OpTime(activity, stage, microbatch, start, self.mark()))
+        self._times.add(OpTime(activity, stage, microbatch, start, self.mark()))
 
     def later(self, action: Callable[[], None]) -> None:
         """Do it now."""
         action()
 
-    def settle(self) -> list[OpTime]:
-        """Return everything noted."""
+    def settle(self) -> Times:
+        """Return what was noted."""
         return self._times
 
 
@@ -64,7 +89,7 @@ class CudaRecorder:
 
     def __init__(self, offset_ns: int = 0, ahead: int = AHEAD) -> None:
         self._ahead = ahead
-        self._times: list[OpTime] = []
+        self._times = Times()
         self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
         base = self.mark()
         base.synchronize()
@@ -81,7 +106,7 @@ class CudaRecorder:
         end = self.mark()
 
         def read() -> None:
-            self._times.append(OpTime(activity, stage, microbatch, self._ns(start), self._ns(end)))
+            self._times.add(OpTime(activity, stage, microbatch, self._ns(start), self._ns(end)))
 
         self._await(end, read)
 
@@ -89,7 +114,7 @@ class CudaRecorder:
         """Do it when the GPU has passed an event recorded now."""
         self._await(self.mark(), action)
 
-    def settle(self) -> list[OpTime]:
+    def settle(self) -> Times:
         """Wait for the last event."""
         while self._waiting:
             self._oldest()

@@ -17,9 +17,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from ..errors import BadInput, RunFailed
 from .links import Links
 from .model import LoadedModel, TensorSpec
-from .operation_times import OpTime
 from .prepare import Script
-from .recorder import Recorder
+from .recorder import Recorder, Times
 from .stage import StageModule
 from .transport import PeerLost
 
@@ -56,7 +55,7 @@ def execute_on_torch(
     updated: Callable[[int, int], None],
     links: Links,
     recorder: Recorder,
-) -> list[OpTime]:
+) -> Times:
     """Run all mini-batches of ``script`` and return when updates were made; losses go to the last stage's runner."""
     if links.exchange == "staged":
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")

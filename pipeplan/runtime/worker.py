@@ -286,6 +286,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
             host_bytes=states.host_bytes,
             skipped=() if scaling is None else tuple(scaling.skipped),
             loss_scale=None if scaling is None else scaling.current.scale,
+            forgotten=times.forgotten,
         ),
     )
     if job.save is not None:
