@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,23 @@ def test_no_rank_outlives_the_process_that_started_it(script, signum):
                 assert "KeyboardInterrupt" in parent.stderr.read()
         finally:
             parent.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by pidfd")
+def test_no_rank_is_left_by_an_interrupt_while_they_are_started(monkeypatch):
+    begin, begun = BaseProcess.start, []
+
+    def interrupted(process):
+        begin(process)
+        begun.append(process.pid)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, ModelSpec("runtime_cases:healthy", "runtime_cases:vectors"), steps=10**6, lr=0.01)
+    assert len(begun) == 2
+    assert all(has_ended(rank, SECONDS) for rank in begun)
 
 
 @pytest.mark.parametrize(("signum", "whom"), [(signal.SIGINT, "all"), (signal.SIGTERM, "parent")])

@@ -200,23 +200,37 @@ def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None]
     asked = _asked(job, lambda: begun.stop(script.first.step))
     with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, asked:
         try:
-            for rank in range(len(script.devices)):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main,
-                    args=(job, rank, len(script.devices), f"{folder}/store", progress, begun, theirs),
-                    name=f"pipeplan rank {rank}",
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
+            with _uninterrupted():
+                for rank in range(len(script.devices)):
+                    ours, theirs = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=_rank_main,
+                        args=(job, rank, len(script.devices), f"{folder}/store", progress, begun, theirs),
+                        name=f"pipeplan rank {rank}",
+                    )
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes.append(ours)
             report = _outcome(script, processes, pipes, progress, _hearing(script, listener))
         finally:
             _stop(processes)
     if report.steps < script.steps:
         raise _stopped(job, script.first.step + report.steps)
     return report
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back, from this thread and for ever from what is started meanwhile: none is lost half-started.
+
+    It reaches all processes of a terminal, and those that import torch would tell of it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stopped(job: Job, step: int) -> RunStopped:
