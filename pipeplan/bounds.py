@@ -122,18 +122,19 @@ def _cases(problem: Problem) -> list[_Case]:
     devices = sorted(platform.devices, key=lambda device: device.memory_bytes, reverse=True)
     speeds = sorted((device.speed for device in platform.devices), reverse=True)
     weight_bytes, parameters = int(sums.weight_bytes[-1]), int(sums.parameters[-1])
-    weights = costs.weights_bytes(policy, weight_bytes, parameters, 1)
     gradient = costs.gradient_bytes(policy, weight_bytes, parameters)
     fastest_link = max(level.bandwidth for level in platform.levels)
     memories, powers = list(accumulate(d.memory_bytes for d in devices)), list(accumulate(speeds))
     cases = []
     for r in range(1, len(platform) + 1 if problem.replicas else 2):
         sync = costs.sync_period_ns(policy, gradient, r, fastest_link)
+        weights = costs.weights_bytes(policy, weight_bytes, parameters, 1, r)
         cases.append(_Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = min(problem.chain.cut_bytes[1:-1])
         transfer = min(platform.transfer_ns(least_cut, k) for k in range(len(platform.levels)))
         floor = transfer if platform.full_duplex else 2 * transfer
+        weights = costs.weights_bytes(policy, weight_bytes, parameters, 1)
         cases.append(_Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
     return cases
 

@@ -85,30 +85,37 @@ def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -
     return 2 * parameters if policy.precision == "mixed" else weight_bytes
 
 
-def versions(policy: Policy, in_flight: IntLike) -> IntLike:
-    """Weight versions that a stage keeps whose device has ``in_flight`` microbatches of it at the peak (at least 1).
+def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
+    """Weight versions that a device keeps of a stage of which it holds ``in_flight`` microbatches at the peak.
 
-    With vertical sync every stage keeps as many as the first.
+    Where every microbatch goes back with the weights that it came with, r replicas that hold g microbatches each keep
+    the newest weights and up to ceil((r * g - 1) / k) older ones, with an update every k microbatches: when microbatch
+    m comes, all up to m - r * g have gone back, and until it goes back itself only those before it are updated with.
+    That is g with one replica and an update every microbatch. With vertical sync no stage keeps fewer than the first.
     """
-    match policy.weights:
-        case "flush":
-            return 1
-        case "2bw":
-            return 2
-        case "stash":
-            return in_flight
-        case "latest":
-            return in_flight if policy.vertical_sync else 1
+    if versions_grow(policy):
+        return ceil_div(replicas * in_flight - 1, policy.update_interval(replicas)) + 1
+    return 2 if policy.weights == "2bw" else 1
+
+
+def versions_grow(policy: Policy) -> bool:
+    """Whether a stage keeps more weight versions the more microbatches it has in flight."""
+    return policy.weights == "stash" or (policy.weights == "latest" and policy.vertical_sync)
 
 
 def weights_bytes(
-    policy: Policy, weight_bytes: IntLike, parameters: IntLike, in_flight: IntLike, at_least: int = 1
+    policy: Policy,
+    weight_bytes: IntLike,
+    parameters: IntLike,
+    in_flight: IntLike,
+    replicas: int = 1,
+    at_least: int = 1,
 ) -> IntLike:
     """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak.
 
     ``at_least`` is the number of versions that vertical sync needs, those of the first stage.
     """
-    kept = versions(policy, in_flight)
+    kept = versions(policy, in_flight, replicas)
     return versioned_bytes(policy, weight_bytes, parameters, _plain(np.maximum(kept, at_least)))
 
 

@@ -202,9 +202,10 @@ class Timeline:
         policy = self.program.graph.policy
         if policy.weights == "latest" and policy.vertical_sync and self.program.limit is not None:
             return live_versions(self, self._used, stage)
-        lanes = range(len(self.program.lanes)) if policy.vertical_sync else ()
-        entered = max((self.in_flight(lane).get(0, 0) for lane in lanes), default=0)
-        return max(int(costs.versions(policy, max(1, in_flight))), versions_of_first(self.program.graph, entered))
+        graph = self.program.graph
+        entered = [self.in_flight(i).get(0, 0) for i in range(len(self.program.lanes))] if policy.vertical_sync else [0]
+        kept = costs.versions(policy, max(1, in_flight), graph.resources[graph.stages[stage].resource].replicas)
+        return max(int(kept), versions_of_first(graph, max(entered)))
 
     @cached_property
     def _used(self) -> Used:

@@ -345,10 +345,12 @@ def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int
 def versions_of_first(graph: StageGraph, in_flight: int) -> int:
     """Return the weight versions that vertical sync makes every stage keep, 1 without it.
 
-    A microbatch uses on every stage what the first had when it entered, so they are as many as the first keeps with
-    ``in_flight`` microbatches on a device.
+    A microbatch uses on every stage what the first had when it entered, of which there are as many as the first keeps
+    with ``in_flight`` microbatches on a device.
     """
-    return int(costs.versions(graph.policy, max(1, in_flight))) if graph.policy.vertical_sync else 1
+    if not graph.policy.vertical_sync:
+        return 1
+    return int(costs.versions(graph.policy, max(1, in_flight), graph.resources[graph.stages[0].resource].replicas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +382,9 @@ def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource
         stage = graph.stages[s]
         count = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
         counts.append(count)
-        weights += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, count, needed)
+        weights += costs.weights_bytes(
+            graph.policy, stage.weight_bytes, stage.parameters, count, graph.resources[resource].replicas, needed
+        )
         buffers += stage.buffer_bytes
     instants = [starts[graph.position["F", s]] for s in stages]
     instants += [

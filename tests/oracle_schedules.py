@@ -54,12 +54,19 @@ def lifetime(graph: Any, starts: np.ndarray, stage: int) -> tuple[np.ndarray, np
     return starts[:, forward], starts[:, backward] + graph.operations[backward].duration_ns
 
 
-def weights_table(policy: Any, weight_bytes: int, parameters: int, in_flight: int, first: int = 1) -> int:
+def weights_table(
+    policy: Any, weight_bytes: int, parameters: int, in_flight: int, replicas: int = 1, first: tuple[int, int] = (1, 1)
+) -> int:
     """Return the bytes of weights, gradient and state: the table of the model, written out.
 
-    ``first`` is what the first stage has in flight, for vertical sync.
+    ``first`` is (in flight, replicas) of the first stage, for vertical sync.
     """
-    stashed = max(in_flight, first) if policy.vertical_sync else in_flight
+    spans = []
+    for count, r in ((in_flight, replicas), first) if policy.vertical_sync else ((in_flight, replicas),):
+        interval = max(r, policy.accumulate or 1)
+        older = range(1, r * count)  # of the microbatches held, those before the one that comes right after an update
+        spans.append(1 + len({(m - 1) // interval for m in older}))
+    stashed = max(spans)
     kept = {"flush": 1, "2bw": 2, "stash": stashed, "latest": stashed if policy.vertical_sync else 1}
     versions = kept[policy.weights]
     if policy.precision == "mixed":
@@ -91,8 +98,9 @@ def smallest_period_by_force(graph: Any, synced: Sequence[Fraction], longest: in
         fits = np.ones(len(starts), dtype=bool)
         for s, stage in enumerate(graph.stages):
             room = graph.resources[stage.resource].memory_bytes
+            replicas, entered = (graph.resources[graph.stages[q].resource].replicas for q in (s, 0))
             needs = {
-                (g, e): weights_table(graph.policy, stage.weight_bytes, stage.parameters, g, e)
+                (g, e): weights_table(graph.policy, stage.weight_bytes, stage.parameters, g, replicas, (e, entered))
                 + (g - 1) * stage.kept_bytes
                 + stage.peak_bytes
                 + stage.buffer_bytes

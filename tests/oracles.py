@@ -118,7 +118,8 @@ class ContiguousJudge:
             step = len(stage.devices) * period
             delay = plus(delay, work, step)
             group = -(-delay // step)
-            memory = costs.weights_bytes(policy, weights, parameters, group) + costs.held_bytes(kept, peak, group)
+            memory = costs.weights_bytes(policy, weights, parameters, group, len(stage.devices))
+            memory += costs.held_bytes(kept, peak, group)
             if k > 0:
                 memory += 2 * chain.cut_bytes[stage.start]
             if k < len(stages) - 1:
@@ -192,7 +193,7 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
                         continue
                     delay = plus(entering, work, r * period)
                     group = -(-delay // (r * period))
-                    memory = costs.weights_bytes(problem.policy, weights, parameters, group)
+                    memory = costs.weights_bytes(problem.policy, weights, parameters, group, r)
                     memory += costs.held_bytes(kept, peak, group)
                     memory += 2 * (chain.cut_bytes[start] if start else 0)
                     memory += 2 * (chain.cut_bytes[stop] if stop < layers else 0)

@@ -69,10 +69,31 @@ def test_weights_equal_the_table_for_every_policy_and_as_arrays():
         (1, 50),
     ):
         policy = Policy(weights, 4, optimizer, precision, offload, sync, bucket)
-        for g in (1, 2, 5):
-            expected = [weights_table(policy, int(w), int(w) // 4, g) for w in sizes]
-            assert [costs.weights_bytes(policy, int(w), int(w) // 4, g) for w in sizes] == expected
-            assert costs.weights_bytes(policy, sizes, sizes // 4, np.full(4, g)).tolist() == expected
+        for g, r in itertools.product((1, 2, 5), (1, 2, 3, 6)):
+            expected = [weights_table(policy, int(w), int(w) // 4, g, r) for w in sizes]
+            assert [costs.weights_bytes(policy, int(w), int(w) // 4, g, r) for w in sizes] == expected
+            assert costs.weights_bytes(policy, sizes, sizes // 4, np.full(4, g), r).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "replicas", "versions"),
+    [  # with 1, 2, ... microbatches in flight on each replica
+        (None, 1, [1, 2, 3, 4, 5]),
+        (None, 2, [2, 3, 4, 5, 6]),  # an update may come while all are in flight
+        (None, 7, [2, 3, 4, 5, 6]),
+        (1, 3, [2, 3, 4, 5, 6]),
+        (2, 1, [1, 2, 2, 3, 3]),
+        (4, 1, [1, 2, 2, 2, 2]),
+        (4, 2, [2, 2, 3, 3, 4]),
+        (4, 3, [2, 3, 3, 4, 5]),
+        (4, 4, [2, 3, 4, 5, 6]),
+    ],
+)
+def test_versions_follow_what_is_in_flight_and_the_updates(accumulate, replicas, versions):
+    for policy in (Policy("stash", accumulate), Policy("latest", accumulate, vertical_sync=True)):
+        assert [costs.versions(policy, g, replicas) for g in range(1, 6)] == versions
+    for policy, kept in ((Policy("2bw", 9), 2), (Policy("flush", accumulate), 1), (Policy("latest", accumulate), 1)):
+        assert [costs.versions(policy, g, replicas) for g in range(1, 6)] == [kept] * 5
 
 
 def test_stages_slow_down_by_their_speed_rounded_up():

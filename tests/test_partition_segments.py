@@ -118,7 +118,7 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
         found = smallest_period(problem)
         if found is None:
             continue
-        plan = make_plan(problem, "contiguous")
+        plan = make_plan(problem, "contiguous", schedule="pattern" if weights == "latest" else None)
         assert violations(plan) == []
         assert plan.pattern is not None
         planned += any(stage.checkpoint for stage in plan.allocation.stages)

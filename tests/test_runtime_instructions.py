@@ -8,8 +8,10 @@ import pytest
 from cases import random_problem
 
 from pipeplan import costs
-from pipeplan.errors import BadInput, InvalidPlan
+from pipeplan.errors import BadInput, Infeasible, InvalidPlan
+from pipeplan.evaluate import evaluate
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.planner import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.program import unroll
 from pipeplan.runtime.instructions import (
@@ -21,6 +23,7 @@ from pipeplan.runtime.instructions import (
     Send,
     Update,
     lowered,
+    most_versions,
     sentence,
     version_uses,
 )
@@ -29,7 +32,15 @@ from pipeplan.runtime.prepare import prepare
 from pipeplan.runtime.weights import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
 from pipeplan.schedule.one_f_one_b import best_one_f_one_b_star
 from pipeplan.simulate import simulate
-from pipeplan.stages import device_uses, in_flight, make_pattern, most_in_flight, stage_graph, starts_of
+from pipeplan.stages import (
+    device_uses,
+    in_flight,
+    make_pattern,
+    most_in_flight,
+    stage_graph,
+    starts_of,
+    versions_of_first,
+)
 
 
 def chain_of(times, output=0):
@@ -221,25 +232,62 @@ def test_random_plans_follow_the_rules_of_versions_and_never_deadlock(seed):
                 assert live_versions(rank, s) <= (2 if weights == "2bw" else 1)
 
 
+@pytest.mark.parametrize("weights", ["stash", "vertical"])
 @pytest.mark.parametrize("seed", range(40))
-def test_stashing_keeps_a_version_for_each_microbatch_in_flight(seed):
-    """As the memory model counts; on replicas one more may be live, when an update comes while all are in flight."""
+def test_stashing_keeps_the_versions_that_the_memory_model_counts(seed, weights):
+    """Exactly as many without replicas; with them at most, for the order of their updates depends on the times."""
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randint(2, 6), rng.randint(1, 5))
     stages = random_stages(rng, len(problem.chain), len(problem.platform))
     platform = Platform.flat(len(problem.platform), 10**12, 10**9)
+    policy = Policy("stash", accumulate=rng.randint(1, 4), vertical_sync=weights == "vertical")
     graph = stage_graph(problem.chain, platform, Policy("flush", accumulate=1), stages)
     pattern = best_one_f_one_b_star(graph)
     starts, period = starts_of(pattern), pattern.period_ns
-    interval = max(stage.replicas for stage in stages)
+    most = max(stage.replicas for stage in stages)
+    interval = policy.update_interval(most)
     program = unroll(graph, pattern, 12 * interval)
     ranks = {d: d for d in range(len(platform))}
-    lists = lowered(program, simulate(program).start_ns, WEIGHT_POLICIES["stash"], interval, ranks)
+    rules = WITH_VERTICAL_SYNC["stash"] if weights == "vertical" else WEIGHT_POLICIES["stash"]
+    lists = lowered(program, simulate(program).start_ns, rules, interval, ranks)
     assert not deadlocks(lists)
+    held = [in_flight(graph, starts, period, s, starts[graph.position["F", s]]) for s in range(len(stages))]
+    synced = versions_of_first(replace(graph, policy=policy), held[0])
     for s, stage in enumerate(stages):
-        held = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
+        counted = max(costs.versions(policy, max(1, held[s]), stage.replicas), synced)
         for d in stage.devices:
-            assert live_versions(lists[d], s) <= held + (stage.replicas > 1)
+            kept = live_versions(lists[d], s)
+            assert kept <= counted
+            if most == 1:
+                assert kept == counted
+
+
+def test_devices_of_planned_replicas_have_room_for_their_versions():
+    """A device's memory, as the planner fills it, holds every version that its instructions keep."""
+    seen = Counter()
+    for seed in range(60):
+        rng = random.Random(seed)
+        problem = random_problem(rng, rng.randint(2, 5), rng.randint(2, 5), levels=True, saved=True)
+        policy = Policy("stash", accumulate=rng.choice((None, 1, 2, 3)), vertical_sync=rng.random() < 0.3)
+        try:
+            plan = make_plan(problem.with_policy(policy), "contiguous")
+        except Infeasible:
+            continue
+        script = prepare(plan, 24)
+        graph, uses = script.graph, evaluate(plan).devices
+        for rank, device in enumerate(script.devices):
+            (s,) = script.stages_of(rank)
+            stage = graph.stages[s]
+            kept = most_versions(list(script.instructions[rank]), s)
+            weights = costs.versioned_bytes(plan.policy, stage.weight_bytes, stage.parameters, kept)
+            use = uses[device]
+            assert weights <= use.weights_bytes
+            assert weights + use.buffer_bytes + use.activation_bytes <= problem.platform.devices[device].memory_bytes
+            replicas = plan.allocation.stages[s].replicas
+            seen["replicas"] += replicas > 1
+            seen["more than in flight"] += replicas > 1 and kept > max(use.in_flight)
+    assert seen["replicas"] >= 20
+    assert seen["more than in flight"] >= 5
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -100,7 +100,7 @@ def test_the_solvers_agree_on_shared_devices():
         )
     assert statuses["optimal"] >= 50
     assert statuses["optimal"] + statuses["infeasible"] == 120
-    assert statuses["bound not tight"] >= 5
+    assert statuses["bound not tight"] >= 3
 
 
 def shared_device_graph(seed: int) -> StageGraph:

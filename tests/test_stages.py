@@ -175,7 +175,8 @@ def test_memory_of_random_patterns_equals_an_unrolled_sweep():
             starts = moved
             overlapping += bool(overlaps(graph, starts, period))
         swept = peak_activations(graph, starts, period)
-        first = in_flight(graph, starts, period, 0, starts[graph.position["F", 0]])
+        entered = in_flight(graph, starts, period, 0, starts[graph.position["F", 0]])
+        first = entered, graph.resources[graph.stages[0].resource].replicas
         for index, resource in enumerate(graph.resources):
             if resource.is_link:
                 continue
@@ -185,7 +186,9 @@ def test_memory_of_random_patterns_equals_an_unrolled_sweep():
             counts = [in_flight(graph, starts, period, s, starts[graph.position["F", s]]) for s in stages]
             assert use.in_flight == tuple(counts)
             assert use.weights_bytes == sum(
-                weights_table(graph.policy, graph.stages[s].weight_bytes, graph.stages[s].parameters, n, first)
+                weights_table(
+                    graph.policy, graph.stages[s].weight_bytes, graph.stages[s].parameters, n, resource.replicas, first
+                )
                 for s, n in zip(stages, counts, strict=True)
             )
             assert use.buffer_bytes == sum(graph.stages[s].buffer_bytes for s in stages)

@@ -448,7 +448,8 @@ def independently_valid(plan):
     peaks = peak_activations(graph, starts, period)
     place = {(op.kind, op.stage): i for i, op in enumerate(graph.operations)}
     deepest = 0
-    first = -(-(ends[place["B", 0]] - starts[place["F", 0]]) // (plan.allocation.stages[0].replicas * period))
+    entered = len(plan.allocation.stages[0].devices)
+    first = -(-(ends[place["B", 0]] - starts[place["F", 0]]) // (entered * period)), entered
     for index, resource in enumerate(graph.resources):
         if resource.memory_bytes is None:
             continue
@@ -460,7 +461,9 @@ def independently_valid(plan):
             held = ends[place["B", s]] - starts[place["F", s]]
             own = -(-held // (len(stage.devices) * period))
             deepest = max(deepest, -(-held // period))
-            need += weights_table(plan.policy, cost.weight_bytes, cost.parameters, own, first) + cost.buffer_bytes
+            replicas = len(stage.devices)
+            need += weights_table(plan.policy, cost.weight_bytes, cost.parameters, own, replicas, first)
+            need += cost.buffer_bytes
             r, gradient = stage.replicas, 2 * cost.parameters if plan.policy.precision == "mixed" else cost.weight_bytes
             level = next(
                 k

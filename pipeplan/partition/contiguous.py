@@ -315,7 +315,8 @@ def own_period(problem: Problem, stages: Sequence[Stage], low: int, high: int) -
         work = costs.forward_ns(chain, stage.start, stage.stop, device.speed) + costs.backward_ns(
             chain, policy, stage.start, stage.stop, recompute, stage.replicas, device.speed
         )
-        limit = int(in_flight_limit(problem, stage.start, stage.stop, kept, peak, device.memory_bytes))
+        memory = device.memory_bytes
+        limit = int(in_flight_limit(problem, stage.start, stage.stop, kept, peak, memory, stage.replicas))
         trip = 0
         if k:
             level = platform.level_of(stages[k - 1].devices + stage.devices)

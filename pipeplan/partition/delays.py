@@ -235,7 +235,7 @@ class _Sweep:
         devices = self._members(device_class.device, first, b)
         in_flight = int(ceil_div(int(value), len(devices) * self.period))
         start_layer, stop_layer = int(self.ground.cuts[i]), int(self.ground.cuts[stop])
-        checkpoint = device_class.menu.checkpoint(i, stop, in_flight)
+        checkpoint = device_class.menu.checkpoint(i, stop, in_flight, len(devices))
         return Stage(start_layer, stop_layer, devices, checkpoint), kind, row, column
 
     def _members(self, least: Device, first: int, boundary: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ class Pipeline:
             if j <= i or self.times(s, in_flight[s])[i, j] >= NEVER:
                 return None
             start, stop = int(self.ground.cuts[i]), int(self.ground.cuts[j])
-            found.append(Stage(start, stop, self.groups[s], self.menu(s).checkpoint(i, j, in_flight[s])))
+            found.append(Stage(start, stop, self.groups[s], self.menu(s).checkpoint(i, j, in_flight[s], 1)))
         return tuple(found)
 
 

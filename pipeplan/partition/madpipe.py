@@ -164,6 +164,7 @@ def _extensions(
             count = ceil_div(delay, period)
             if count > ground.lifetime:
                 continue
+            versions = ground.versions(count)
             load, first, left = label.load, label.first, devices
             if not special:
                 if devices == 0 or count > ground.limit[i][j]:
@@ -175,13 +176,13 @@ def _extensions(
                 if charge == "tight":
                     charged = max(first, charged) if first else count
                     first = first or count
-                memory += ground.fixed[i][j] + count * ground.version[i][j] + charged * ground.saved[i][j] + buffers
+                memory += ground.fixed[i][j] + versions * ground.version[i][j] + charged * ground.saved[i][j] + buffers
                 if load > period:
                     continue
             refund = ground.buffers[i] if special and split else 0
             if memory - refund > ground.memory:
                 continue
-            rest = rest_fixed + (count - spare) * ground.least_saved[i] + count * ground.version[0][i]
+            rest = rest_fixed + (count - spare) * ground.least_saved[i] + versions * ground.version[0][i]
             if rest_work <= (left + 1) * period - load and rest <= (left + 1) * ground.memory - memory + refund:
                 yield i, left, _Label(delay, load, memory, first, special, Stages(i, j, special, behind))
 

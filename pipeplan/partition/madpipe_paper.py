@@ -136,7 +136,8 @@ def _extended(ground: Ground, states: _States, i: int, j: int, target: int, ceil
         if special:
             left, period = devices, np.maximum(states.period, link)
             load = load + ceil_div(work * (LOADS - 1), total)
-            held = ground.fixed[i][j] + count * ground.version[i][j] + (count - 1) * ground.saved[i][j]
+            held = ground.fixed[i][j] + ground.versions(count) * ground.version[i][j]
+            held = held + (count - 1) * ground.saved[i][j]
             held = held + ground.buffers[i] + ground.buffers[j]
             memory = memory + ceil_div(held * (MEMORIES - 1), ground.memory)
             fits = (load < LOADS) & (memory < MEMORIES) & ((devices > 0) | (i == 0))

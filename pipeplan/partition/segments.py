@@ -20,7 +20,7 @@ from .device_counts import device_counts
 from .fronts import Resolution
 from .ground import Ground
 from .labels import Labels, LeanLabels, Units, labels_from, lean_labels
-from .menus import NEVER, Ranges, Work, fixed_bytes, in_flight_limit, replica_counts
+from .menus import NEVER, Ranges, Work, fixed_bytes, in_flight_limit, replica_counts, version_counts, with_replicas
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,12 @@ def _offer(ground: Ground, labels_of: Callable[[int], Labels | LeanLabels], grou
     problem, cuts = ground.problem, ground.cuts
     memories = sorted({x.memory_bytes for x in problem.platform.devices})
     size = len(cuts)
-    tables = {memory: np.full((size, size, groups + 2), NEVER, dtype=np.int64) for memory in memories}
+    counts = version_counts(problem)
+    tables = {
+        (memory, replicas): np.full((size, size, groups + 2), NEVER, dtype=np.int64)
+        for memory in memories
+        for replicas in counts
+    }
     index = np.full(len(problem.chain) + 1, -1)
     index[cuts] = np.arange(size)
     exact = True
@@ -147,23 +152,23 @@ def _offer(ground: Ground, labels_of: Callable[[int], Labels | LeanLabels], grou
         exact = exact and labels.exact
         at = np.flatnonzero(index[labels.position] > i)
         stops = index[labels.position[at]]
-        for memory, table in tables.items():
-            limit = _limits(problem, labels, at, memory)
+        for (memory, replicas), table in tables.items():
+            limit = _limits(problem, labels, at, memory, replicas)
             np.minimum.at(table[i], (stops, np.minimum(limit, groups)), labels.cost[at])
     for table in tables.values():
         table[:, :, 0] = NEVER  # labels that don't fit at all
         table[:] = np.minimum.accumulate(table[:, :, ::-1], axis=2)[:, :, ::-1]
     names = _Names(problem, labels_of)
     devices = dict.fromkeys([ground.best_device, *(x.device for x in ground.classes)])
-    menus = {x: _menu(ground, x, tables[x.memory_bytes], names) for x in devices}
+    menus = {x: _menu(ground, x, [tables[x.memory_bytes, r] for r in counts], names) for x in devices}
     classes = tuple(replace(x, menu=menus[x.device]) for x in ground.classes)
     return replace(ground, classes=classes, best=menus[ground.best_device]), exact
 
 
-def _limits(problem: Problem, labels: Labels | LeanLabels, at: Ints, memory: int) -> Ints:
-    """Return how many microbatches the stages of the labels ``at`` can hold."""
+def _limits(problem: Problem, labels: Labels | LeanLabels, at: Ints, memory: int, replicas: int) -> Ints:
+    """Return how many microbatches each of the ``replicas`` of the stages of the labels ``at`` can hold."""
     start = np.broadcast_to(labels.position[0], at.shape)
-    return in_flight_limit(problem, start, labels.position[at], labels.kept[at], labels.peak[at], memory)
+    return in_flight_limit(problem, start, labels.position[at], labels.kept[at], labels.peak[at], memory, replicas)
 
 
 class _Names:
@@ -173,13 +178,14 @@ class _Names:
         self._problem, self._labels_of = problem, labels_of
         self._known: dict[int, Labels | LeanLabels] = {}
 
-    def find(self, start: int, stop: int, in_flight: int, memory: int) -> Ranges:
-        """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches."""
+    def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
+        """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
+        replica."""
         if start not in self._known:
             self._known[start] = self._labels_of(start)
         labels = self._known[start]
         at = np.flatnonzero(labels.position == stop)
-        at = at[_limits(self._problem, labels, at, memory) >= in_flight]
+        at = at[_limits(self._problem, labels, at, memory, replicas) >= in_flight]
         best = np.lexsort((labels.peak[at], labels.kept[at], labels.cost[at]))[0]
         return labels.ranges(int(at[best]))
 
@@ -188,47 +194,50 @@ class _Names:
 class SegmentMenu:
     """All segments on offer for the stages ``layers[cuts[i]:cuts[j]]`` on devices of one class (a ``Menu``).
 
-    ``recompute[i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight,
-    NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of this class, ``backward[r]`` of
-    the profiled device, with r + 1 replicas or, where it is alone, with any.
+    ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
+    on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of
+    this class, ``backward[r]`` of the profiled device. The last r stands for all beyond.
     """
 
     cuts: Ints
     device: Device
     forward: Ints
     backward: tuple[Ints, ...]
-    recompute: Ints
+    recompute: tuple[Ints, ...]
     options: tuple[tuple[Ints, Ints], ...]  # what ``relaxed`` returns
     names: _Names
 
     @property
     def by_replicas(self) -> bool:
-        """Whether a stage's time depends on its replicas."""
-        return len(self.backward) > 1
+        """Whether what a stage offers depends on its replicas."""
+        return len(self.backward) > 1 or len(self.recompute) > 1
 
     def select(self, index: Ints) -> SegmentMenu:
         """Return the menu of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
-        backward = tuple(table[both] for table in self.backward)
-        cuts, forward, recompute = self.cuts[index], self.forward[both], self.recompute[both]
+        backward, recompute = (tuple(table[both] for table in tables) for tables in (self.backward, self.recompute))
+        cuts, forward = self.cuts[index], self.forward[both]
         options = tuple((time[both], limit[both]) for time, limit in self.options)
         return SegmentMenu(cuts, self.device, forward, backward, recompute, options, self.names)
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
         """Return the least time of stages as a function of what they hold (see ``Menu``)."""
-        most = self.recompute.shape[2] - 1
-        table, place = self.recompute[start].reshape(-1), stops * (most + 1)
-        forward = self.forward[start][stops]
-        if self.by_replicas:
-            backward = np.stack([table[start] for table in self.backward])[np.maximum(replicas, 1) - 1, stops]
+        size, most = self.recompute[0].shape[1], self.recompute[0].shape[2] - 1
+        place = stops * (most + 1)
+        if len(self.recompute) == 1:
+            table = self.recompute[0][start].reshape(-1)
         else:
-            backward = self.backward[0][start][stops]
+            table = np.stack([table[start] for table in self.recompute]).reshape(-1)
+            place = place + (np.clip(replicas, 1, len(self.recompute)) - 1) * (size * (most + 1))
+        forward = self.forward[start][stops]
+        backward = with_replicas(self.backward, start, stops, replicas)
         speed = self.device.speed
         return lambda in_flight: _time(forward, backward, table[place + np.minimum(in_flight, most)], speed)
 
-    def checkpoint(self, start: int, stop: int, in_flight: int) -> Ranges:
-        """Return the segments of least recomputation while ``in_flight`` microbatches are held."""
-        return self.names.find(int(self.cuts[start]), int(self.cuts[stop]), in_flight, self.device.memory_bytes)
+    def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
+        """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica."""
+        first, last = int(self.cuts[start]), int(self.cuts[stop])
+        return self.names.find(first, last, in_flight, replicas, self.device.memory_bytes)
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
         """Return for some ranges of in-flight counts the time that the lowest takes, and the highest as the limit."""
@@ -242,19 +251,20 @@ def _time(forward: Ints, backward: Ints, recompute: Ints, speed: Fraction) -> In
     return time
 
 
-def _menu(ground: Ground, device: Device, recompute: Ints, names: _Names) -> SegmentMenu:
+def _menu(ground: Ground, device: Device, tables: Sequence[Ints], names: _Names) -> SegmentMenu:
     chain, policy, cuts = ground.problem.chain, ground.problem.policy, ground.cuts
     start, stop = cuts[:, None], cuts[None, :]
     forward = costs.forward_ns(chain, start, stop, device.speed)
     backward = tuple(costs.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(ground.problem))
     idle = np.asarray(forward + backward[0] == 0)  # a stage without work would leave orders ambiguous
-    recompute = np.where(idle[:, :, None], NEVER, recompute)
-    most = recompute.shape[2] - 2
-    largest = np.argmax(recompute[:, :, 1:] >= NEVER, axis=2)  # counts 1..largest fit
+    recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in tables)
+    alone = recompute[0]
+    most = alone.shape[2] - 2
+    largest = np.argmax(alone[:, :, 1:] >= NEVER, axis=2)  # counts 1..largest fit
     options, low = [], 1
     while low <= most:
         high = min(most, low + low // 4)
-        time = _time(forward, backward[0], recompute[:, :, low], device.speed)
+        time = _time(forward, backward[0], alone[:, :, low], device.speed)
         options.append((time, np.where(largest >= low, np.minimum(largest, high), 0)))
         low = high + 1
     return SegmentMenu(cuts, device, forward, backward, recompute, tuple(options), names)

@@ -13,7 +13,7 @@ import numpy as np
 from .. import costs
 from ..groups import ceil_div
 from ..plan import Allocation, Stage
-from ..problem import Device, Level, Platform, Problem
+from ..problem import Device, IntLike, Level, Platform, Policy, Problem
 from .menus import in_flight_limit
 
 
@@ -36,10 +36,11 @@ class Ground:
     """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
 
     ``work`` ns, ``limit`` microbatches in flight that fit a device, ``fixed`` bytes without activations, buffers and
-    weight versions, ``version`` and ``saved`` bytes for each microbatch; per cut its round trip and its buffers, and
-    what the layers before it save at least, wherever they are cut.
+    weight versions, ``version`` bytes of one version, ``saved`` bytes for each microbatch; per cut its round trip and
+    its buffers, and what the layers before it save at least, wherever they are cut.
     """
 
+    policy: Policy
     cuts: list[int]
     devices: int
     memory: int
@@ -74,6 +75,10 @@ class Ground:
             least_saved=[self.least_saved[i] for i in index],
         )
 
+    def versions(self, in_flight: IntLike) -> IntLike:
+        """Return the weight versions of a stage; under vertical sync those that its own microbatches need."""
+        return costs.versions(self.policy, in_flight)
+
     @property
     def periods(self) -> tuple[int, int]:
         """Periods between which the smallest one lies: at the last, every stage holds one microbatch."""
@@ -95,10 +100,11 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
     work = work + costs.backward_ns(chain, policy, start, stop, speed=device.speed)
     size = chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start]
     count = chain.sums.parameters[stop] - chain.sums.parameters[start]
-    one, two = (costs.weights_bytes(policy, size, count, versions) for versions in (1, 2))
+    none, one = (costs.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
     saved = np.asarray(chain.saved_bytes(start, stop))
     crossing = [0, *(chain.cut_bytes[c] for c in cuts[1:-1].tolist()), 0]
     return Ground(
+        policy=policy,
         cuts=cuts.tolist(),
         devices=len(platform),
         memory=device.memory_bytes,
@@ -106,8 +112,8 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
         duplex=platform.full_duplex,
         work=work.tolist(),
         limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
-        fixed=(2 * one - two).tolist(),
-        version=(two - one).tolist(),
+        fixed=none.tolist(),
+        version=(one - none).tolist(),
         saved=saved.tolist(),
         round_trip=[2 * platform.transfer_ns(size, 0) for size in crossing],
         buffers=[2 * size for size in crossing],

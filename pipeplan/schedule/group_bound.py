@@ -65,12 +65,12 @@ def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:
     At the start of an operation of s, earlier stages hold what s holds, and every stage at least its peak less one.
     """
     stages = graph.stages_on(resource)
-    needed = versions_of_first(graph, counts[0])
+    replicas, needed = graph.resources[resource].replicas, versions_of_first(graph, counts[0])
     fixed = most = 0
     for s in stages:
         stage = graph.stages[s]
         fixed += stage.buffer_bytes
-        fixed += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, counts[s], needed)
+        fixed += costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, counts[s], replicas, needed)
         held: int = costs.held_bytes(stage.kept_bytes, stage.peak_bytes, counts[s])
         for q in stages:
             if q != s:

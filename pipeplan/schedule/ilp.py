@@ -187,12 +187,14 @@ class _Model:
             fixed, versions = 0, pulp.LpAffineExpression()
             for s in stages:
                 stage = graph.stages[s]
-                one, two = (
-                    costs.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, count) for count in (1, 2)
+                none, one = (
+                    costs.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept) for kept in (0, 1)
                 )
-                fixed += 2 * one - two + stage.buffer_bytes
-                if two > one:  # a weight version for each microbatch in flight
-                    versions += (two - one) / resource.memory_bytes * self.versions(s)
+                fixed += none + stage.buffer_bytes
+                if not costs.versions_grow(graph.policy):
+                    fixed += (one - none) * costs.versions(graph.policy, 1)
+                elif one > none:
+                    versions += (one - none) / resource.memory_bytes * self.versions(s)
             room = 1 - margin - fixed / resource.memory_bytes
             for s in stages:
                 transient = graph.stages[s].peak_bytes - graph.stages[s].kept_bytes
@@ -205,16 +207,25 @@ class _Model:
                     self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
 
     def versions(self, s: int) -> Any:
-        """Return what keeps a weight version of stage s each: its microbatches in flight, or more of the first's."""
+        """Return the weight versions of stage s, where they follow what is in flight: see :func:`costs.versions`.
+
+        Where they grow by one with each microbatch of the stage it is an expression, else a variable.
+        """
         import pulp
 
-        counts = [self.in_flight(q, self.graph.position["F", q]) for q in (s, 0)]
-        if not self.graph.policy.vertical_sync or s == 0:
-            return counts[0]
-        most = pulp.LpVariable(f"versions{s}", lowBound=1)
-        for count in counts:
-            self.problem.addConstraint(most >= count)
-        return most
+        graph, policy = self.graph, self.graph.policy
+        makers = sorted({0, s}) if policy.vertical_sync else [s]
+        counts = []
+        for q in makers:
+            replicas = graph.resources[graph.stages[q].resource].replicas
+            counts.append((replicas, policy.update_interval(replicas), self.in_flight(q, graph.position["F", q])))
+        replicas, interval, count = counts[0]
+        if len(counts) == 1 and replicas == interval:
+            return count + costs.versions(policy, 1, replicas) - 1
+        kept = pulp.LpVariable(f"versions{s}", lowBound=1, cat="Integer")
+        for replicas, interval, count in counts:
+            self.problem.addConstraint(interval * kept >= replicas * count - 1 + interval)
+        return kept
 
     def add_updates(self) -> None:
         """Updates of 2bw: at most ``accumulate`` microbatches are in flight at the first stage, so at any."""
