@@ -199,6 +199,16 @@ def largest_difference(one, other):
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
 
 
+def undisturbed(measure, tries=6):
+    """Measure, and again while what is asserted doesn't hold: others on the machine disturb some tries, not all."""
+    for _ in range(tries - 1):
+        try:
+            return measure()
+        except AssertionError:
+            continue
+    return measure()
+
+
 # --- models that go wrong, each in its fourth layer ------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from runtime_cases import (  # noqa: E402
     plan_of,
     serial,
     simulated_version,
+    undisturbed,
     zoo_chain,
 )
 
@@ -200,14 +201,18 @@ def test_a_pipeline_runs_at_the_period_that_its_operations_allow():
     layers[-1] = replace(layers[-1], forward_ns=10**4, backward_ns=10**4)
     plan = plan_of(replace(chain, layers=tuple(layers)), [(0, 2, (0,)), (2, 5, (1,))], weights="2bw")
     model = ModelSpec("runtime_cases:pausing", "runtime_cases:vectors")
-    report = run_plan(plan, model, steps=15, lr=0.01)
-    for stage in report.stages:
-        assert stage.forward_ns >= 2e9 * FORWARD_S
-        assert stage.backward_ns >= 2e9 * BACKWARD_S
-    assert 0.8 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
-    assert 0.8 <= report.mean_period_ns / report.calibrated_period_ns <= 1.25
-    assert report.measured_period_ns >= 2e9 * (FORWARD_S + BACKWARD_S)
-    assert report.samples_per_s == pytest.approx(4e9 / report.measured_period_ns)
+
+    def measured():
+        report = run_plan(plan, model, steps=15, lr=0.01)
+        for stage in report.stages:
+            assert stage.forward_ns >= 2e9 * FORWARD_S
+            assert stage.backward_ns >= 2e9 * BACKWARD_S
+        assert 0.8 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
+        assert 0.8 <= report.mean_period_ns / report.calibrated_period_ns <= 1.25
+        assert report.measured_period_ns >= 2e9 * (FORWARD_S + BACKWARD_S)
+        assert report.samples_per_s == pytest.approx(4e9 / report.measured_period_ns)
+
+    undisturbed(measured)
 
 
 FAULTS = {
