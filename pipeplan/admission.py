@@ -59,7 +59,8 @@ class Admission:
         that fits. More admitted needs more memory, up to the interplay of arrivals, so this last one is a heuristic.
         """
         if self.schedule.limit is not None:
-            return self._tried(graph, self.schedule.limit)
+            alone = self.schedule.kind == "message-driven" and len(graph.stages) == 1
+            return self._tried(graph, 1 if alone else self.schedule.limit)  # a stage alone has nothing to wait for
         usual = self._usual(graph)
         best: Choice | None = None
         for limit in usual:
@@ -72,6 +73,11 @@ class Admission:
             found_less = smallest(lambda less: self._tried(graph, usual[0] - less), 1, usual[0] - 1)
             best = None if found_less is None else found_less[1]
         return best
+
+    def excess_bytes(self, graph: StageGraph) -> int:
+        """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
+        result = evaluate_simulated(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)
+        return max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
     def _usual(self, graph: StageGraph) -> tuple[int, ...]:
         """Return the limits to try, least first: with transfers, which take their time, more has to be inside."""

@@ -59,11 +59,11 @@ def why_not_admitted(
 
     ``schedule.limit`` is the user's, or None; ``rejected`` and ``broken`` are as for :func:`why_infeasible`.
     """
+    if possible(problem) is None:
+        return why_infeasible(problem)
     if rejected is None:
-        if possible(problem) is not None:
-            reason = f"the algorithm's split cannot run: {broken}" if broken else "the algorithm proposes no split"
-            return f"{reason}; --algorithm contiguous may find one that can"
-        return why_infeasible(problem, rejected, broken)
+        reason = f"the algorithm's split cannot run: {broken}" if broken else "the algorithm proposes no split"
+        return f"{reason}; --algorithm contiguous may find one that can"
     graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
     admitted = replace(schedule, limit=schedule.limit or 1)
     uses = evaluate_simulated(graph, admitted, problem.platform).devices

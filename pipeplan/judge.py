@@ -64,8 +64,8 @@ class Judge:
     More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
     run something that the model doesn't know.
 
-    ``rejected`` holds the first allocation that no period makes fit, ``broken`` the first rule that one breaks
-    whatever its period (a cut between tied layers, say); ``stopped`` says whether the clock cut anything
+    ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
+    lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say); ``stopped`` says whether the clock cut anything
     short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``, and
     that of class ``any`` in ``floor_ns``, for the progress lines.
     """
@@ -76,6 +76,7 @@ class Judge:
         self.problem, self.settings, self.cost, self.admission = problem, settings, cost, admission
         self.best: Verdict | None = None
         self.rejected: Allocation | None = None
+        self._excess_bytes = 0  # of ``rejected``, with an admission
         self.broken: str | None = None
         self.stopped = False
         self.bounds: list[Bound] = []
@@ -160,7 +161,9 @@ class Judge:
             return None
         choice = self.admission.choose(graph)
         if choice is None:
-            self.rejected = self.rejected or allocation
+            excess = self.admission.excess_bytes(graph)
+            if self.rejected is None or excess < self._excess_bytes:
+                self.rejected, self._excess_bytes = allocation, excess
             return None
         return Verdict(choice.cost_ns, allocation, None, schedule=choice.schedule)
 

@@ -205,8 +205,8 @@ def _plan_nf1b(
     """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
 
     Of several sizes of mini-batches the one with the shortest period is taken, the largest of those that differ by no
-    more than a thousandth, and its plan improved by local moves. The allocations proposed for the first size are judged
-    with the others too.
+    more than a thousandth (the smallest where none fits), and its plan improved by local moves. The allocations
+    proposed for the first size are judged with the others too.
     """
     problem = replace(problem, replicas=False)
     sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
@@ -223,7 +223,7 @@ def _plan_nf1b(
             shorter = judge.limit < chosen.limit - chosen.limit // ENOUGH
         else:
             shorter = judge.limit is not None
-        chosen = judge if chosen is None or shorter else chosen
+        chosen = judge if chosen is None or chosen.best is None or shorter else chosen
         if status is not None:
             break
     assert chosen is not None

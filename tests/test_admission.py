@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -172,3 +173,25 @@ def test_stages_recompute_parts_of_themselves_to_hold_what_the_limit_admits(weig
     assert evaluate(parts).period_ns < evaluate(whole).period_ns
     recomputed = [sum(stop - start for start, stop in stage.checkpoint) for stage in parts.allocation.stages]
     assert any(0 < r < stage.stop - stage.start for r, stage in zip(recomputed, parts.allocation.stages, strict=True))
+
+
+def test_what_does_not_fit_is_told_of_the_split_that_lacks_least():
+    """The first splits that are tried store everything and lack the most; they are not what a user can do best."""
+    problem = memory_bound(60).with_policy(Policy("latest", None))
+    with pytest.raises(Infeasible, match=r"no plan fits: even with one microbatch in flight") as error:
+        make_plan(problem)
+    assert "nf1b" not in str(error.value)
+    problem = memory_bound(250).with_policy(Policy("flush", 400))
+    with pytest.raises(Infeasible, match="message-driven: with 200 microbatches per pipeline admitted") as error:
+        make_plan(problem, schedule="message-driven", limit=200)
+    assert "or from 0.01 MB per GPU" in str(error.value)  # stored layers would take 0.04 MB
+    fewer = int(re.search(r"feasible with --limit (\d+)", str(error.value))[1])
+    assert make_plan(problem, schedule="message-driven", limit=fewer).schedule.limit == fewer
+
+
+def test_a_stage_alone_admits_one_microbatch_whatever_the_limit():
+    layers = (Layer("a", 10, 20, 0, 0, saved_bytes=100),)
+    problem = Problem(Chain("one", layers, 1), Platform.flat(2, 150, 10**9), Policy("flush", 8))
+    plan = make_plan(problem, schedule="message-driven", limit=9)
+    assert plan.schedule.limit == 1
+    assert evaluate(plan).devices[0].in_flight == (1,)

@@ -30,8 +30,6 @@ def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None =
     )
     if used < count:
         out.print(f"{count - used} of the {count} GPUs stay unused: no grid of all of them is faster")
-    if plan.provenance.solver_status is not None:
-        out.print(f"the search ended early: {plan.provenance.solver_status}")
     out.print()
     out.print(_table(options["grids"], chosen))
     out.print()

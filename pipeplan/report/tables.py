@@ -91,6 +91,8 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
     )
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
+    if plan.provenance.solver_status in ("interrupted", "time limit"):
+        out.print(f"note        the search ended early: {plan.provenance.solver_status}")
     out.print()
     out.print(_stage_table(plan, result, out.width))
 
