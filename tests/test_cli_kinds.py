@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Command
 from test_cli import PROFILE
+
+from pipeplan.files import load_plan
+from pipeplan.report.tables import print_plan
 
 OPTIONS = {
     "nf1b": ["--weights", "latest", "--accumulate", "2"],
@@ -140,3 +144,12 @@ def test_contradicting_options_are_one_sentence(profile: str, pipeplan: Command)
         code, _, err = pipeplan(*common, *options)
         assert code == 2
         assert sentence in err
+
+
+@pytest.mark.parametrize(("status", "said"), [("interrupted", True), ("time limit", True), ("optimal", False)])
+def test_a_search_that_ended_early_says_so(
+    planned: tuple[str, str], capsys: pytest.CaptureFixture[str], status: str, said: bool
+) -> None:
+    plan = load_plan(planned[1])
+    print_plan(replace(plan, provenance=replace(plan.provenance, solver_status=status)))
+    assert (f"the search ended early: {status}" in capsys.readouterr().out) == said
