@@ -65,9 +65,9 @@ class Judge:
     run something that the model doesn't know.
 
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
-    lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say); ``stopped`` says whether the clock cut anything
-    short, so that another run might find more. Searches leave the lower bounds that they prove in ``bounds``, and
-    that of class ``any`` in ``floor_ns``, for the progress lines.
+    lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
+    ``stopped`` says whether the clock cut anything short, so that another run might find more. Searches leave the lower
+    bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
     """
 
     def __init__(

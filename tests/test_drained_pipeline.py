@@ -23,15 +23,27 @@ def random_split(rng, layers, groups):
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_a_grid_runs_as_the_simulator_says(seed):
     rng = random.Random(seed)
     stages, pipelines = rng.randint(1, 5), 1 + seed % 3
     layers, microbatches = stages + rng.randint(0, 4), rng.randint(1, 12)
     chain = random_chain(rng, layers, optimizer=seed % 2 == 0, saved=True, tied=seed % 4 < 2)
-    platform = random_platform(rng, stages * pipelines, memory=(50, 120), duplex=True, latency=True, speeds=True)
-    problem = Problem(chain, platform, Policy("flush", microbatches * pipelines, "adam"))
-    split = random_split(rng, layers, [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)])
+    gpus = stages * pipelines
+    platform = random_platform(rng, gpus, memory=(50, 120), levels=seed % 5 < 3, duplex=True, latency=True, speeds=True)
+    policy = Policy(
+        "flush",
+        microbatches * pipelines,
+        rng.choice(("sgd", "adam")),
+        rng.choice(("fp32", "mixed")),
+        offload=rng.random() < 0.5,
+        bucket_parameters=rng.randint(1, 40),
+        coarsening=rng.choice((None, 1, 3)),
+    )
+    problem = Problem(chain, platform, policy)
+    side_by_side = [tuple(range(s, gpus, stages)) for s in range(stages)]
+    together = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)]
+    split = random_split(rng, layers, rng.choice((side_by_side, together)))
     limit = rng.randint(1, 2 * stages)
     graph = stage_graph(chain, platform, problem.policy, split)
     timeline = simulate(message_driven(graph, microbatches * pipelines, limit))
