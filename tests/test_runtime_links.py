@@ -14,6 +14,7 @@ from runtime_cases import built, largest_difference, plan_of, serial, zoo_chain 
 from pipeplan.runtime import worker  # noqa: E402
 from pipeplan.runtime.collective import replica_groups  # noqa: E402
 from pipeplan.runtime.instructions import Receive, Reduce, Send  # noqa: E402
+from pipeplan.runtime.launcher import Launcher  # noqa: E402
 from pipeplan.runtime.links import open_links  # noqa: E402
 from pipeplan.runtime.model import ModelSpec  # noqa: E402
 from pipeplan.runtime.prepare import prepare  # noqa: E402
@@ -67,7 +68,7 @@ def be_rank(job, rank, world, store, exchange, pipe):
         worker.exchange_of = lambda device, machine: exchange
         worker.open_links = partial(open_links, backend="gloo")
         worker.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
-        pipe.send(worker.run_rank(job, rank, worker.Launcher(lambda: dist.FileStore(store, world))))
+        pipe.send(worker.run_rank(job, rank, Launcher(lambda: dist.FileStore(store, world))))
     except BaseException:
         pipe.send(traceback.format_exc())
 

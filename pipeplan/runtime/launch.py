@@ -31,13 +31,14 @@ from .failure import Failure, failure_of, root_cause, told
 from .half import AS_PROFILED, HalfOptions
 from .instructions import sentence
 from .job import Engine, Job
+from .launcher import Launcher, StepDone
 from .measure import RunReport
 from .model import ModelSpec
 from .optimizers import Choice, optimizer_maker, planned_as, schedule_maker
 from .prepare import Script
 from .progress import Progress, StepProgress
 from .stopping import SharedStop, StoreStop
-from .worker import Launcher, StepDone, run_rank
+from .worker import run_rank
 
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline

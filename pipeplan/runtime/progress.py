@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from .worker import StepDone
+from .launcher import StepDone
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .account import Account
-from .checkpoint import write
 from .collective import (
     agree,
     any_rank,
@@ -35,12 +31,14 @@ from .copies import refuse_copies
 from .device import begin_peak, exchange_of, kind_of, label, moved, own_device, peak_bytes, place
 from .executor import RankWork, execute
 from .half import first_scale, half_type, halved
-from .instructions import Edge, Instruction
+from .instructions import Edge
 from .job import Job
+from .launcher import Gate, Launcher
 from .links import open_links
-from .loss_scale import Scaling, overflows
+from .loss_scale import Scaling
 from .measure import RunReport, make_report
 from .message_driven import arrival_order
+from .milestones import Milestones
 from .model import LoadedModel, TensorSpec, check_model, load_model, load_weights
 from .operation_times import RankMeasurement
 from .optimizers import schedule_maker
@@ -49,70 +47,14 @@ from .recorder import Recorder, recorder_of
 from .renewal import read_weights_themselves
 from .stage import StageModule
 from .stage_optimizer import BucketBuffers
-from .state import first_replicas, own_layers, restore, trained_state, training_state
+from .state import first_replicas, own_layers, restore, trained_state
 from .state_account import StateAccount
 from .threaded import ThreadedTransport
-from .tied import TiedSums, check_ties, copies_added, separated, share_ties, ties_of
+from .tied import TiedSums, check_ties, separated, share_ties, ties_of
 from .torch_engine import execute_on_torch
 from .transport import exchanging
 from .update import StageUpdate
 from .versions import Keeping, Versions
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had."""
-
-    step: int
-    losses: tuple[float, ...]
-    at_ns: int
-
-
-def _ignore(_: Any) -> None:
-    pass
-
-
-def _always(_: int) -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """What a rank has of the process that started it.
-
-    ``open_store`` opens the store at which the ranks meet. It is called when the model is built, so that what is wrong
-    with a model shows before anybody waits. ``at`` hears the index of each instruction, ``done`` of each update of the
-    last stage; ``may_begin`` says whether a mini-batch is to be begun, the same to all ranks. ``local_rank`` counts the
-    processes of this machine.
-    """
-
-    open_store: Callable[[], Any]
-    at: Callable[[int], None] = _ignore
-    done: Callable[[StepDone], None] = _ignore
-    may_begin: Callable[[int], bool] = _always
-    local_rank: int = 0
-
-
-class _Gate:
-    """Lets instructions through until the launcher refuses a mini-batch."""
-
-    def __init__(self, script: Script, may_begin: Callable[[int], bool]) -> None:
-        self._script, self._may_begin = script, may_begin
-        self._begun = script.first.step - 1
-        self.refused: int | None = None
-
-    def allows(self, instruction: Instruction) -> bool:
-        """Whether the instruction's mini-batch may be begun, or has been."""
-        minibatch = self._script.minibatch(instruction)
-        if minibatch <= self._begun:
-            return True
-        if self.refused is not None:
-            return False
-        if not self._may_begin(minibatch):
-            self.refused = minibatch
-            return False
-        self._begun = minibatch
-        return True
 
 
 def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
@@ -183,41 +125,10 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     for _, module in model.layers if job.evaluates else ():
         module.eval()
     transfer_ns = {edge: ns + job.link_delay_ns for edge, ns in transfer_times(script, rank, specs, links).items()}
-    gate = _Gate(script, launcher.may_begin)
-    saved = [script.first.step]
-
-    def save(step: int) -> None:
-        assert job.checkpoint is not None, "only then has the script checkpoints"
-        recorder.settle()
-        for s in runners:
-            if s in groups:  # replicas have seen different microbatches; the first one's statistics are kept by all
-                share_from(script.ranks_of(s)[0], groups[s], _buffers(script, s, model))
-        state = training_state(script, rank, model, runners, device, scaling)
-        write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state, job.keep)
-        saved.append(step)
-
-    def scale_losses() -> None:
-        if scaling is not None:
-            for runner in runners.values():
-                runner.scale_loss(scaling.current.scale)
-
-    def agree_on(version: int) -> None:
-        assert scaling is not None, "only mixed precision has to agree"
-        found = [overflows(runners[s].versions.gradients(), copies_added(script, s, ties)) for s in runners]
-        scaling.agree(version, any(found))
-        scale_losses()
-
-    def updated(stage: int, version: int) -> None:
-        if version > script.first.step + script.filled // script.interval + 2:
-            states.open = False  # every version and all of the optimizer's state have been there
-        if stage == len(stages) - 1:
-            recorder.later(lambda: tell(version, runners[stage].losses))
-
-    def tell(version: int, losses: Mapping[int, float]) -> None:
-        begin = script.at(version - 1).microbatch
-        found = tuple(losses[m] for m in range(begin, begin + script.interval) if m in losses)
-        launcher.done(StepDone(version, found, time.monotonic_ns()))
-
+    gate = Gate(script, launcher.may_begin)
+    milestones = Milestones(
+        job, script, rank, device, model, runners, groups, ties, scaling, states, recorder, launcher.done
+    )
     instructions = script.instructions[rank]
     mail: ThreadedTransport | None = None
     if threaded:
@@ -236,24 +147,24 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         transport=links.transport(rank, instructions, specs, len(stages)) if mail is None else links.through_host(mail),
         data=lambda microbatch: _sample(model, job, microbatch, device),
         updates=updates,
-        agree=agree_on,
+        agree=milestones.agree,
         reduce_tied=TiedSums(model, ties, runners, tied_groups, recorder, scaling).reduce,
         progress=launcher.at,
         # hooks that are there anyway can account everything
         accounted=script.last.microbatch if script.renews else script.first.microbatch + script.filled,
         allows=gate.allows,
-        save=save,
-        updated=updated,
+        save=milestones.save,
+        updated=milestones.updated,
         evaluates=job.evaluates,
         recorder=recorder,
     )
-    scale_losses()
+    milestones.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     begin_peak(device)
     barrier()
     if job.engine == "torch":
-        times = execute_on_torch(script, rank, model, runners, work.data, updated, links, recorder)
+        times = execute_on_torch(script, rank, model, runners, work.data, milestones.updated, links, recorder)
     else:
         order = None
         if script.limit is not None and mail is not None:
@@ -268,8 +179,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
                 script.program.position,
             )
         times = execute(instructions, work, order)
-    if gate.refused is not None and gate.refused != saved[-1]:
-        save(gate.refused)
+    if gate.refused is not None and gate.refused != milestones.saved:
+        milestones.save(gate.refused)
     measurements = gathered(
         rank,
         RankMeasurement(
@@ -316,10 +227,6 @@ def _tensors(script: Script, s: int, model: LoadedModel, masters: dict[nn.Parame
             else:
                 yield parameter.data
         yield from module.buffers()
-
-
-def _buffers(script: Script, s: int, model: LoadedModel) -> list[Tensor]:
-    return [buffer for i in own_layers(script, s, model) for buffer in model.layers[i][1].buffers()]
 
 
 def _stage_module(
