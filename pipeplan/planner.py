@@ -215,7 +215,7 @@ def _plan_nf1b(
     proposals = _proposed_around(propose) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
-        judge = Judge(here, settings, admission=Admission(Schedule("nf1b", size, limit), here.platform))
+        judge = Judge(here, _naming(settings, size), admission=Admission(Schedule("nf1b", size, limit), here.platform))
         status = _run(proposals, here, judge, chosen is not None)
         if chosen is None:
             proposals = _again(judge, widen)
@@ -230,6 +230,14 @@ def _plan_nf1b(
     if widen and status is None:
         status = _run(_moved, chosen.problem, chosen)
     return chosen.problem, chosen, status
+
+
+def _naming(settings: Settings, size: int) -> Settings:
+    """Return the settings with a progress that says the size of mini-batches which its lines are about."""
+    progress = settings.progress
+    if progress is None:
+        return settings
+    return replace(settings, progress=lambda line: progress(f"{line}, in mini-batches of {size}"))
 
 
 def _again(earlier: Judge, widen: bool) -> Propose:
