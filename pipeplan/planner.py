@@ -70,7 +70,8 @@ def make_plan(
     propose = _proposer(algorithm, options, effort)
     widen = algorithm in (AUTO, "contiguous")
     if kind == "pattern":
-        problem, judge, status = _plan_pattern(problem, propose, settings)
+        relaxed = widen and problem.policy.vertical_sync
+        problem, judge, status = _plan_pattern(problem, _synced(propose) if relaxed else propose, settings)
     elif kind == "nf1b":
         problem, judge, status = _plan_nf1b(problem, propose, settings, widen, limit)
     else:
@@ -291,6 +292,34 @@ def _proposed_around(propose: Propose) -> Propose:
     return proposed
 
 
+def _on_less_memory(problem: Problem, share: int) -> Problem:
+    """Return the problem on devices with ``share`` sixteenths of their memory."""
+    platform = problem.platform
+    devices = tuple(replace(device, memory_bytes=device.memory_bytes * share // 16) for device in platform.devices)
+    return replace(problem, platform=replace(platform, devices=devices))
+
+
+def _synced(propose: Propose) -> Propose:
+    """Return ``propose``, then contiguous plans of periods up to that of the best, and for less memory; a heuristic.
+
+    Partitioners see one stage at a time, but under vertical sync the first one decides how many versions all keep. So
+    their split may run only at a long period where others, made for a longer one or with room to spare, fit.
+    """
+
+    def proposed(problem: Problem, judge: Judge) -> None:
+        propose(problem, judge)
+        longest = judge.limit or longest_period_ns(problem)
+        for period in _longer(any_bound(problem).period_ns, longest, 16):
+            if judge.expired or (judge.limit is not None and period >= judge.limit):
+                return
+            for share in range(16, 8, -2):
+                found = feasible(_on_less_memory(problem, share), period)
+                if found is not None:
+                    judge(found)
+
+    return proposed
+
+
 def _moved(problem: Problem, judge: Judge) -> None:
     """Walk from the best allocation so far, if there is one, to better ones."""
     if judge.best is not None:
@@ -342,12 +371,12 @@ def _period(problem: Problem, judge: Judge) -> int:
     return stage_graph(problem.chain, problem.platform, problem.policy, judge.best.allocation.stages).period_floor_ns
 
 
-def _longer(period: int, longest: int) -> Iterator[int]:
-    """Yield periods above ``period`` in steps of a quarter octave, the last at least ``longest``."""
+def _longer(period: int, longest: int, parts: int = 4) -> Iterator[int]:
+    """Yield periods above ``period``, ``parts`` to an octave, the last at least ``longest``."""
     step = 0
-    while period * 2 ** (step / 4) < longest:
+    while period * 2 ** (step / parts) < longest:
         step += 1
-        yield int(period * 2 ** (step / 4)) + 1
+        yield int(period * 2 ** (step / parts)) + 1
 
 
 def _drained(microbatches: int, graph: StageGraph, pattern: Pattern) -> int:

@@ -137,3 +137,15 @@ def test_published_profiles_plan_optimally_on_eight_gpus(name: str) -> None:
     assert gap(result.period_ns, plan.lower_bounds[0]) == 0
     merged = make_plan(Problem(merge_articulation(chain), Platform.flat(8, 16 * GB)), "contiguous")
     assert evaluate(merged).period_ns >= result.period_ns  # fewer places to cut
+
+
+def test_vertical_sync_finds_splits_that_leave_room_for_versions() -> None:
+    """Heavy weights at the end, activations at the start: what the first stage holds decides what the last keeps."""
+    layers = tuple(Layer(f"l{i}", 10, 20, 10 * (i + 1) ** 2, 1, saved_bytes=400 // (i + 1)) for i in range(8))
+    chain, policy = Chain("narrowing", layers, 1), Policy("stash", 1, vertical_sync=True)
+    for memory in (3600, 3900, 4200, 4800):
+        platform = Platform.flat(3, memory, 10**9)
+        problem = Problem(chain, platform, policy, replicas=False, checkpointing="none")
+        plan = make_plan(problem, effort="quick")
+        assert violations(plan) == []
+        assert evaluate(plan).period_ns <= 122  # of layers [4, 7, 8], which fit from 3600 bytes
