@@ -91,8 +91,9 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
     )
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
-    if plan.provenance.solver_status in ("interrupted", "time limit"):
-        out.print(f"note        the search ended early: {plan.provenance.solver_status}")
+    status = plan.provenance.solver_status
+    if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
+        out.print(f"note        the search ended early: {status}")
     out.print()
     out.print(_stage_table(plan, result, out.width))
 
