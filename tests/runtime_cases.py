@@ -26,8 +26,9 @@ from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.program import Step, unroll
 from pipeplan.runtime.account import Account
 from pipeplan.runtime.model import TensorSpec
-from pipeplan.runtime.network import chain_network
+from pipeplan.runtime.network import chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.optimizers import optimizer_maker
+from pipeplan.runtime.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.saved import saved_values, sized_layers
 from pipeplan.runtime.stage import StageModule
@@ -85,20 +86,25 @@ def spec(tensor):
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
+def chain_pieces(layers, loss, checkpoint, start=0):
+    """The pieces of a stage of a chain, whose layers are called by their classes."""
+    codes = chain_layers([(type(layer).__name__, layer) for layer in layers], start)
+    stop = start + len(layers)
+    if loss is not None:
+        codes = (*codes, loss_layer(loss, (stop,), only))
+    return pieces_of(start, [(code,) for code in codes], checkpoint, () if loss is not None else (stop,))
+
+
 def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
     return StageModule(
         index=index,
-        start=start,
-        stop=stop,
-        layers=layers,
-        loss=loss,
-        checkpoint=checkpoint,
+        pieces=chain_pieces(layers, loss, checkpoint, start),
+        cuts=(Cut.of_chain(start, spec(x)), None if loss is not None else Cut.of_chain(stop, spec(out))),
         versions=versions,
         account=account or Account(),
         divisor=divisor,
-        boundaries=(spec(x), None if loss is not None else spec(out)),
     )
 
 

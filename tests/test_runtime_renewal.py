@@ -8,12 +8,13 @@ from collections import Counter  # noqa: E402
 from itertools import pairwise  # noqa: E402
 
 from oracle_renewal import Emulation, SelfAttention, States, add, mean_square, own_weights  # noqa: E402
+from runtime_cases import chain_pieces, spec  # noqa: E402
 from torch import nn  # noqa: E402
 
 from pipeplan.errors import RunFailed  # noqa: E402
 from pipeplan.runtime.account import Account  # noqa: E402
-from pipeplan.runtime.model import TensorSpec  # noqa: E402
 from pipeplan.runtime.optimizers import optimizer_maker  # noqa: E402
+from pipeplan.runtime.pieces import Cut  # noqa: E402
 from pipeplan.runtime.renewal import read_weights_themselves  # noqa: E402
 from pipeplan.runtime.stage import StageModule  # noqa: E402
 from pipeplan.runtime.versions import Keeping, Versions  # noqa: E402
@@ -54,18 +55,11 @@ def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, account
     nn.Sequential(*layers).train()
     return StageModule(
         index=index,
-        start=0,
-        stop=len(layers) + (loss is not None),
-        layers=layers,
-        loss=loss,
-        checkpoint=checkpoint,
+        pieces=chain_pieces(layers, loss, checkpoint),
+        cuts=(Cut.of_chain(0, spec(x)), None if loss is not None else Cut.of_chain(len(layers), spec(out))),
         versions=versions,
         account=account or Account(),
         divisor=divisor,
-        boundaries=(
-            TensorSpec(tuple(x.shape), x.dtype),
-            None if loss is not None else TensorSpec(tuple(out.shape), out.dtype),
-        ),
         renews=True,
     )
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import BadInput
 from .model import TensorSpec
-from .stage import buffers_kept
+from .network import buffers_kept
 
 
 def refuse_copies(place: str, name: str, layer: nn.Module, spec: TensorSpec) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ from ..zoo import load
 from ..zoo.model import Model
 from .device import CPU
 from .network import resident
-from .profiler import LOSS_NAME, Loss, checked_model
+from .profiler import LOSS_NAME, Loss, checked_model, contract, is_whole
+
+if TYPE_CHECKING:
+    from .traced import Traced
 
 Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
 
@@ -57,7 +60,7 @@ class LoadedModel:
 
     ``boundaries[i]`` is the tensor before layer i; the last one is the output. ``keys[i]`` is the prefix of layer i's
     entries in the whole model's state, as ``nn.Sequential`` names them. Of a weight that stands in the model more than
-    once ``first_names`` has the first name there for each of the others.
+    once ``first_names`` has the first name there for each of the others. What is no chain of layers is ``traced``.
     """
 
     layers: list[tuple[str, nn.Module]]
@@ -66,6 +69,13 @@ class LoadedModel:
     data: Data
     boundaries: list[TensorSpec]
     first_names: Mapping[str, str] = field(default_factory=dict)
+    traced: Traced | None = None
+
+    def full_name(self, layer: int, name: str) -> str | None:
+        """Return what an entry of a layer's state is called in the whole model's, None if it isn't part of that."""
+        if self.traced is not None:
+            return self.traced.names[layer].get(name)
+        return f"{self.keys[layer]}.{name}"
 
 
 def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
@@ -78,6 +88,11 @@ def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CP
     data = data_of(spec, batch)
     torch.manual_seed(seed)
     result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
+    whole, example, loss = contract(result)
+    if is_whole(whole):
+        from .traced import load_traced
+
+        return load_traced(whole, example, loss, data, device)
     layers, example_input, loss = checked_model(result)
     for _, module in layers:
         module.train()
@@ -110,6 +125,9 @@ def load_weights(model: LoadedModel, path: str) -> None:
     """Give ``model`` the state in a file that ``run --save`` or ``torch.save(model.state_dict())`` wrote."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if model.traced is not None:
+            model.traced.module.load_state_dict(state)
+            return
         left = dict(state)
         for key, (_, module) in zip(model.keys, model.layers, strict=True):
             own = {name: left.pop(f"{key}.{name}") for name in module.state_dict()}
@@ -194,6 +212,11 @@ def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
     Compared are the number of layers, their parameters, and the sizes of the tensors between them. ``cuts`` are the
     layers at which stages begin; what crosses there must carry gradients.
     """
+    if chain.edges is not None:
+        raise BadInput(
+            f"model: is a chain of {len(model.layers)} layers; the plan's profile {chain.name} is a graph with skip "
+            "connections, of a model that isn't a list of layers"
+        )
     count = len(model.layers)
     if len(chain) != count + 1 or chain.layers[-1].weight_bytes:
         raise BadInput(

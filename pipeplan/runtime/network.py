@@ -6,9 +6,9 @@ value between neighbours; a traced network (:mod:`.trace`) is a DAG.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ Named = list[tuple[str, nn.Module]]
 Loss = Callable[[Any, Any], Tensor]
 
 LOSS_NAME = "loss"
+LOSS, TARGET = -1, -2  # the numbers of two values that aren't counted: what training minimises, and what it compares
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Network:
     """Layers in topological order, without the loss or, as the last layer, with it.
 
     ``inputs`` are the tensors of values 0, 1, ..; ``outputs`` are the values that the loss reads, and ``structure``
-    makes of their tensors what the model returned. ``chain`` says that each layer reads its predecessor alone.
+    makes of their tensors what the model returned. ``chain`` says that each layer reads its predecessor alone; of
+    other networks ``shapes`` has the shape and type of every value.
     """
 
     layers: tuple[LayerCode, ...]
@@ -65,6 +67,7 @@ class Network:
     outputs: tuple[int, ...]
     structure: Callable[[Sequence[Tensor]], Any]
     chain: bool
+    shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -100,11 +103,24 @@ def chain_network(layers: Any, example_input: Any) -> Network:
     named = named_layers(layers)
     if not isinstance(example_input, Tensor):
         raise BadInput(f"example_input is {kind_of(example_input)}, not one tensor")
-    codes = tuple(
+    return Network(chain_layers(named), (example_input,), (len(named),), only, chain=True)
+
+
+def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
+    """Return neighbouring layers of a chain, from layer ``first`` on: layer i reads value i and makes the next one."""
+    return tuple(
         LayerCode(name, f"layers[{i}] ({name})", module, _one_to_one(i, name, module), (i,), (i + 1,))
-        for i, (name, module) in enumerate(named)
+        for i, (name, module) in enumerate(named, first)
     )
-    return Network(codes, (example_input,), (len(codes),), _only, chain=True)
+
+
+def loss_layer(loss: Loss, outputs: tuple[int, ...], structure: Callable[[Sequence[Tensor]], Any]) -> LayerCode:
+    """Return the last layer of a network that is trained: the loss of its ``outputs`` against the target."""
+
+    def run(*values: Any) -> tuple[Tensor]:
+        return (loss_value(loss, structure(values[:-1]), values[-1]),)
+
+    return LayerCode(LOSS_NAME, LOSS_NAME, nn.Identity(), run, (*outputs, TARGET), (LOSS,))
 
 
 def _one_to_one(index: int, name: str, module: nn.Module) -> Callable[[Tensor], tuple[Tensor]]:
@@ -120,7 +136,8 @@ def _one_to_one(index: int, name: str, module: nn.Module) -> Callable[[Tensor], 
     return run
 
 
-def _only(outputs: Sequence[Tensor]) -> Tensor:
+def only(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the one output of a chain."""
     return outputs[0]
 
 
@@ -223,6 +240,25 @@ def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
         if release and home is not None and home != torch.device(device):
             module.zero_grad(set_to_none=True)
             module.to(home)
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
+    originals = [
+        (owner, name, buffer)
+        for module in dict.fromkeys(modules)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in originals:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in originals:
+            owner._buffers[name] = buffer
 
 
 def place(module: nn.Module, device: str) -> None:

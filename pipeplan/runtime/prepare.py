@@ -332,11 +332,6 @@ def _refuse(plan: Plan) -> None:
             f"plan: mixed precision runs in the 16 bits of its profile, but {plan.chain.name} was profiled in "
             f"{plan.chain.dtype}, so its activations and times are others; profile it with --dtype bfloat16"
         )
-    if plan.chain.edges is not None:
-        raise BadInput(
-            f"plan: {plan.chain.name} is a graph with skip connections; models run as chains of layers with one input "
-            "and one output each"
-        )
     for parted in tied_violations(plan.chain, plan.policy, plan.allocation.stages):
         raise BadInput(f"plan: {parted}")
 

@@ -151,14 +151,14 @@ def built_network(
     device: str,
 ) -> tuple[Network, Loss, Any]:
     """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
-    layers, example_input, loss = _contract(build(batch))
+    layers, example_input, loss = contract(build(batch))
     target = None
     if data is not None:
         example_input, target = data(0, seed)
     if dtype is not None:
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
         converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential):
+    if is_whole(layers):
         from .trace import trace_module
 
         return trace_module(layers, example_input, device), loss, target
@@ -196,13 +196,19 @@ def network_chain(
 
 def checked_model(result: Any) -> tuple[Named, Tensor, Loss]:
     """Return named layers, example input and loss of what a build function returned; BadInput if it is malformed."""
-    layers, example_input, loss = _contract(result)
+    layers, example_input, loss = contract(result)
     if not isinstance(example_input, Tensor):
         raise BadInput(f"build: example_input is {kind_of(example_input)}, not one tensor")
     return named_layers(layers), example_input, loss
 
 
-def _contract(result: Any) -> tuple[Any, Any, Loss]:
+def is_whole(layers: Any) -> bool:
+    """Whether ``layers`` is a model as one module, which has to be traced, and not its layers."""
+    return isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential)
+
+
+def contract(result: Any) -> tuple[Any, Any, Loss]:
+    """Return the three things that a build function is to return; BadInput if it doesn't."""
     if not (isinstance(result, tuple) and len(result) == 3):
         raise BadInput(f"build: expected (layers, example_input, loss), got {kind_of(result)}")
     layers, example_input, loss = result

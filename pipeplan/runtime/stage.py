@@ -2,61 +2,44 @@
 
 A stage is cut into pieces: runs of stored layers and recomputed segments. Each piece has a graph of its own, so a
 backward goes piece by piece and frees each as soon as it is done, which is how the memory model counts (ALGORITHMS
-section 3). A recomputed piece keeps its input and the random state, and runs again in the backward.
+section 3). A recomputed piece keeps what it reads and the random state, and runs again in the backward. What a stage
+only passes on is nothing that it keeps; its gradient is added to that of the stage's own uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import RunFailed
 from .account import Account, Holding
 from .device import CPU, on_host, random_state, with_random_state
 from .model import TensorSpec
-from .network import loss_value
-from .profiler import Loss
+from .network import LOSS, buffers_kept
+from .pieces import Cut, Piece, packed
 from .renewal import renewing
 from .versions import Versions
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring layers that are stored or recomputed together; the loss, if it is among them, comes last."""
-
-    modules: tuple[nn.Module, ...]
-    loss: Loss | None
-    recompute: bool
-
-    def run(self, x: Tensor, target: Tensor | None) -> Tensor:
-        """Return the output for input ``x``."""
-        for module in self.modules:
-            x = module(x)
-        if self.loss is not None:
-            assert target is not None, "the stage with the loss gets targets"
-            x = loss_value(self.loss, x, target)
-        return x
 
 
 @dataclass
 class Held:
     """What a piece keeps of one microbatch.
 
-    A stored piece keeps the end of its graph, a recomputed one its input and the random state. ``gradient`` is where
-    the gradient of the input arrives, if anybody asks for it.
+    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the random state.
+    ``gradients`` is where the gradients of the values that ``want`` one arrive.
     """
 
-    wants_gradient: bool
-    end: GradientEdge | None = None
-    again: tuple[Tensor, Tensor] | None = None
-    gradient: list[Tensor] = field(default_factory=list)
+    want: tuple[int, ...]
+    ends: dict[int, GradientEdge] = field(default_factory=dict)
+    again: tuple[list[Tensor], Tensor] | None = None
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     holding: Holding = field(default_factory=dict)
 
 
@@ -67,14 +50,14 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, caught: list[Tensor]) -> Tensor:
-        ctx.caught = caught
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, caught: dict[int, Tensor], value: int) -> Tensor:
+        ctx.caught, ctx.value = caught, value
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.caught.append(gradient)
-        return None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.caught[ctx.value] = gradient
+        return None, None, None, None
 
 
 @dataclass
@@ -92,9 +75,9 @@ def _at_once(action: Callable[[], None]) -> None:
 
 
 class StageModule:
-    """Layers ``start..stop`` of the model, with ``checkpoint`` segments of it recomputed.
+    """The ``pieces`` of a stage, the one with the loss last, between two ``cuts``; there is none behind the loss.
 
-    ``layers`` are the stage's own, without the loss; ``loss`` is None on all stages but the one that holds it. The
+    What comes in and goes out are the messages of the cuts. The
     gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means, and
     multiplied by a loss scale if there is one. With
     ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
@@ -105,15 +88,11 @@ class StageModule:
     def __init__(
         self,
         index: int,
-        start: int,
-        stop: int,
-        layers: Sequence[nn.Module],
-        loss: Loss | None,
-        checkpoint: Sequence[tuple[int, int]],
+        pieces: Sequence[Piece],
+        cuts: tuple[Cut, Cut | None],
         versions: Versions,
         account: Account,
         divisor: int,
-        boundaries: tuple[TensorSpec, TensorSpec | None],
         renews: bool = False,
         device: torch.device = CPU,
         later: Callable[[Callable[[], None]], None] = _at_once,
@@ -126,9 +105,13 @@ class StageModule:
         self._divisor = divisor
         self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
         self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
-        self._input, self._output = boundaries
-        self._pieces = _pieces(start, stop, layers, loss, checkpoint)
-        self._modules = layers
+        self._input, self._output = cuts
+        self._pieces = pieces
+        leaving = self._output.values if self._output is not None else ()
+        # by piece, the values that are needed behind it
+        self._needed = [
+            {LOSS, *leaving, *(v for piece in pieces[i + 1 :] for v in piece.reads)} for i in range(len(pieces))
+        ]
         self._renews = renews
         self._fixed: set[int] | None = None  # storages of buffers and frozen weights
         self._in_flight: dict[int, InFlight] = {}
@@ -136,42 +119,46 @@ class StageModule:
     @property
     def takes_targets(self) -> bool:
         """Whether the stage computes the loss."""
-        return self._pieces[-1].loss is not None
+        return self._pieces[-1].has_loss
 
     def forward(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, accounted: bool) -> Tensor:
         """Return what the stage puts out for ``x``; it keeps what the backward needs.
 
         Of the loss it puts out the value, which also goes into :attr:`losses`.
         """
-        self._check(microbatch, "gets", x, self._input)
+        values = self._opened(microbatch, x)
         self.versions.install(version)
         flight = InFlight(version, target, [], accounted)
-        wants_gradient = self.index > 0  # the stage before waits for one, whether or not it trains anything
-        for piece in self._pieces:
-            held = Held(wants_gradient)
+        # the stage before waits for gradients, whether or not it trains anything
+        wanted = set(self._input.trained) if self.index > 0 else set()
+        for number, piece in enumerate(self._pieces):
+            entered = [values[v] for v in piece.reads]
+            held = Held(tuple(v for v in piece.reads if v in wanted))
             flight.pieces.append(held)
             if piece.recompute:
-                held.again = x, random_state(self._device)
+                held.again = entered, random_state(self._device)
                 if accounted:
-                    self._account.hold(held.holding, x)
+                    for tensor in entered:
+                        self._account.hold(held.holding, tensor)
                 with torch.no_grad():
-                    x = piece.run(x, target)
-                wants_gradient = wants_gradient or _trains(piece)
+                    made = piece.run(entered, target)
+                passes_on = bool(held.want) or piece.trains
+                wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
             else:
                 with self._renewing(held.holding, accounted) if self._renews else self._saving(held.holding, accounted):
-                    out = piece.run(self._entered(x, held), target)
-                held.end = get_gradient_edge(out) if out.requires_grad else None
-                wants_gradient = out.requires_grad
-                x = out.detach()
-                del out  # from here on nothing but autograd keeps its graph
+                    made = piece.run(self._entered(piece, entered, held), target)
+                held.ends = _ends(piece, made)
+                wanted |= held.ends.keys()
+                made = [out.detach() for out in made]  # from here on nothing but autograd keeps its graph
+            values.update(zip(piece.makes, made, strict=True))
+            del entered, made
+            self._forget(values, number)
         self._in_flight[microbatch] = flight
         self.versions.released(version)
         if self.takes_targets:
-            self._keep_loss(microbatch, x, trains=True)
-            self._seed = self._seed.to(x.dtype)
-        elif self._output is not None:
-            self._check(microbatch, "puts out", x, self._output)
-        return x
+            self._keep_loss(microbatch, values[LOSS], trains=True)
+            self._seed = self._seed.to(values[LOSS].dtype)
+        return self._closed(microbatch, values)
 
     def scale_loss(self, scale: float) -> None:
         """Multiply the gradients of the backwards to come by ``scale``."""
@@ -179,16 +166,17 @@ class StageModule:
 
     def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None) -> Tensor:
         """Return what the stage puts out for ``x`` without keeping anything; the modules are in evaluation mode."""
-        self._check(microbatch, "gets", x, self._input)
+        values = self._opened(microbatch, x)
         self.versions.install(version)
         with torch.no_grad():
-            for piece in self._pieces:
-                x = piece.run(x, target)
+            for number, piece in enumerate(self._pieces):
+                made = piece.run([values[v] for v in piece.reads], target)
+                values.update(zip(piece.makes, made, strict=True))
+                del made
+                self._forget(values, number)
         if self.takes_targets:
-            self._keep_loss(microbatch, x, trains=False)
-        elif self._output is not None:
-            self._check(microbatch, "puts out", x, self._output)
-        return x
+            self._keep_loss(microbatch, values[LOSS], trains=False)
+        return self._closed(microbatch, values)
 
     def backward(self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1) -> Tensor | None:
         """Return the gradient of the stage's input (None for the first stage) from that of its output.
@@ -198,50 +186,86 @@ class StageModule:
         It is one pass of autograd through all of them, unless the stage recomputes: then, for memory, one by one.
         """
         flights = [self._in_flight.pop(m) for m in range(microbatch - covers + 1, microbatch + 1)]
-        gradients = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
+        messages = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
+        known = [self._opened_back(message) for message in messages]
         together = covers if not any(piece.recompute for piece in self._pieces) else 1
         self.versions.install(version)
         self.versions.attach_gradient(version)
-        found: list[Tensor | None] = []
         for first in range(0, covers, together):
-            found += self._through(flights[first : first + together], gradients[first : first + together])
+            self._through(flights[first : first + together], known[first : first + together])
         self.versions.detach_gradient(version)
         self.versions.released(version)
-        entered = [x for x in found if x is not None]
-        if not entered:
+        if self.index == 0:
             return None
-        return entered[0] if covers == 1 else torch.stack(entered)
+        found = [packed([self._gradient(gradients, v) for v in self._input.trained]) for gradients in known]
+        return found[0] if covers == 1 else torch.stack(found)
 
-    def _through(self, flights: Sequence[InFlight], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run all pieces backward, each for all ``flights`` at once; return the gradients of what entered."""
+    def _through(self, flights: Sequence[InFlight], gradients: Sequence[dict[int, Tensor]]) -> None:
+        """Run all pieces backward, each for all ``flights`` at once, and add to the ``gradients`` of values."""
         for piece in reversed(self._pieces):
             everybodys = [flight.pieces.pop() for flight in flights]
             ends: list[GradientEdge] = []
             starts: list[Tensor | None] = []
-            for flight, held, gradient in zip(flights, everybodys, gradients, strict=True):
-                end = held.end if held.again is None else self._recomputed(piece, held, *held.again, flight)
-                if end is not None:
-                    ends.append(end)
-                    starts.append(self._seed if piece.loss is not None else gradient)
+            for flight, held, known in zip(flights, everybodys, gradients, strict=True):
+                found = held.ends if held.again is None else self._recomputed(piece, held, *held.again, flight)
+                held.ends = {}
+                for value in piece.makes:
+                    gradient = known.pop(value, None)
+                    if value in found and gradient is not None:
+                        ends.append(found[value])
+                        starts.append(gradient)
+                del found
             if ends:
                 torch.autograd.backward(ends, starts)
-            del ends
-            if any(held.wants_gradient and not held.gradient for held in everybodys):
-                raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
-            gradients = [held.gradient[0] if held.wants_gradient else None for held in everybodys]
-            for held in everybodys:
+            del ends, starts
+            for held, known in zip(everybodys, gradients, strict=True):
+                for value, gradient in held.gradients.items():
+                    known[value] = known[value] + gradient if value in known else gradient
+                if held.want and not any(value in known for value in held.want):
+                    raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
                 self._account.release(held.holding)
-        return gradients
 
-    def _recomputed(self, piece: Piece, held: Held, x: Tensor, random: Tensor, flight: InFlight) -> GradientEdge | None:
-        """Run a piece again on its input ``x``, with the randomness of the first time, and return its graph's end."""
+    def _recomputed(
+        self, piece: Piece, held: Held, entered: Sequence[Tensor], random: Tensor, flight: InFlight
+    ) -> dict[int, GradientEdge]:
+        """Run a piece again on what it read, with the randomness of the first time, and return its graph's ends."""
         with (
             with_random_state(random, self._device),
             buffers_kept(piece.modules),
             self._saving(held.holding, flight.accounted),
         ):
-            out = piece.run(self._entered(x, held), flight.target)
-        return get_gradient_edge(out) if out.requires_grad else None
+            made = piece.run(self._entered(piece, entered, held), flight.target)
+        return _ends(piece, made)
+
+    def _opened(self, microbatch: int, message: Tensor) -> dict[int, Tensor]:
+        self._check(microbatch, "gets", message, self._input.forward)
+        return self._input.opened(message)
+
+    def _closed(self, microbatch: int, values: Mapping[int, Tensor]) -> Tensor:
+        """Return the message of what goes out, or the loss."""
+        if self._output is None:
+            return values[LOSS]
+        for value, spec in zip(self._output.values, self._output.specs, strict=True):
+            self._check(microbatch, "puts out", values[value], spec)
+        return packed([values[value] for value in self._output.values])
+
+    def _opened_back(self, message: Tensor | None) -> dict[int, Tensor]:
+        if message is None:
+            return {LOSS: self._seed}
+        assert self._output is not None, "only where there is a stage behind does a gradient come"
+        return self._output.opened_back(message)
+
+    def _gradient(self, known: Mapping[int, Tensor], value: int) -> Tensor:
+        """Return the gradient of a value that came in; zeros where nothing depends on it."""
+        if value in known:
+            return known[value]
+        spec = self._input.spec(value)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+    def _forget(self, values: dict[int, Tensor], number: int) -> None:
+        """Keep of ``values`` those alone that are needed after piece ``number``."""
+        for value in values.keys() - self._needed[number]:
+            del values[value]
 
     def _keep_loss(self, microbatch: int, x: Tensor, trains: bool) -> None:
         """Read the value when it is there; on a GPU, waiting for it here would hold up what comes after."""
@@ -254,11 +278,11 @@ class StageModule:
 
         self._later(read)
 
-    def _entered(self, x: Tensor, held: Held) -> Tensor:
-        if not held.wants_gradient:
-            return x
-        entered: Tensor = _Entry.apply(self._anchor, x, held.gradient)  # type: ignore[no-untyped-call]
-        return entered
+    def _entered(self, piece: Piece, tensors: Sequence[Tensor], held: Held) -> list[Tensor]:
+        return [
+            _Entry.apply(self._anchor, x, held.gradients, value) if value in held.want else x  # type: ignore[no-untyped-call]
+            for value, x in zip(piece.reads, tensors, strict=True)
+        ]
 
     @contextmanager
     def _saving(self, holding: Holding, accounted: bool) -> Iterator[None]:
@@ -286,9 +310,10 @@ class StageModule:
         return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[Tensor]:
-        for module in self._modules:
-            yield from module.parameters()
-            yield from module.buffers()
+        for piece in self._pieces:
+            for module in piece.modules:
+                yield from module.parameters()
+                yield from module.buffers()
 
     def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
         """What is sent must be what the other end expects: gloo would reinterpret or abort."""
@@ -299,55 +324,10 @@ class StageModule:
             )
 
 
-def _pieces(
-    start: int,
-    stop: int,
-    layers: Sequence[nn.Module],
-    loss: Loss | None,
-    checkpoint: Sequence[tuple[int, int]],
-) -> list[Piece]:
-    """Cut layers ``start..stop``, of which ``loss`` is the last if it is there, into stored and recomputed pieces."""
-    pieces = []
-    position = start
-
-    def add(first: int, last: int, recompute: bool) -> None:
-        with_loss = loss is not None and last == stop
-        modules = tuple(layers[first - start : (last - 1 if with_loss else last) - start])
-        pieces.append(Piece(modules, loss if with_loss else None, recompute))
-
-    for first, last in checkpoint:
-        if position < first:
-            add(position, first, False)
-        add(first, last, True)
-        position = last
-    if position < stop:
-        add(position, stop, False)
-    return pieces
-
-
-def _trains(piece: Piece) -> bool:
-    return any(parameter.requires_grad for module in piece.modules for parameter in module.parameters())
+def _ends(piece: Piece, made: Sequence[Tensor]) -> dict[int, GradientEdge]:
+    """Return where the graphs of what a piece made end, for what has one."""
+    return {v: get_gradient_edge(out) for v, out in zip(piece.makes, made, strict=True) if out.requires_grad}
 
 
 def _names(piece: Piece) -> str:
-    names = [type(module).__name__ for module in piece.modules]
-    return ", ".join(names) if names else "the loss"
-
-
-@contextmanager
-def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
-    originals = [
-        (owner, name, buffer)
-        for module in dict.fromkeys(modules)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    for owner, name, buffer in originals:
-        owner._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for owner, name, buffer in originals:
-            owner._buffers[name] = buffer
+    return ", ".join(layer.name for layer in piece.layers)

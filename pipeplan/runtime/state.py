@@ -33,12 +33,16 @@ def own_layers(script: Script, s: int, model: LoadedModel) -> range:
 
 
 def model_state(script: Script, stages: list[int], model: LoadedModel) -> dict[str, Tensor]:
-    """Return the state of the layers of ``stages``, named as in the whole ``nn.Sequential``."""
+    """Return the state of the layers of ``stages``, named as in the whole model, whose first stage has the rest."""
     state: dict[str, Tensor] = {}
     for s in stages:
         for i in own_layers(script, s, model):
-            module = model.layers[i][1]
-            state |= {f"{model.keys[i]}.{key}": value for key, value in module.state_dict().items()}
+            for key, value in model.layers[i][1].state_dict().items():
+                name = model.full_name(i, key)
+                if name is not None:
+                    state[name] = value
+    if model.traced is not None and 0 in stages:
+        state |= model.traced.unused
     return state
 
 
@@ -58,8 +62,9 @@ def trained_state(
         for i in own_layers(script, s, model):
             for name, parameter in model.layers[i][1].named_parameters(remove_duplicate=False):
                 index = runners[s].versions.place_of(parameter)
-                if index is not None:
-                    state[f"{model.keys[i]}.{name}"] = runners[s].versions.master(index)
+                full = model.full_name(i, name)
+                if index is not None and full is not None:
+                    state[full] = runners[s].versions.master(index)
     return state
 
 
@@ -127,7 +132,7 @@ def _weights(script: Script, s: int, model: LoadedModel, runner: StageModule) ->
     for i in own_layers(script, s, model):
         for name, parameter in model.layers[i][1].named_parameters():
             index = runner.versions.place_of(parameter)
-            if index is not None and index not in seen:
+            full = model.full_name(i, name)
+            if index is not None and index not in seen and full is not None:
                 seen.add(index)
-                full = f"{model.keys[i]}.{name}"
                 yield model.first_names.get(full, full), index

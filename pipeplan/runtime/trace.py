@@ -14,7 +14,7 @@ import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..errors import BadInput
-from .network import LayerCode, Network, kind_of
+from .network import LayerCode, Network, buffers_kept, kind_of
 
 _ADVICE = (
     "Return its layers as an nn.Sequential or a list of modules, or write the part without branches on tensor values, "
@@ -51,7 +51,7 @@ def trace_module(module: nn.Module, example_input: Any, device: str = "cpu") -> 
         leaves = [next(tensors) if isinstance(x, fx.Node) else x for x in results]
         return pytree.tree_unflatten(leaves, structure)
 
-    return Network(network.layers, network.inputs, network.outputs, restored, chain=False)
+    return replace(network, structure=restored)
 
 
 def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, Any]:
@@ -137,7 +137,7 @@ class _Facts:
                 if source is not None:
                     free.add(node)  # chunk, split, unbind: the getitem of each part is what makes it
                     storage[node] = storage[source]
-            if node not in free and node.op == "call_function" and node in tensors and not _written(node):
+            if node not in free and node.op == "call_function" and node in tensors and not written_by(node):
                 for source in node.all_input_nodes:
                     if source in tensors and _shows_all(tensors[node], tensors[source]) and source not in constant:
                         same[node] = same.get(source, source)
@@ -162,7 +162,7 @@ def _results(graph: fx.GraphModule, arguments: Sequence[Tensor]) -> dict[fx.Node
 
     fake = any(isinstance(x, FakeTensor) for x in (*arguments, *graph.parameters()))
     mode = nullcontext() if fake else FakeTensorMode(allow_non_fake_inputs=True)
-    with mode as entered, torch.no_grad():
+    with buffers_kept([graph]), mode as entered, torch.no_grad():  # small whole numbers are counted on, fake or not
         flat = [x if entered is None else entered.from_tensor(x) for x in arguments]
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         known = iter(flat)
@@ -181,7 +181,7 @@ def _constants(graph: fx.GraphModule) -> set[fx.Node]:
             constant.add(node)
             if isinstance(_attribute(graph, str(node.target)), nn.Parameter):
                 trained.add(node)
-        elif node.op == "call_function" and not _random(node) and not _written(node):
+        elif node.op == "call_function" and not _random(node) and not written_by(node):
             sources = node.all_input_nodes
             if all(n in constant for n in sources) and (_is_view(node) or not trained.intersection(sources)):
                 constant.add(node)
@@ -208,7 +208,7 @@ def _is_view(node: fx.Node) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that ``node`` changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -261,7 +261,7 @@ def _groups(graph: fx.GraphModule, module: nn.Module, facts: _Facts) -> list[_Gr
             group.nodes.append(node)
             producer[node] = group
             continue
-        written = _written(node)
+        written = written_by(node)
         if written and all(n.op == "get_attr" for n in written):
             waiting.append(node)
             continue
@@ -305,7 +305,7 @@ def _merged_in_place(facts: _Facts, groups: list[_Group]) -> list[_Group]:
     home = {node: index for index, group in enumerate(groups) for node in group.nodes}
     reach = list(range(len(groups)))  # the last group that must be in one layer with this one
     for node, index in home.items():
-        for source in _written(node):
+        for source in written_by(node):
             base = facts.storage.get(source, source)
             if base.op == "get_attr":
                 continue
@@ -372,7 +372,9 @@ def _network(
         )
     ordered = sorted(inputs, key=lambda n: inputs[n])
     tensors = tuple(arguments[inputs[n]] for n in ordered)
-    return Network(tuple(layers), tensors, tuple(numbers[n] for n in last), _listed, chain=False)
+    shapes = {number: (tuple(facts.tensors[n].shape), facts.tensors[n].dtype) for n, number in numbers.items()}
+    shapes |= {i: (tuple(x.shape), x.dtype) for i, x in enumerate(tensors)}
+    return Network(tuple(layers), tensors, tuple(numbers[n] for n in last), _listed, chain=False, shapes=shapes)
 
 
 def _needed(facts: _Facts, group: _Group, index: int, home: dict[fx.Node, int]) -> Iterator[fx.Node]:

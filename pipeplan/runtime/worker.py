@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from ..errors import BadInput
 from .account import Account
 from .collective import (
     agree,
@@ -42,6 +44,7 @@ from .milestones import Milestones
 from .model import LoadedModel, TensorSpec, check_model, load_model, load_weights
 from .operation_times import RankMeasurement
 from .optimizers import schedule_maker
+from .pieces import cut_of, stage_of
 from .prepare import Script
 from .recorder import Recorder, recorder_of
 from .renewal import read_weights_themselves
@@ -64,6 +67,11 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     script = job.script()
     stages = job.plan.allocation.stages
     model = load_model(job.model, job.plan.chain.microbatch, job.seed, device)
+    if model.traced is not None:
+        _refuse_traced(job, script)
+        from .traced import fitted
+
+        model = fitted(model, job.plan.chain, [stage.start for stage in stages[1:]])
     if job.load is not None:
         load_weights(model, job.load)
     check_ties(model, job.plan.chain, [stage.start for stage in stages[1:]])
@@ -74,7 +82,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     if half is not None:
         own = [i for s in script.stages_of(rank) for i in own_layers(script, s, model)]
         model, masters = halved(model, half, own, device)
-    check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
+    if model.traced is None:
+        check_model(model, job.plan.chain, [stage.start for stage in stages[1:]])
     for s in script.stages_of(rank):
         place([model.layers[i][1] for i in own_layers(script, s, model)], device)
     if isinstance(model.loss, nn.Module):
@@ -204,15 +213,30 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         trained = trained_state(script, first_replicas(script, rank), model, runners)
         everybodys = gathered(rank, {key: value.cpu() for key, value in trained.items()})
         if everybodys is not None:
-            _write(Path(job.save), {key: value for state in everybodys for key, value in state.items()})
+            whole = {key: value for state in everybodys for key, value in state.items()}
+            aliases = {} if model.traced is None else model.traced.aliases
+            _write(Path(job.save), whole | {alias: whole[name] for alias, name in aliases.items()})
     dist.destroy_process_group()
     return make_report(script, measurements) if measurements is not None else None
 
 
-def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _refuse_traced(job: Job, script: Script) -> None:
+    """Raise BadInput with one sentence for what cannot be done with a traced model."""
+    what = {
+        "evaluated, as its trace is that of its training": job.evaluates,
+        "run on torch's engine": job.engine == "torch",
+        "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
+        "differentiated with newer weights than those of its forwards (weights latest)": script.renews,
+    }
+    for words, asked in what.items():
+        if asked:
+            raise BadInput(f"model: {job.model.build} is traced and cannot be {words}; return its layers as a list")
+
+
+def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device) -> tuple[Tensor, Any]:
     epoch, index = divmod(microbatch, job.epoch) if job.epoch else (0, microbatch)
     x, target = model.data(index, job.seed + epoch)
-    return moved(x, device), moved(target, device)
+    return moved(x, device), pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, device), target)
 
 
 def _tensors(script: Script, s: int, model: LoadedModel, masters: dict[nn.Parameter, Tensor]) -> Iterator[Tensor]:
@@ -254,15 +278,11 @@ def _stage_module(
     has_loss = stage.stop == len(script.plan.chain)
     return StageModule(
         index=s,
-        start=stage.start,
-        stop=stage.stop,
-        layers=modules,
-        loss=model.loss if has_loss else None,
-        checkpoint=stage.checkpoint,
+        pieces=stage_of(model, stage.start, stage.stop, stage.checkpoint),
+        cuts=(cut_of(model, stage.start), None if has_loss else cut_of(model, stage.stop)),
         versions=versions,
         account=account,
         divisor=script.interval,
-        boundaries=(model.boundaries[stage.start], None if has_loss else model.boundaries[stage.stop]),
         renews=script.renews,
         device=device,
         later=recorder.later,
@@ -283,8 +303,8 @@ def _edge_specs(script: Script, model: LoadedModel) -> dict[Edge, TensorSpec]:
     specs: dict[Edge, TensorSpec] = {}
     covers = script.program.batch
     for s, stage in enumerate(script.plan.allocation.stages[:-1]):
-        spec = model.boundaries[stage.stop]
-        specs["F", s] = spec
+        cut = cut_of(model, stage.stop)
+        specs["F", s], spec = cut.forward, cut.backward
         specs["B", s + 1] = spec if covers == 1 else TensorSpec((covers, *spec.shape), spec.dtype)
     return specs
 
