@@ -157,11 +157,16 @@ def pairs(index, seed):
 
 
 class SharedNorm(nn.Module):
-    """A batch norm that is called twice."""
+    """The statistics of one batch norm, which is called twice."""
 
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def norm(self, x):
+        return functional.batch_norm(x, self.mean, self.variance, training=True)
 
     def forward(self, x):
         return self.norm(self.two(self.norm(self.one(x))))
