@@ -162,6 +162,21 @@ def test_a_checkpoint_goes_on_with_other_cuts(tmp_path):
     assert report.losses[0] == pytest.approx(traced_cases.text_loss(module(x), target).item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("devices", [((0,), (1,), (2,)), ((0,), (1,), (0,))])
+def test_stages_of_a_graph_share_weights(devices, tmp_path):
+    """The head's weight is that of an embedding in the first stage, which may be on the same device."""
+    build = traced_cases.entwined
+    profile = chain(build)
+    stages = stages_of(profile, ("blocks.0.mix", "head"), devices)
+    folder = tmp_path / "checkpoints"
+    plan = plan_of(profile, stages, weights="flush", accumulate=3, optimizer="adam")
+    run(plan, build, tmp_path, steps=2, lr=0.01, checkpoint=folder)
+    report, state = run(plan, build, tmp_path, steps=4, lr=0.01, checkpoint=folder, resume=True)
+    losses, expected = serial(build, steps=4, accumulate=3, optimizer="adam", lr=0.01)
+    assert equal(report.losses, losses[6:])
+    assert largest_difference(state, expected) < 1e-6
+
+
 def test_several_inputs_outputs_and_targets_by_threads(tmp_path):
     """The first stage only passes one input on; what arrives decides the order, and messages are late."""
     build = traced_cases.two_inputs

@@ -88,14 +88,14 @@ class Attention(nn.Module):
 class Transformer(nn.Module):
     """Tokens that are read at both ends, a mask of constants and of tokens, and a head that shares its weight."""
 
-    def __init__(self, width=8, vocabulary=11, length=5, blocks=2, tied=False):
+    def __init__(self, width=8, vocabulary=11, length=5, blocks=2, tied=None):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Attention(width, 2) for _ in range(blocks))
         self.again = nn.Embedding(vocabulary, width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.again.weight
+        if tied is not None:
+            self.head.weight = getattr(self, tied).weight
         self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, width), requires_grad=False)
 
     def forward(self, tokens):
@@ -119,7 +119,12 @@ def transformer(batch):
 
 def tied_transformer(batch):
     torch.manual_seed(5)
-    return Transformer(tied=True), torch.zeros(batch, 5, dtype=torch.int64), text_loss
+    return Transformer(tied="again"), torch.zeros(batch, 5, dtype=torch.int64), text_loss
+
+
+def entwined(batch):
+    torch.manual_seed(5)
+    return Transformer(tied="tokens"), torch.zeros(batch, 5, dtype=torch.int64), text_loss
 
 
 def tokens(index, seed):
@@ -186,6 +191,7 @@ DATA = {
     residual: images,
     transformer: tokens,
     tied_transformer: tokens,
+    entwined: tokens,
     two_inputs: pairs,
     shared_norm: vectors,
 }

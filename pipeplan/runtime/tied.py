@@ -48,7 +48,8 @@ class Tie:
 def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
     """Raise BadInput, naming the first difference, unless ``model`` shares weights as ``chain``, its profile, says.
 
-    Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers.
+    Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers, but for
+    those that layers of a traced model only read.
     """
     found = tied_layers(model.layers)
     known, real = _together(chain.tied), _together(found)
@@ -66,7 +67,7 @@ def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
     stage_of = [sum(cut <= layer for cut in cuts) for layer in range(len(model.layers))]
     first: dict[int, tuple[int, Tensor]] = {}  # storage -> who has it
     for layer, (_, module) in enumerate(model.layers):
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in (*module.parameters(), *(module.buffers() if model.traced is None else ())):
             where, same = first.setdefault(tensor.untyped_storage()._cdata, (layer, tensor))
             if stage_of[where] == stage_of[layer] or not tensor.numel():
                 continue
@@ -115,7 +116,8 @@ def separated(script: Script, rank: int, model: LoadedModel) -> LoadedModel:
             for i, copy in zip(own, deepcopy(modules), strict=True):
                 layers[i] = layers[i][0], copy
         seen |= parameters
-    return replace(model, layers=layers)
+    traced = None if model.traced is None else model.traced.with_modules([module for _, module in layers])
+    return replace(model, layers=layers, traced=traced)
 
 
 def copies_added(script: Script, s: int, ties: Iterable[Tie]) -> int:

@@ -48,6 +48,17 @@ class Traced:
         values = tuple(sorted(behind - made))
         return Cut(values, tuple(self.specs[v] for v in values), tuple(v for v in values if v in self.trained))
 
+    def with_modules(self, modules: Sequence[nn.Module]) -> Traced:
+        """Return the same with copies for modules: one for each of the groups, but for the loss alone."""
+        groups = list(self.groups)
+        for index, module in enumerate(modules):
+            parts = [module] if len(groups[index]) == 1 else list(module.children())
+            groups[index] = tuple(
+                replace(code, module=part, run=part if code.run is code.module else code.run)
+                for code, part in zip(groups[index], parts, strict=True)
+            )
+        return replace(self, groups=tuple(groups))
+
 
 def load_traced(module: nn.Module, example_input: Any, loss: Loss, data: Data, device: torch.device) -> LoadedModel:
     """Trace ``module`` and return it as a model, each layer of the trace a layer of its own."""
