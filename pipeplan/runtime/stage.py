@@ -77,9 +77,8 @@ def _at_once(action: Callable[[], None]) -> None:
 class StageModule:
     """The ``pieces`` of a stage, the one with the loss last, between two ``cuts``; there is none behind the loss.
 
-    What comes in and goes out are the messages of the cuts. The
-    gradient of the loss is divided by ``divisor``, the microbatches of an update, so that updates see means, and
-    multiplied by a loss scale if there is one. With
+    What comes in and goes out are the messages of the cuts. The gradient of the loss is divided by ``divisor``, the
+    microbatches of an update, so that updates see means, and multiplied by a loss scale if there is one. With
     ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
     stored activations, recomputed ones run again with the backward's version. The layers are on ``device``;
     ``later(action)`` does what must wait until the device has computed what it was given so far.

@@ -111,7 +111,14 @@ def restore(
 ) -> None:
     """Take up training where ``checkpoint`` left it, whichever plan wrote it."""
     trained = {name for s, runner in runners.items() for name, _ in _weights(script, s, model, runner)}
-    loaded = read(checkpoint, dict(trained_state(script, script.stages_of(rank), model, runners)), trained)
+    state = trained_state(script, script.stages_of(rank), model, runners)
+    loaded = read(checkpoint, dict(state), trained)
+    for s in runners:
+        for name, tensor in trained_state(script, [s], model, runners).items():
+            if (
+                tensor.data_ptr() != state[name].data_ptr()
+            ):  # of copies under one name only the last one has been filled
+                tensor.copy_(state[name])
     given: set[str] = set()
     for s, runner in runners.items():
         for name, index in _weights(script, s, model, runner):
