@@ -125,12 +125,10 @@ def load_weights(model: LoadedModel, path: str) -> None:
     """Give ``model`` the state in a file that ``run --save`` or ``torch.save(model.state_dict())`` wrote."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if model.traced is not None:
-            model.traced.module.load_state_dict(state)
-            return
         left = dict(state)
-        for key, (_, module) in zip(model.keys, model.layers, strict=True):
-            own = {name: left.pop(f"{key}.{name}") for name in module.state_dict()}
+        parts = [(f"{key}.", module) for key, (_, module) in zip(model.keys, model.layers, strict=True)]
+        for prefix, module in parts if model.traced is None else [("", model.traced.module)]:
+            own = {name: left.pop(f"{prefix}{name}") for name in module.state_dict()}
             module.load_state_dict(own)
     except KeyError as error:
         raise BadInput(f"{path}: has no {error.args[0]!r}, which the model has") from error

@@ -28,8 +28,7 @@ class Traced:
     """The ``module`` that was traced, and its network in ``groups``: one for each of the plan's layers, loss included.
 
     ``specs`` are the values', ``trained`` those that gradients come back for. ``names[i]`` are the names in the state
-    of ``module`` of what is in the state of layer i; of names of one tensor the first, that ``aliases`` has for the
-    others. ``unused`` is what no layer has.
+    of ``module`` of what is in the state of layer i, of names of one tensor the first. ``unused`` is what no layer has.
     """
 
     module: nn.Module
@@ -38,7 +37,6 @@ class Traced:
     specs: Mapping[int, TensorSpec]
     trained: frozenset[int]
     names: tuple[Mapping[str, str], ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)
 
     def cut(self, position: int) -> Cut:
@@ -106,20 +104,22 @@ def _grouped(model: LoadedModel, traced: Traced) -> LoadedModel:
         if group[0].makes != (LOSS,)
     ]
     first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     whole = {k: x for k, x in traced.module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     for name, tensor in whole.items():
         if first.setdefault(_identity(tensor), name) != name:
-            aliases[name] = first[_identity(tensor)]
+            first_names[name] = first[_identity(tensor)]
     names = tuple(
         {k: first[_identity(x)] for k, x in module.state_dict(keep_vars=True).items() if _identity(x) in first}
         for _, module in layers
     )
     used = {name for known in names for name in known.values()}
-    unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in aliases}
-    traced = replace(traced, names=names, aliases=aliases, unused=unused)
+    unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in first_names}
+    traced = replace(traced, names=names, unused=unused)
     boundaries = [traced.cut(position).forward for position in range(len(traced.groups))]
-    return replace(model, layers=layers, keys=[""] * len(layers), boundaries=boundaries, traced=traced)
+    return replace(
+        model, layers=layers, keys=[""] * len(layers), boundaries=boundaries, first_names=first_names, traced=traced
+    )
 
 
 def _identity(tensor: Tensor) -> Any:

@@ -214,8 +214,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         everybodys = gathered(rank, {key: value.cpu() for key, value in trained.items()})
         if everybodys is not None:
             whole = {key: value for state in everybodys for key, value in state.items()}
-            aliases = {} if model.traced is None else model.traced.aliases
-            _write(Path(job.save), whole | {alias: whole[name] for alias, name in aliases.items()})
+            _write(Path(job.save), {name: whole[first] for name, first in model.first_names.items()} | whole)
     dist.destroy_process_group()
     return make_report(script, measurements) if measurements is not None else None
 
