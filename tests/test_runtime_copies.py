@@ -10,7 +10,8 @@ from torch.nn.utils import parametrizations  # noqa: E402
 
 from pipeplan.errors import BadInput  # noqa: E402
 from pipeplan.runtime.copies import refuse_copies  # noqa: E402
-from pipeplan.runtime.model import ModelSpec, TensorSpec, load_model  # noqa: E402
+from pipeplan.runtime.loading import load_model  # noqa: E402
+from pipeplan.runtime.model import ModelSpec, TensorSpec  # noqa: E402
 
 FEATURES = TensorSpec((4, 6), torch.float32)
 SEQUENCE = TensorSpec((4, 5, 6), torch.float32)

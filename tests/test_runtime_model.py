@@ -9,7 +9,8 @@ from torch import nn  # noqa: E402
 
 from pipeplan.errors import BadInput  # noqa: E402
 from pipeplan.problem import Chain, Layer  # noqa: E402
-from pipeplan.runtime.model import ModelSpec, check_model, find, load_model  # noqa: E402
+from pipeplan.runtime.loading import load_model  # noqa: E402
+from pipeplan.runtime.model import ModelSpec, check_model, find  # noqa: E402
 
 
 def test_a_zoo_model_brings_its_data_and_is_seeded():

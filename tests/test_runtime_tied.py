@@ -25,7 +25,8 @@ from pipeplan.runtime.dry_run import word  # noqa: E402
 from pipeplan.runtime.half import HalfOptions  # noqa: E402
 from pipeplan.runtime.instructions import Backward, Forward, ReduceTied, sentence  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
-from pipeplan.runtime.model import LoadedModel, ModelSpec, boundaries_of, load_model, load_weights  # noqa: E402
+from pipeplan.runtime.loading import load_model  # noqa: E402
+from pipeplan.runtime.model import LoadedModel, ModelSpec, boundaries_of, load_weights  # noqa: E402
 from pipeplan.runtime.prepare import message_driven_plan, prepare  # noqa: E402
 from pipeplan.runtime.tied import check_ties, separated, ties_of  # noqa: E402
 from pipeplan.validate import violations  # noqa: E402

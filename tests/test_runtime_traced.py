@@ -18,8 +18,9 @@ from pipeplan.errors import BadInput  # noqa: E402
 from pipeplan.granularity import merge_articulation, merge_share  # noqa: E402
 from pipeplan.plan import Stage  # noqa: E402
 from pipeplan.runtime.launch import run_plan  # noqa: E402
-from pipeplan.runtime.model import ModelSpec, TensorSpec, load_model  # noqa: E402
-from pipeplan.runtime.pieces import Cut, message_spec, packed, unpacked  # noqa: E402
+from pipeplan.runtime.loading import load_model  # noqa: E402
+from pipeplan.runtime.model import ModelSpec, TensorSpec  # noqa: E402
+from pipeplan.runtime.pieces import Cut, message_spec, packed, traced_cut, unpacked  # noqa: E402
 from pipeplan.runtime.prepare import message_driven_plan  # noqa: E402
 from pipeplan.runtime.traced import fitted  # noqa: E402
 
@@ -87,7 +88,7 @@ def test_a_traced_model_trains_as_the_module_does(build, shape, tmp_path):
 
 def test_several_values_cross_the_cuts_and_some_are_only_passed_on():
     traced = load_model(spec_of(traced_cases.transformer), 4, 0).traced
-    middle = traced.cut(position(chain(traced_cases.transformer), "blocks.1.mix"))
+    middle = traced_cut(traced, position(chain(traced_cases.transformer), "blocks.1.mix"))
     assert [str(spec) for spec in middle.specs] == [
         "int64 (4, 5)", "bool (4, 1, 5, 5)", "float32 (4, 5, 8)", "float32 (4, 5, 8)",
     ]  # fmt: skip

@@ -1,13 +1,13 @@
-"""The model that a run trains: found by name, built on every rank, and checked against the profile of the plan."""
+"""The model that a run trains: what it is, where its parts are found, and whether it is what the plan is for."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,8 @@ from ..errors import BadInput
 from ..problem import Chain
 from ..zoo import load
 from ..zoo.model import Model
-from .device import CPU
-from .network import resident
-from .profiler import LOSS_NAME, Loss, checked_model, contract, is_whole
-
-if TYPE_CHECKING:
-    from .traced import Traced
+from .network import LayerCode, Network, resident
+from .profiler import LOSS_NAME, Loss
 
 Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
 
@@ -55,6 +51,34 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """The ``module`` that was traced, and its network in ``groups``: one for each of the plan's layers, loss included.
+
+    ``specs`` are the values', ``trained`` those that gradients come back for. ``names[i]`` are the names in the state
+    of ``module`` of what is in the state of layer i, of names of one tensor the first. ``unused`` is what no layer has.
+    """
+
+    module: nn.Module
+    network: Network
+    groups: tuple[tuple[LayerCode, ...], ...]
+    specs: Mapping[int, TensorSpec]
+    trained: frozenset[int]
+    names: tuple[Mapping[str, str], ...] = ()
+    unused: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def with_modules(self, modules: Sequence[nn.Module]) -> Traced:
+        """Return the same with copies for modules: one for each of the groups, but for the loss alone."""
+        groups = list(self.groups)
+        for index, module in enumerate(modules):
+            parts = [module] if len(groups[index]) == 1 else list(module.children())
+            groups[index] = tuple(
+                replace(code, module=part, run=part if code.run is code.module else code.run)
+                for code, part in zip(groups[index], parts, strict=True)
+            )
+        return replace(self, groups=tuple(groups))
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """A built model: its layers with names, what goes into it, its loss and its data.
 
@@ -78,36 +102,8 @@ class LoadedModel:
         return f"{self.keys[layer]}.{name}"
 
 
-def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
-    """Find and build the model of ``spec`` for microbatches of ``batch`` samples; BadInput says what is wrong with it.
-
-    ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one. The
-    layers stay where they are built; the pass that sizes what lies between them visits ``device``, layer by layer.
-    """
-    build = _builder(spec)
-    data = data_of(spec, batch)
-    torch.manual_seed(seed)
-    result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
-    whole, example, loss = contract(result)
-    if is_whole(whole):
-        from .traced import load_traced
-
-        return load_traced(whole, example, loss, data, device)
-    layers, example_input, loss = checked_model(result)
-    for _, module in layers:
-        module.train()
-    keys = _keys(result[0])
-    return LoadedModel(
-        layers=layers,
-        keys=keys,
-        loss=loss,
-        data=data,
-        boundaries=boundaries_of([module for _, module in layers], example_input.to(device)),
-        first_names=_first_names(keys, [module for _, module in layers]),
-    )
-
-
-def _builder(spec: ModelSpec) -> Any:
+def builder_of(spec: ModelSpec) -> Any:
+    """Return the zoo model, or the user's function, that builds the model of ``spec``."""
     return find(spec.build) if ":" in spec.build else load(spec.build)
 
 
@@ -115,7 +111,7 @@ def data_of(spec: ModelSpec, batch: int) -> Data:
     """Return the data of ``spec`` in microbatches of ``batch`` samples; BadInput when nothing names any."""
     if spec.data is not None:
         return find(spec.data)  # type: ignore[no-any-return]  # callable, as find checks
-    build = _builder(spec)
+    build = builder_of(spec)
     if isinstance(build, Model):
         return build.data(batch)
     raise BadInput(f"model {spec.build}: needs data to train on; name a data(index, seed) as module:function")
@@ -158,25 +154,6 @@ def find(text: str) -> Any:
     if not callable(found):
         raise BadInput(f"{text}: is a {type(found).__name__}, which cannot be called")
     return found
-
-
-def _keys(layers: Any) -> list[str]:
-    if isinstance(layers, nn.Sequential):
-        return list(layers._modules)
-    return [str(index) for index in range(len(layers))]
-
-
-def _first_names(keys: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, str]:
-    first: dict[nn.Parameter, str] = {}
-    for key, module in zip(keys, layers, strict=True):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            first.setdefault(parameter, f"{key}.{name}")
-    return {
-        f"{key}.{name}": first[parameter]
-        for key, module in zip(keys, layers, strict=True)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if first[parameter] != f"{key}.{name}"
-    }
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:

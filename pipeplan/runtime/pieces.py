@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .model import LoadedModel, TensorSpec
+from .model import LoadedModel, TensorSpec, Traced
 from .network import LOSS, TARGET, LayerCode, chain_layers, loss_layer, only
 
 
@@ -164,15 +164,23 @@ def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]
 def cut_of(model: LoadedModel, position: int) -> Cut:
     """Return the cut before layer ``position`` of ``model``."""
     if model.traced is not None:
-        return model.traced.cut(position)
+        return traced_cut(model.traced, position)
     return Cut.of_chain(position, model.boundaries[position])
+
+
+def traced_cut(traced: Traced, position: int) -> Cut:
+    """Return the cut before layer ``position`` of the plan."""
+    behind = {v for group in traced.groups[position:] for code in group for v in code.reads} - {TARGET}
+    made = {v for group in traced.groups[position:] for code in group for v in code.makes}
+    values = tuple(sorted(behind - made))
+    return Cut(values, tuple(traced.specs[v] for v in values), tuple(v for v in values if v in traced.trained))
 
 
 def stage_of(model: LoadedModel, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
     """Return the pieces of layers ``start..stop`` of ``model``, the loss counted as the last one."""
     if model.traced is not None:
         groups = model.traced.groups[start:stop]
-        return pieces_of(start, groups, checkpoint, model.traced.cut(stop).values)
+        return pieces_of(start, groups, checkpoint, traced_cut(model.traced, stop).values)
     count = len(model.layers)
     layers = [*chain_layers(model.layers[start:stop], start)]
     if stop > count:

@@ -7,7 +7,7 @@ with neighbours merged, the loss among them; then several layers of the trace ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,45 +17,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import BadInput
 from ..problem import Chain
-from .model import Data, LoadedModel, TensorSpec
-from .network import LOSS, TARGET, LayerCode, Loss, Network, loss_layer
-from .pieces import Cut, packed
+from .model import Data, LoadedModel, TensorSpec, Traced
+from .network import LOSS, LayerCode, Loss, Network, loss_layer
+from .pieces import packed, traced_cut
 from .trace import trace_module, written_by
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The ``module`` that was traced, and its network in ``groups``: one for each of the plan's layers, loss included.
-
-    ``specs`` are the values', ``trained`` those that gradients come back for. ``names[i]`` are the names in the state
-    of ``module`` of what is in the state of layer i, of names of one tensor the first. ``unused`` is what no layer has.
-    """
-
-    module: nn.Module
-    network: Network
-    groups: tuple[tuple[LayerCode, ...], ...]
-    specs: Mapping[int, TensorSpec]
-    trained: frozenset[int]
-    names: tuple[Mapping[str, str], ...] = ()
-    unused: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def cut(self, position: int) -> Cut:
-        """Return the cut before layer ``position`` of the plan."""
-        behind = {v for group in self.groups[position:] for code in group for v in code.reads} - {TARGET}
-        made = {v for group in self.groups[position:] for code in group for v in code.makes}
-        values = tuple(sorted(behind - made))
-        return Cut(values, tuple(self.specs[v] for v in values), tuple(v for v in values if v in self.trained))
-
-    def with_modules(self, modules: Sequence[nn.Module]) -> Traced:
-        """Return the same with copies for modules: one for each of the groups, but for the loss alone."""
-        groups = list(self.groups)
-        for index, module in enumerate(modules):
-            parts = [module] if len(groups[index]) == 1 else list(module.children())
-            groups[index] = tuple(
-                replace(code, module=part, run=part if code.run is code.module else code.run)
-                for code, part in zip(groups[index], parts, strict=True)
-            )
-        return replace(self, groups=tuple(groups))
 
 
 def load_traced(module: nn.Module, example_input: Any, loss: Loss, data: Data, device: torch.device) -> LoadedModel:
@@ -64,7 +29,7 @@ def load_traced(module: nn.Module, example_input: Any, loss: Loss, data: Data, d
     specs = {v: TensorSpec(shape, dtype) for v, (shape, dtype) in network.shapes.items()}
     groups = tuple((code,) for code in (*network.layers, loss_layer(loss, network.outputs, network.structure)))
     traced = Traced(module, network, groups, specs, frozenset(_trained(network, specs)))
-    inputs = traced.cut(0)
+    inputs = traced_cut(traced, 0)
 
     def entering(index: int, seed: int) -> tuple[Tensor, Any]:
         x, target = data(index, seed)
@@ -116,7 +81,7 @@ def _grouped(model: LoadedModel, traced: Traced) -> LoadedModel:
     used = {name for known in names for name in known.values()}
     unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in first_names}
     traced = replace(traced, names=names, unused=unused)
-    boundaries = [traced.cut(position).forward for position in range(len(traced.groups))]
+    boundaries = [traced_cut(traced, position).forward for position in range(len(traced.groups))]
     return replace(
         model, layers=layers, keys=[""] * len(layers), boundaries=boundaries, first_names=first_names, traced=traced
     )
@@ -193,8 +158,8 @@ def _check(traced: Traced, chain: Chain, cuts: Sequence[int]) -> None:
             )
     _check_edges(traced, chain)
     for cut in cuts:
-        if not traced.cut(cut).trained:
-            crossing = " and ".join(map(str, traced.cut(cut).specs))
+        if not traced_cut(traced, cut).trained:
+            crossing = " and ".join(map(str, traced_cut(traced, cut).specs))
             raise BadInput(f"model: {crossing} crosses the cut before layer {cut} and carries no gradient")
     _check_buffers(traced, chain, cuts)
 

@@ -37,11 +37,12 @@ from .instructions import Edge
 from .job import Job
 from .launcher import Gate, Launcher
 from .links import open_links
+from .loading import load_model
 from .loss_scale import Scaling
 from .measure import RunReport, make_report
 from .message_driven import arrival_order
 from .milestones import Milestones
-from .model import LoadedModel, TensorSpec, check_model, load_model, load_weights
+from .model import LoadedModel, TensorSpec, check_model, load_weights
 from .operation_times import RankMeasurement
 from .optimizers import schedule_maker
 from .pieces import cut_of, stage_of
