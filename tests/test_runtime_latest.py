@@ -352,6 +352,7 @@ def test_activations_and_versions_are_ordered_as_predicted():
     assert versions["stash"] == [3, 2, 1]
 
 
+@pytest.mark.alone
 def test_a_run_takes_the_period_that_its_operations_allow():
     """Two stages of two pauses each, mini-batches of two microbatches: 60 ms per microbatch when the stages overlap."""
     chain = chain_of(runtime_cases.pausing, 4)

@@ -194,6 +194,7 @@ def test_a_run_equals_training_in_one_process(case, tmp_path):
         assert [a.measured_bytes for a in report.activations] == [a.planned_bytes for a in report.activations]
 
 
+@pytest.mark.alone
 def test_a_pipeline_runs_at_the_period_that_its_operations_allow():
     """Two stages of two pauses each: 60 ms per microbatch when they overlap, 120 ms when they don't."""
     chain = chain_of(runtime_cases.pausing, 4)

@@ -115,6 +115,7 @@ def step_times(layers, x, target, loss, steps):
     return sorted(times)[steps // 2]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hold", ["all", "one"])
 @pytest.mark.parametrize(("name", "batch"), [("gpt-tiny", 16), ("small-cnn", 32), ("lstm", 64)])
 def test_layer_times_sum_to_the_whole_step_within_a_tenth(name, batch, hold):

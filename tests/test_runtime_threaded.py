@@ -50,6 +50,7 @@ def pausing_plan(microbatches, limit):
     return replace(plan, platform=Platform(plan.platform.devices, plan.platform.levels, full_duplex=True))
 
 
+@pytest.mark.alone
 def test_a_larger_limit_hides_a_slow_link_as_predicted():
     """f = c = 10 ms, b = 20 ms: with limit p a stage idles while its next message travels, with 2p - 1 it doesn't."""
     model = ModelSpec("runtime_cases:pausing", "runtime_cases:vectors")
