@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 
 import pytest
+
+os.environ["COLUMNS"] = "120"  # as wide as no terminal, or one, would happen to be
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -5,6 +5,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -120,6 +122,7 @@ def test_no_rank_is_left_by_an_interrupt_while_they_are_started(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(BaseProcess, "start", interrupted)
+    threading.Thread(target=time.sleep, args=(SECONDS,), daemon=True).start()  # may take the signal instead
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     with pytest.raises(KeyboardInterrupt):
         run_plan(plan, ModelSpec("runtime_cases:healthy", "runtime_cases:vectors"), steps=10**6, lr=0.01)

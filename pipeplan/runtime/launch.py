@@ -225,13 +225,21 @@ def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None]
 def _uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back, from this thread and for ever from what is started meanwhile: none is lost half-started.
 
-    It reaches all processes of a terminal, and those that import torch would tell of it.
+    It reaches all processes of a terminal, and those that import torch would tell of it. The mask is what they inherit;
+    another thread of this process may still take the signal, whose handler then only notes it.
     """
+    noted: list[int] = []
+    handled = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number)) if handled else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        if handled:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _stopped(job: Job, step: int) -> RunStopped:
