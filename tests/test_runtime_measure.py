@@ -175,7 +175,7 @@ def test_a_long_run_is_reported_from_its_begin_and_its_end(cut, capsys):
     whole = replayed(script, 3)
     parts = [replace(x, times=x.times[:cut] + x.times[-cut:], forgotten=len(x.times) - 2 * cut) for x in whole]
     expected, report = make_report(script, whole), make_report(script, parts)
-    assert report.measured_period_ns == expected.measured_period_ns == 3 * script.planned_period_ns
+    assert report.measured_period_ns == expected.measured_period_ns == 3 * script.timeline.steady_period_ns()
     assert report.calibrated_period_ns == expected.calibrated_period_ns
     assert report.stages == expected.stages
     assert report.seconds == expected.seconds

@@ -197,7 +197,8 @@ def prepare(
     lengths = _lengths(first.step, steps, every)
 
     def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
-        program = program_of_kind(graph, plan.schedule, plan.pattern, microbatches)
+        # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
+        program = program_of_kind(graph, plan.schedule, plan.pattern, microbatches).first_come()
         timeline = simulate(program)
         if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
             program = timeline.program
