@@ -5,13 +5,26 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 os.environ["COLUMNS"] = "120"  # as wide as no terminal, or one, would happen to be
 
 Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch, in files that use it, run on one thread, as the processes of a pipeline do."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -20,14 +20,6 @@ from pipeplan.runtime.optimizers import parse_choice  # noqa: E402
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 

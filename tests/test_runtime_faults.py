@@ -38,14 +38,6 @@ MODEL = ModelSpec("runtime_cases:healthy", "runtime_cases:vectors")
 OPTIONS = {"steps": 6, "lr": 0.01, "every": 2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def plan():
     return plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")

@@ -24,14 +24,6 @@ SCHEDULER = parse_choice("StepLR,step_size=2,gamma=0.5", "here")
 EXPLODING = ModelSpec("runtime_cases:exploding", "runtime_cases:exploding_vectors")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def mixed(build, stages, *, dtype=torch.bfloat16, data=None, offload=False, bucket=10**6, **policy):
     plan = plan_of(chain_of(build, 4, dtype=dtype, data=data), stages, **policy)
     return replace(plan, policy=replace(plan.policy, precision="mixed", offload=offload, bucket_parameters=bucket))

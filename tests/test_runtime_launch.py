@@ -29,14 +29,6 @@ SECONDS = 60  # far more than anything here takes
 pytestmark = pytest.mark.timeout(4 * SECONDS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 TWO_STAGES = [(0, 3, (0,)), (3, 8, (1,))]
 SHARED = [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))]  # the first and the last stage on one device
 RUNS = {

@@ -46,14 +46,6 @@ GRID = [(0, 2, (0, 1)), (2, 6, (2, 3))]
 RECOMPUTED = [Stage(0, 2, (0, 1), ((0, 2),)), Stage(2, 6, (2, 3), ((2, 3), (3, 5)))]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def driven(stages, microbatches, limit=None, *, chain=None, **options):
     plan = plan_of(chain or zoo_chain(GPT, 2), stages, weights="flush", accumulate=microbatches, **options)
     return message_driven_plan(plan, limit)

@@ -25,14 +25,6 @@ pytestmark = pytest.mark.timeout(4 * SECONDS)
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def driven(chain, stages, microbatches, limit):
     return message_driven_plan(plan_of(chain, stages, weights="flush", accumulate=microbatches), limit)
 

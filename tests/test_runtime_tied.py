@@ -39,14 +39,6 @@ APART = [(0, 2, (0,)), (2, 6, (1,))]
 TOGETHER = [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (0,))]  # the first and the last stage on one device
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def chain():
     found = zoo_chain(GPT, 2)
