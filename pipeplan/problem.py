@@ -14,10 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from .groups import ceil_div
+from .integers import IntLike, Ints, ceil_div
 from .storages import ChainStorages, DagStorages, Facts
-from .storages import IntLike as IntLike
-from .storages import Ints as Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-IntLike = Any
+from .integers import IntLike, Ints
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Facts:
 
     @staticmethod
     def of(layers: Sequence[Any], sizes: Sequence[int], reads: Sequence[tuple[int, ...]]) -> Facts:
-        """Return the facts of ``layers`` (:class:`.problem.Layer`), whose tensors have ``sizes``."""
+        """Return the facts of ``layers`` (:class:`..problem.Layer`), whose tensors have ``sizes``."""
         storages, parents = [sizes[0]], [-1]
         kept, private, presumed = [], [], []
         for i, layer in enumerate(layers):

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from pipeplan import zoo
-from pipeplan.accelerators import accelerator
-from pipeplan.files import profile_text, read_profile, write_text
+from pipeplan.files.accelerators import accelerator
+from pipeplan.files.documents import profile_text, read_profile, write_text
 from pipeplan.problem import Chain
-from pipeplan.runtime.clock import ThreadClock
-from pipeplan.runtime.estimate import estimate_model
-from pipeplan.runtime.profiler import measure_model
+from pipeplan.runtime.profiler.clock import ThreadClock
+from pipeplan.runtime.profiler.estimate import estimate_model
+from pipeplan.runtime.profiler.measure import measure_model
 
 FOLDER = Path(__file__).parents[1] / "profiles"
 ESTIMATED = [  # file, model, batch, accelerator, type

@@ -1,4 +1,4 @@
-"""The layer law: a module imports only from rows above it, and each outside library has its place."""
+"""The law of the house: which room may import which, in one ordered list, and where outside libraries may be used."""
 
 import ast
 import subprocess
@@ -9,51 +9,52 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
+NOUNS = "errors integers units storages problem plan"
+RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
+TORCH_FREE = [
+    "runtime.lowering",
+    *(f"runtime.measure.{name}" for name in ("report", "calibrate", "times", "trace_file")),
+]
 
-# Each module's row, by the longest name that it starts with; what isn't named here assembles the others, in row 6.
-# Decimals order modules of one row: problem -> costs, plan; program -> simulate -> timelines -> evaluate -> validate.
-ROWS = {
-    "errors": 1.0, "search": 1.0, "groups": 1.0, "storages": 1.0, "units": 1.1,
-    "problem": 2.0, "costs": 2.1, "plan": 2.1, "granularity": 2.1,
-    "stages": 3.0,
-    "bounds": 4.0, "program": 4.0, "nf1b": 4.1, "message_driven": 4.1, "weight_versions": 4.1, "simulate": 4.2,
-    "jitter": 4.3, "timelines": 4.3, "evaluate": 4.4, "deadlock": 4.4, "validate": 4.5,
-    "partition": 5.0, "schedule": 5.0,
-    "": 6.0, "report": 6.5,
-    "zoo": 7.0, "runtime": 7.1,
-    "cli": 8.0, "__main__": 9.0,
-}  # fmt: skip
-PACKAGES = {"partition", "schedule", "report", "runtime", "zoo", "cli", ""}  # modules of one of these know each other
-
-# Whose rows reach less far than "everything above".
-NEVER = {
-    "partition": [
-        "stages",
-        "validate",
-        "bounds",
-        "program",
-        "nf1b",
-        "message_driven",
-        "simulate",
-        "timelines",
-        "evaluate",
-        "schedule",
-    ],
-    "schedule": ["validate", "bounds", "timelines", "evaluate", "partition"],
-    "validate": ["schedule"],
-    "runtime": ["partition", "schedule", "planner", "report"],
-    "zoo": ["partition", "schedule", "stages", "planner", "report", "runtime"],
+# A room, and the rooms above it in this list that it may import. A module lies in the longest room that names it.
+LAW = {
+    "errors": "",
+    "integers": "",
+    "units": "errors",
+    "storages": "integers",
+    "problem": "integers storages",
+    "plan": "problem",
+    "zoo": "errors",
+    "cost": NOUNS,
+    "schedule": f"{NOUNS} cost",
+    "schedule.periodic": f"{NOUNS} cost schedule",
+    "partition": f"{NOUNS} cost",
+    "check": f"{NOUNS} cost schedule",
+    "planner": f"{NOUNS} cost schedule schedule.periodic partition check",
+    "files": f"{NOUNS} schedule check",
+    "runtime.device": NOUNS,
+    "runtime.lowering": f"{NOUNS} cost schedule check",
+    "runtime.measure": f"{NOUNS} cost schedule check files runtime.lowering",
+    "runtime.model": f"{NOUNS} zoo schedule runtime.device",
+    "runtime.profiler": f"{NOUNS} files runtime.device runtime.model",
+    "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
+    "runtime.training": f"{NOUNS} schedule {RUNTIME.removesuffix(' runtime.training')}",
+    "runtime": f"{NOUNS} cost schedule check files {RUNTIME}",
+    "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
+    "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
+    "cli": "*",
+    "__main__": "cli",
 }
 
 OUTSIDE = {
-    "pulp": ["schedule.ilp"],
-    "networkx": ["profiles", "program", "partition.pipedream_released"],
-    "torch": ["runtime", "zoo"],
-    "click": ["cli"],
-    "rich": ["report"],
-    "matplotlib": ["report"],
-    "numba": [],
-    "msgspec": ["schemas", "files", "accelerators", "report", "runtime", "cli"],
+    "pulp": "schedule.periodic.ilp",
+    "networkx": "cost schedule files partition",
+    "torch": "runtime zoo",
+    "click": "cli",
+    "rich": "report papers",
+    "matplotlib": "report papers",
+    "numba": "",
+    "msgspec": "files report runtime cli",
 }
 
 MODULES = {
@@ -63,13 +64,12 @@ MODULES = {
 }
 
 
-def inside(module, name):
-    return name == "" or module == name or module.startswith(f"{name}.")
+def inside(module, room):
+    return module == room or module.startswith(f"{room}.")
 
 
-def home(module):
-    """The longest name in ROWS that ``module`` is or lies in."""
-    return max((name for name in ROWS if inside(module, name)), key=len)
+def room_of(module):
+    return max((room for room in LAW if inside(module, room)), key=len)
 
 
 @cache
@@ -99,41 +99,46 @@ def imports(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_modules_import_from_rows_above(module):
-    own = home(module)
+def test_modules_import_from_the_rooms_that_the_law_names(module):
+    own = room_of(module)
     for name in imports(module):
         if name.startswith("!"):
             assert name != "!pipeplan", f"{module} imports pipeplan by its full name; write a relative import"
-            continue
-        other = home(name)
-        above = ROWS[other] < ROWS[own] or (other == own and own in PACKAGES)
-        assert above, f"{module} (row {ROWS[own]}) imports {name} (row {ROWS[other]})"
-        assert not any(inside(name, far) for far in NEVER.get(own, ())), f"{module} must not know {name}"
+            places = OUTSIDE.get(name[1:])
+            allowed = places is None or any(inside(module, place) for place in places.split())
+            assert allowed, f"{module} imports {name[1:]}, whose place is {places}"
+        elif room_of(name) != own and LAW[own] != "*":
+            assert room_of(name) in LAW[own].split(), f"{module} (room {own}) imports {name} (room {room_of(name)})"
 
 
-@pytest.mark.parametrize("library", OUTSIDE)
-def test_outside_libraries_have_their_place(library):
-    for module in MODULES:
-        if f"!{library}" in imports(module):
-            assert any(inside(module, place) for place in OUTSIDE[library]), f"{module} imports {library}"
+@pytest.mark.parametrize("module", [m for m in MODULES if any(inside(m, room) for room in TORCH_FREE)])
+def test_what_is_lowered_and_measured_can_be_read_without_torch(module):
+    assert "!torch" not in imports(module)
+
+
+def test_the_law_is_one_ordered_list():
+    """Every room names only rooms before it, so no import leads upwards; every room exists and every module has one."""
+    above = []
+    for room, allowed in LAW.items():
+        assert room in MODULES
+        assert allowed == "*" or set(allowed.split()) <= set(above), f"{room} may import a room below it"
+        above.append(room)
+    assert all(room_of(module) for module in MODULES)
 
 
 def test_the_law_sees_every_module():
-    assert len(MODULES) > 40
-    assert {"errors", "schedule.ilp", "cli.plan", "partition"} <= set(MODULES)
-    assert "problem" in imports("costs")
-    assert "!numpy" in imports("costs")
-    assert "partition.contiguous" in imports("partition")
+    assert len(MODULES) > 100
+    assert "integers" in imports("problem")
+    assert "!numpy" in imports("problem")
+    assert "partition.contiguous.contiguous" in imports("partition")
     assert imports("__main__") == {"cli"}
-    assert home("partition.balance") == "partition"
-    assert home("planner") == ""
-    assert not [name for name in ROWS if name and name not in MODULES]
+    assert room_of("runtime.training.stage") == "runtime.training"
+    assert room_of("runtime.launch") == "runtime"
 
 
-def test_no_two_modules_import_each_other_at_the_top():
-    """Inside a package the law allows any direction, but not circles."""
-    known = {module: {name for name in imports(module) if name in MODULES and name != module} for module in MODULES}
-    left = dict(known)
+def test_no_two_modules_import_each_other():
+    """Inside a room the law allows any direction, but not circles."""
+    left = {module: {name for name in imports(module) if name in MODULES and name != module} for module in MODULES}
     while left:
         free = [module for module, needs in left.items() if not needs & set(left)]
         assert free, f"these import each other in a circle: {sorted(left)}"
@@ -145,5 +150,5 @@ def test_help_is_instant():
     """Importing the command line loads none of the heavy libraries, not even numpy."""
     heavy = ["numpy", "rich", "torch", "pulp", "networkx", "msgspec", "matplotlib"]
     code = f"import pipeplan.cli, sys; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"

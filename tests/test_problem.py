@@ -4,9 +4,9 @@ from math import ceil
 
 import numpy as np
 import pytest
-from cases import PUBLISHED, published, random_chain, random_platform
-from oracle_schedules import saved_by, storages_of
-from plan_cases import reading_the_input_late
+from cases.chains import PUBLISHED, published, random_chain, random_platform
+from cases.plans import reading_the_input_late
+from oracles.schedules import saved_by, storages_of
 
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 

@@ -21,9 +21,9 @@ def command(plan: str, as_json: bool) -> None:
     \b
     Example: pipeplan check plan.json
     """
-    from ..deadlock import plan_deadlock
-    from ..files import read_plan
+    from ..files.documents import read_plan
     from ..report.tables import headline
+    from ..schedule.deadlock import plan_deadlock
 
     loaded, found = read_plan(plan)
     if not found:

@@ -41,8 +41,8 @@ def command(
     \b
     Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
-    from ..files import read_text
-    from ..measured import is_measured
+    from ..files.documents import read_text
+    from ..runtime.measure.trace_file import is_measured
 
     text = None if other == "-" else read_text(other)
     if text is not None and is_measured(text):
@@ -53,9 +53,9 @@ def command(
     if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
         raise click.UsageError("say either --plan, or --gpus and --mem")
 
-    from ..differences import carried, matching_chain, paired_layers
-    from ..files import load_plan, read_profile
-    from ..report.differences import difference_figures, print_carried, print_differences
+    from ..files.documents import load_plan, read_profile
+    from ..planner.carry import carried, matching_chain
+    from ..report.differences import difference_figures, paired_layers, print_carried, print_differences
 
     before, after = read_profile(one), read_profile(other)
     pairs = paired_layers(before, after)
@@ -63,7 +63,7 @@ def command(
     if plan is not None:
         loaded = load_plan(plan)
     elif gpus is not None and mem is not None:
-        from ..planner import make_plan
+        from ..planner.plan import make_plan
 
         platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
         loaded = make_plan(Problem(before, platform))
@@ -80,15 +80,15 @@ def command(
 
 
 def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_json: bool) -> None:
-    from .. import measured
-    from ..files import load_plan, profile_text, write_text
+    from ..files.documents import load_plan, profile_text, write_text
     from ..report.trace_diff import comparison, print_comparison
+    from ..runtime.measure import trace_file
 
     loaded = load_plan(plan)
-    run = measured.read_measured(trace, text)
-    measured.check_same_plan(loaded, run, trace)
+    run = trace_file.read_measured(trace, text)
+    trace_file.check_same_plan(loaded, run, trace)
     if recalibrated is not None:
-        write_text(recalibrated, profile_text(measured.recalibrated(loaded, run)))
+        write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run)))
     if as_json:
         click.echo(json.dumps(comparison(loaded, run), indent=1))
     else:

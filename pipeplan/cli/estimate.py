@@ -17,7 +17,8 @@ from .options import DEFAULT_BANDWIDTH, JSON
 from .simulate import Share
 
 if TYPE_CHECKING:
-    from ..transformer import Grid, Transformer
+    from ..papers.transformer import Grid
+    from ..zoo.sizes import Transformer
 
 COUNT = click.IntRange(1, 10**6)
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
@@ -92,9 +93,9 @@ def command(
     \b
     Example: pipeplan estimate --model myelin-12b --gpus 48 --inter 6 --microbatch 8 --batch 16384 --offload --gpu v100
     """
-    from ..accelerators import accelerator
-    from ..report.estimate import Question, estimate_figures, print_estimate
-    from ..transformer import MIXED, check_sizes
+    from ..files.accelerators import accelerator
+    from ..papers.transformer import MIXED, check_sizes
+    from ..papers.transformer_report import Question, estimate_figures, print_estimate
 
     network = _network(model, dict(zip(SIZES, (layers, hidden, heads, sequence, vocabulary), strict=True)), untied)
     assumptions = []
@@ -134,7 +135,7 @@ def command(
 
 
 def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Transformer:
-    from ..transformer import TRANSFORMERS, Transformer
+    from ..zoo.sizes import TRANSFORMERS, Transformer
 
     given = {key: value for key, value in sizes.items() if value is not None}
     if name is None:
@@ -167,7 +168,7 @@ def _shape(gpus: int | None, inter: int | None, data: int | None) -> tuple[int, 
 def _checkpointed(
     network: Transformer, inter: int, data: int, microbatch: int, batch: int, limit: int | None, ac: str | None
 ) -> Grid:
-    from ..transformer import Grid, paper_checkpoint
+    from ..papers.transformer import Grid, paper_checkpoint
 
     grid = Grid(inter, data, microbatch, batch, None, limit)
     if ac is None:

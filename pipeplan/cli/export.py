@@ -34,10 +34,11 @@ def command(
     \b
     Example: pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv
     """
-    from ..export import TARGETS, notes
-    from ..files import load_plan, write_text
-    from ..report.simulation import simulate_plan
-    from ..schedules import SCHEDULES, own_schedule, schedule_stages
+    from ..files.documents import load_plan, write_text
+    from ..files.export import TARGETS, notes
+    from ..planner.other_schedules import own_schedule, schedule_stages
+    from ..planner.simulation import simulate_plan
+    from ..schedule.registry import SCHEDULES
 
     if schedule is not None and schedule not in SCHEDULES:
         raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")

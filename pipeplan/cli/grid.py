@@ -13,7 +13,7 @@ from ..units import parse_time
 from .options import merging, parse_counts
 
 if TYPE_CHECKING:
-    from ..grids import GridProblem
+    from ..planner.grid.problem import GridProblem
     from ..problem import Problem
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -89,9 +89,9 @@ def grid_problem(
     overlap: bool,
 ) -> tuple[GridProblem, list[str]]:
     """Return the question that the options ask about ``problem``, and the assumptions behind it."""
-    from ..files import read_profile
-    from ..grids import GridProblem
-    from ..microbatches import profiles
+    from ..files.documents import read_profile
+    from ..planner.grid.microbatches import profiles
+    from ..planner.grid.problem import GridProblem
 
     if batch is None:
         raise click.UsageError("--data-parallel plans for a batch; say its samples with --batch")

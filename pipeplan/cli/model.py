@@ -18,7 +18,7 @@ def named_function(text: str, what: str) -> Callable[..., Any]:
     module, colon, attribute = text.partition(":")
     if not (colon and module and attribute):
         raise BadInput(f"{what}: {text!r} is not of the form module:function")
-    from ..runtime.model import find
+    from ..runtime.model.spec import find
 
     try:
         return find(text)  # type: ignore[no-any-return]  # it makes sure that it can be called

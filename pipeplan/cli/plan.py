@@ -90,8 +90,8 @@ def command(
 
     Ctrl-C ends the search with the best plan so far.
     """
-    from ..files import plan_text, write_text
-    from ..judge import Settings
+    from ..files.documents import plan_text, write_text
+    from ..planner.incumbent import Settings
 
     wanted = {name: shared.pop(name) for name in NAMES}
     options = {name: value for name, value in {"straight": straight, "mode": mode, "charge": charge}.items() if value}
@@ -125,11 +125,11 @@ def command(
 
     settings = Settings(solver, remaining_s=remaining_s, progress=progress)  # type: ignore[arg-type]  # click checked it
     if wanted["data_parallel"] is None:
-        from ..planner import make_plan
+        from ..planner.plan import make_plan
 
         plan = make_plan(problem, algorithm, options, settings, effort, schedule, wanted["limit"])
     else:
-        from ..grid_plan import make_grid_plan
+        from ..planner.grid.plan import make_grid_plan
 
         plan = make_grid_plan(asked, settings, effort)
     plan = replace(plan, provenance=replace(plan.provenance, seconds=round(time.perf_counter() - began, 3)))

@@ -78,9 +78,9 @@ def command(
     if estimate is not None and (device is not None or measuring["hold"] != "auto"):
         raise click.UsageError("--estimate needs no device; leave out --device and --hold")
 
-    from ..files import profile_text, write_text
-    from ..profiles import merge_zero_time
-    from ..runtime.steps import check_device, dtype_of, optimizer_of
+    from ..files.documents import profile_text, write_text
+    from ..partition.granularity import merge_zero_time
+    from ..runtime.profiler.steps import check_device, dtype_of, optimizer_of
 
     build, batches = named_model(model, batch)
     if data is not None:
@@ -94,8 +94,8 @@ def command(
         "progress": None if quiet else _progress,
     }
     if estimate is not None:
-        from ..accelerators import accelerator
-        from ..runtime.estimate import estimate_model
+        from ..files.accelerators import accelerator
+        from ..runtime.profiler.estimate import estimate_model
 
         gpu = accelerator(estimate)
         if not quiet:
@@ -103,7 +103,7 @@ def command(
             click.echo(f"{gpu.name}: to plan for it, --mem {gpu.memory}{link} at most", err=True)
         measured = estimate_model(build, batch, gpu, optimizer=optimizer_of(optimizer, foreach=True), **shared)
     else:
-        from ..runtime.profiler import measure_model
+        from ..runtime.profiler.measure import measure_model
 
         check_device(device or "cpu")
         measured = measure_model(

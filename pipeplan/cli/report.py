@@ -20,10 +20,11 @@ def command(plan: str, output: str, schedule: str | None, microbatches: int | No
     \b
     Example: pipeplan report plan.json -o report.html
     """
-    from ..files import load_plan, write_text
+    from ..files.documents import load_plan, write_text
+    from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
+    from ..planner.simulation import simulate_plan
     from ..report.html import microbatches_shown, report_html
-    from ..report.simulation import simulate_plan
-    from ..schedules import SCHEDULES, default_microbatches, mini_batch, own_schedule
+    from ..schedule.registry import SCHEDULES
 
     if schedule is not None and schedule not in SCHEDULES:
         raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")

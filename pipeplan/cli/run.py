@@ -19,8 +19,8 @@ from .model import ZOO
 from .options import JSON, PLAN
 
 if TYPE_CHECKING:
-    from ..runtime.measure import RunReport
-    from ..runtime.progress import StepProgress
+    from ..runtime.measure.progress import StepProgress
+    from ..runtime.measure.report import RunReport
 
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
@@ -153,16 +153,16 @@ def command(
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise BadInput(f"--trace: there is no folder {Path(trace).absolute().parent}")
-    from ..files import load_plan
+    from ..files.documents import load_plan
 
     loaded = load_plan(plan)
-    from ..validate import check
+    from ..check.validate import check
 
     if vertical_sync and not loaded.policy.vertical_sync:
         loaded = dataclasses.replace(loaded, policy=dataclasses.replace(loaded.policy, vertical_sync=True))
         check(loaded)  # it keeps other versions
-    from ..runtime.model import ModelSpec
-    from ..runtime.prepare import message_driven_plan, prepare
+    from ..runtime.lowering.lowered_run import message_driven_plan, prepare
+    from ..runtime.model.spec import ModelSpec
 
     if schedule is not None or limit is not None:
         if schedule is None and loaded.schedule.kind != "message-driven":
@@ -183,9 +183,9 @@ def command(
         _print_dry_run(loaded, steps or 50, checkpoint_every, evaluate, as_json)
         return
     from ..runtime.device import kind_of, sharing
-    from ..runtime.half import HalfOptions
     from ..runtime.launch import run_plan
-    from ..runtime.optimizers import parse_choice
+    from ..runtime.training.half import HalfOptions
+    from ..runtime.training.optimizers import parse_choice
 
     ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
     note = sharing(kind_of(shared["device"], loaded.chain.device), ranks)
@@ -210,8 +210,8 @@ def command(
     if report is None:  # another rank under torchrun reports
         return
     if trace is not None:
-        from ..files import write_text
-        from ..measured import measured_trace
+        from ..files.documents import write_text
+        from ..runtime.measure.trace_file import measured_trace
 
         write_text(trace, measured_trace(loaded, report))
     _print_report(loaded, report, evaluate, as_json)
@@ -234,7 +234,7 @@ def _print_report(plan: Plan, report: RunReport, evaluate: bool, as_json: bool) 
 def _epoch(spec: Any, plan: Plan, length: int | None) -> int:
     if length is not None:
         return length
-    from ..runtime.model import data_of
+    from ..runtime.model.spec import data_of
 
     data = data_of(spec, plan.chain.microbatch)
     if not hasattr(data, "__len__"):
@@ -243,8 +243,8 @@ def _epoch(spec: Any, plan: Plan, length: int | None) -> int:
 
 
 def _print_dry_run(plan: Plan, steps: int, every: int | None, evaluate: bool, as_json: bool) -> None:
-    from ..runtime.dry_run import program_lines, slurm_line, torchrun_line
-    from ..runtime.prepare import prepare
+    from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
+    from ..runtime.lowering.lowered_run import prepare
 
     script = prepare(plan, steps, every=every, evaluates=evaluate)
     arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
@@ -268,7 +268,7 @@ def _listener(as_json: bool, plan: Plan) -> Callable[[StepProgress], None]:
     if as_json:
         return lambda step: click.echo(json.dumps(dataclasses.asdict(step)), err=True)
     silent_ns = 0.0
-    from ..evaluate import evaluate
+    from ..check.evaluate import evaluate
 
     planned = evaluate(plan).period_ns
 

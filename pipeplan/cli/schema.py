@@ -15,6 +15,6 @@ def command(name: str) -> None:
     \b
     Example: pipeplan schema profile
     """
-    from ..schemas import schema
+    from ..files.schemas import schema
 
     click.echo(json.dumps(schema(name), indent=1))

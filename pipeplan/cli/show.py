@@ -22,9 +22,9 @@ def command(plan: str, width: int | None, no_links: bool, output: str | None, as
     Example: pipeplan show plan.json
     Example: pipeplan show plan.json -o pattern.svg
     """
-    from ..files import load_plan
+    from ..files.documents import load_plan
     from ..report.gantt import plan_window, rows_data
-    from ..report.timelines import print_pattern
+    from ..report.simulations import print_pattern
 
     loaded = load_plan(plan)
     if output is not None:

@@ -88,9 +88,10 @@ def command(
     Example: pipeplan simulate plan.json --schedule all --jitter 5%
     """
     from ..errors import BadInput
-    from ..files import load_plan, write_text
-    from ..report.simulation import Refused, compare_schedules, simulate_plan
-    from ..schedules import SCHEDULES, own_schedule
+    from ..files.documents import load_plan, write_text
+    from ..planner.other_schedules import own_schedule
+    from ..planner.simulation import Refused, compare_schedules, simulate_plan
+    from ..schedule.registry import SCHEDULES
 
     unknown = [name for name in names if name not in SCHEDULES and name != "all"]
     if unknown:
@@ -115,7 +116,7 @@ def command(
 
         save_timeline(simulations[0], output)
     if trace is not None:
-        from ..report.trace import trace_text
+        from ..report.chrome_trace import trace_text
 
         write_text(trace, trace_text(simulations[0].timeline, loaded.platform))
     if as_text:
@@ -128,18 +129,18 @@ def command(
             figures = figures[0]
         click.echo(json.dumps(figures, indent=1))
     elif len(chosen) > 1:
-        from ..report.timelines import print_comparison
+        from ..report.simulations import print_comparison
 
         print_comparison(simulations, refused, loaded, width)
     else:
-        from ..report.timelines import print_simulation
+        from ..report.simulations import print_simulation
 
         print_simulation(simulations[0], width, links)
 
 
 def _shaken(simulations: list[Any], jitter: float, seeds: range) -> list[Any]:
     """Return the simulations with their runs under jitter, showing progress on standard error."""
-    from ..report.simulation import under_jitter
+    from ..planner.simulation import under_jitter
 
     progress: Any = click.progressbar(length=len(simulations) * len(seeds), label="jitter", file=sys.stderr)
     with progress as bar:

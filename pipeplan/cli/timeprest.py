@@ -51,8 +51,8 @@ def command(
     \b
     Example: pipeplan timeprest --workers 4 --microbatches 4 --backward-time 2N
     """
-    from ..report.timeprest import analysis_figures, print_analysis, print_table, threshold_figures
-    from ..timeprest import analyse, parse_backward, table
+    from ..papers.timeprest import analyse, parse_backward, table
+    from ..papers.timeprest_report import analysis_figures, print_analysis, print_table, threshold_figures
 
     backward = parse_backward(backward_time, "--backward-time")
     if as_table:
@@ -75,7 +75,7 @@ def command(
     count = _one(microbatches, "--microbatches")
     analysis = analyse(_one(workers, "--workers"), count, backward.of(count), vertical_sync=vertical_sync, limit=limit)
     if output is not None:
-        from ..report.timeprest_figure import save_staircase
+        from ..papers.timeprest_figure import save_staircase
 
         save_staircase(analysis, output, time_points)
     if as_json:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..plan import Allocation
-from .balance import balance
-from .contiguous import contiguous
-from .data_parallel import data_parallel
-from .madpipe import madpipe
-from .madpipe_paper import madpipe_paper
-from .pipedream import pipedream
+from .balance import balance, data_parallel
+from .contiguous.contiguous import contiguous
+from .madpipe.exact import madpipe
+from .madpipe.paper import madpipe_paper
+from .pipedream.paper import pipedream
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from .. import costs
+from ..cost import memory_model, time_model
+from ..integers import ceil_div
 from ..plan import Allocation, Stage
 from ..problem import Problem
 
@@ -37,8 +38,8 @@ def _balanced(problem: Problem, recompute: bool) -> Allocation:
     def work_at(speed: Fraction, stop: int) -> Times:
         start = np.arange(stop + 1)
         again = chain.sums.forward_ns[stop] - chain.sums.forward_ns[start] if recompute else 0
-        forward = costs.forward_ns(chain, start, stop, speed)
-        total = forward + costs.backward_ns(chain, policy, start, stop, again, 1, speed)
+        forward = time_model.forward_ns(chain, start, stop, speed)
+        total = forward + time_model.backward_ns(chain, policy, start, stop, again, 1, speed)
         return np.asarray(total, dtype=np.float64)  # exact up to 2**53 ns
 
     def work(device: int, stop: int) -> Times:
@@ -86,3 +87,27 @@ def _best_cuts(
             ranges.append((d, start, stop))
         stop = start
     return float(best[devices, count]), ranges[::-1]
+
+
+def data_parallel(problem: Problem) -> Iterator[Allocation]:
+    """Yield one stage on all devices: storing every activation, then, where allowed, recomputing the whole chain.
+
+    The claimed period is the most of compute / devices and weight synchronisation. Nothing comes when there are several
+    devices and replicas are not allowed.
+    """
+    platform, count = problem.platform, len(problem.chain)
+    devices = tuple(range(len(platform)))
+    if len(devices) > 1 and not problem.replicas:
+        return
+    sums, policy = problem.chain.sums, problem.policy
+    gradient = memory_model.gradient_bytes(policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
+    bandwidth, _ = platform.paths[platform.level_of(devices)]
+    sync = time_model.sync_period_ns(policy, gradient, len(devices), bandwidth)
+    speed = platform.slowest(devices).speed
+    for checkpoint in ((),) if problem.checkpointing == "none" else ((), ((0, count),)):
+        _, _, recompute = memory_model.activations(problem.chain, 0, count, checkpoint)
+        work = time_model.forward_ns(problem.chain, 0, count, speed) + time_model.backward_ns(
+            problem.chain, policy, 0, count, recompute, len(devices), speed
+        )
+        claim = max(ceil_div(work, len(devices)), sync)
+        yield Allocation((Stage(0, count, devices, checkpoint),), claim)

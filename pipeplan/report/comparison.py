@@ -8,7 +8,7 @@ from math import exp, log
 from rich.markup import escape
 from rich.table import Table
 
-from ..compare import Cell, Row
+from ..planner.compare import Cell, Row
 from ..problem import Problem
 from .tables import console
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from ..differences import Carried, LayerPair, rank_correlation, time_ns
-from ..evaluate import evaluate, gap
+from ..check.evaluate import evaluate, gap
 from ..plan import Plan
-from ..problem import Chain
+from ..planner.carry import Carried
+from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
 from .tables import bound_class, console
 
@@ -170,3 +172,64 @@ def _totals(chain: Chain) -> dict[str, int]:
     return {name: int(getattr(chain.sums, name)[-1]) for name in names} | {
         "saved_bytes": int(chain.saved_bytes(0, len(chain)))
     }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPair:
+    """A layer in both profiles, or in one of them; ``indices`` are its places, None where it is missing."""
+
+    name: str
+    indices: tuple[int | None, int | None]
+    before: Layer | None
+    after: Layer | None
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Forward and backward time after over before; None when there is nothing to compare."""
+        if self.before is None or self.after is None or not time_ns(self.before):
+            return None
+        return time_ns(self.after) / time_ns(self.before)
+
+
+def time_ns(layer: Layer) -> int:
+    """Return forward and backward time of one layer."""
+    return layer.forward_ns + layer.backward_ns
+
+
+def paired_layers(one: Chain, other: Chain) -> list[LayerPair]:
+    """Return the layers of two profiles in order, matched by name; where counts agree, renamed ones by place."""
+    names = [[layer.name for layer in chain.layers] for chain in (one, other)]
+    matcher = SequenceMatcher(a=names[0], b=names[1], autojunk=False)
+    pairs = []
+    for kind, i, i_end, j, j_end in matcher.get_opcodes():
+        together = min(i_end - i, j_end - j) if kind == "equal" or i_end - i == j_end - j else 0
+        for k in range(together):
+            before, after = one.layers[i + k], other.layers[j + k]
+            pairs.append(LayerPair(before.name, (i + k, j + k), before, after))
+        pairs += [LayerPair(names[0][k], (k, None), one.layers[k], None) for k in range(i + together, i_end)]
+        pairs += [LayerPair(names[1][k], (None, k), None, other.layers[k]) for k in range(j + together, j_end)]
+    return pairs
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Spearman's rank correlation, ties at their mean rank; 1 means the same order. At least two values."""
+    ranks = [_ranks(values) for values in (one, other)]
+    means = [sum(r) / len(r) for r in ranks]
+    centred = [[x - mean for x in r] for r, mean in zip(ranks, means, strict=True)]
+    product = sum(x * y for x, y in zip(*centred, strict=True))
+    norm = (sum(x * x for x in centred[0]) * sum(y * y for y in centred[1])) ** 0.5
+    return product / norm if norm else 1.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        stop = start
+        while stop < len(order) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for i in order[start:stop]:
+            ranks[i] = (start + stop - 1) / 2
+        start = stop
+    return ranks

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 from ..errors import BadInput
 from ..plan import Plan
+from ..planner.simulation import Simulation
 from ..units import format_ns
 from .gantt import Row, plan_window, timeline_rows
-from .simulation import Simulation
 from .tables import headline
 
 COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}

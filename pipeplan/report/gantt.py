@@ -11,8 +11,9 @@ from typing import Any
 from rich.text import Text
 
 from ..plan import Pattern, Plan
-from ..simulate import Timeline
-from ..timelines import graph_of, plan_timeline, steady_nf1b
+from ..schedule.kinds import graph_of, plan_timeline
+from ..schedule.steady import steady_nf1b
+from ..schedule.timeline import Timeline
 from ..units import format_ns
 
 STYLES = {

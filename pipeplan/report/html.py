@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from ..evaluate import Evaluation, evaluate, gap
+from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Plan, Stage
+from ..planner.simulation import Simulation
 from ..units import format_bandwidth, format_bytes, format_ns
 from .gantt import Row, plan_window, timeline_rows
 from .page import SCRIPT, STYLE
-from .simulation import Simulation
 from .tables import bound_class
 
 ROW_PIXELS = 20

@@ -12,7 +12,7 @@ from ..problem import Chain
 from ..units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from ..runtime.profiler import Measured
+    from ..runtime.profiler.measure import Measured
 
 UNSTEADY = 0.25  # spread over median above which a layer's time is called unsteady
 

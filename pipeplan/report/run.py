@@ -18,7 +18,7 @@ _EXCHANGES = {
 }
 
 if TYPE_CHECKING:
-    from ..runtime.measure import RunReport
+    from ..runtime.measure.report import RunReport
 
 
 def print_evaluation(report: RunReport, width: int | None = None) -> None:

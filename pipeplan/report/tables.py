@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..evaluate import Evaluation, evaluate, gap
+from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Bound, Plan, Stage
 from ..units import format_bandwidth, format_bytes, format_ns
 

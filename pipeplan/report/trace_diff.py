@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..evaluate import evaluate
-from ..measured import Measured, predicted_updates
+from ..check.evaluate import evaluate
 from ..plan import Plan
+from ..runtime.measure.trace_file import Measured, predicted_updates
 from ..units import format_bytes, format_ns
 from .tables import console
 

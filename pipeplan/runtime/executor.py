@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
-from .instructions import (
+from .exchange.transport import Transport
+from .lowering.instructions import (
     Agree,
     Backward,
     Edge,
@@ -24,31 +24,9 @@ from .instructions import (
     edge_into,
     sentence,
 )
-from .recorder import HostRecorder, Recorder, Times
-from .stage import StageModule
-from .update import StageUpdate
-
-
-class Transport(Protocol):
-    """What moves tensors between ranks."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def post(self, receive: Receive) -> None:
-        """Be ready for a message."""
-
-    def take(self, edge: Edge, microbatch: int) -> Tensor:
-        """Return a message, waiting for it."""
-
-    def look_ahead(self, edge: Edge) -> None:
-        """Be ready for what comes next along ``edge``, once a message has been taken."""
-
-    def send(self, send: Send, tensor: Tensor) -> None:
-        """Send a message."""
-
-    def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+from .measure.recorder import HostRecorder, Recorder, Times
+from .training.stage import StageModule
+from .training.update import StageUpdate
 
 
 class OperationFailed(Exception):

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from ..errors import BadInput, InvalidPlan, PipeplanError, RunFailed
+from .exchange.transport import PeerLost
 from .executor import OperationFailed
-from .instructions import sentence
-from .transport import PeerLost
+from .lowering.instructions import sentence
 
 Kind = Literal["input", "failed", "died", "lost"]
 ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")

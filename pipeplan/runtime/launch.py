@@ -24,21 +24,21 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import BadInput, RunFailed, RunStopped
 from ..plan import Plan
-from .checkpoint import Checkpoint, newest, usable_folder
 from .device import Choice as DeviceChoice
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
-from .half import AS_PROFILED, HalfOptions
-from .instructions import sentence
-from .job import Engine, Job
-from .launcher import Launcher, StepDone
-from .measure import RunReport
-from .model import ModelSpec
-from .optimizers import Choice, optimizer_maker, planned_as, schedule_maker
-from .prepare import Script
-from .progress import Progress, StepProgress
+from .launcher import Launcher
+from .lowering.instructions import sentence
+from .lowering.lowered_run import Script
+from .measure.progress import Progress, StepDone, StepProgress
+from .measure.report import RunReport
+from .model.spec import ModelSpec
+from .options import Engine, Job
+from .rank import run_rank
 from .stopping import SharedStop, StoreStop
-from .worker import run_rank
+from .training.checkpoint import Checkpoint, newest, usable_folder
+from .training.half import AS_PROFILED, HalfOptions
+from .training.optimizers import Choice, optimizer_maker, planned_as, schedule_maker
 
 LEAST_TIMEOUT_S: Final = 60.0
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline

@@ -6,17 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .instructions import Instruction
-from .prepare import Script
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had."""
-
-    step: int
-    losses: tuple[float, ...]
-    at_ns: int
+from .lowering.instructions import Instruction
+from .lowering.lowered_run import Script
+from .measure.progress import StepDone
 
 
 def _ignore(_: Any) -> None:

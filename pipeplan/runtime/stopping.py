@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from .transport import PeerLost
+from .exchange.transport import PeerLost
 
 NEVER: Final = 2**62
 POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked to stop

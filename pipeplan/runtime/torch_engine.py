@@ -15,12 +15,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from ..errors import BadInput, RunFailed
-from .links import Links
-from .model import LoadedModel, TensorSpec
-from .prepare import Script
-from .recorder import Recorder, Times
-from .stage import StageModule
-from .transport import PeerLost
+from .exchange.links import Links
+from .exchange.transport import PeerLost
+from .lowering.lowered_run import Script
+from .measure.recorder import Recorder, Times
+from .model.network import TensorSpec
+from .model.spec import LoadedModel
+from .training.stage import StageModule
 
 
 def refuse_for_torch(script: Script) -> None:

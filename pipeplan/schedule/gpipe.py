@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..program import Program
-from ..stages import StageGraph
-from .staircase import staircase
+from ..cost.stage_graph import StageGraph
+from .program import Program
+from .slots import staircase
 
 
 def gpipe(graph: StageGraph, microbatches: int) -> Program:

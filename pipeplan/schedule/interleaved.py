@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
-from ..program import Program
-from ..stages import StageGraph
-from .staircase import explicit
+from .program import Program
+from .slots import explicit
 
 
 def interleaved(graph: StageGraph, microbatches: int) -> Program:

@@ -1,54 +1,120 @@
-"""1F1B*: the pattern with the fewest microbatches in flight for stages that each have their devices for themselves."""
+"""1F1B: a few forwards ahead, then one forward and one backward in turn. PipeDream's schedule, and 1F1B with flush."""
 
 from __future__ import annotations
 
-from ..groups import extend
-from ..plan import Pattern
-from ..search import smallest
-from ..stages import StageGraph, make_pattern, memory_fits, most_in_flight
+from collections import Counter
+from collections.abc import Sequence
+
+from ..cost.stage_graph import StageGraph
+from ..errors import BadInput
+from ..integers import ceil_div
+from .program import Arrival, Decide, Program, make_program
+from .slots import staircase
 
 
-def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
-    """Return the 1F1B* pattern at ``period`` (ns), or None when loads, synchronisation, memory or updates forbid it.
+def noam(graph: StageGraph) -> int:
+    """Return PipeDream's number of active microbatches per input replica: ceil(workers / replicas of the first stage).
 
-    No valid pattern of that period holds fewer microbatches at any stage (MadPipe section 4.1, Proposition 1), so None
-    means that no pattern exists. Transfers count as stages of their own; a stage with r replicas sees the period
-    ``r * period``. Linear in the number of stages, plus the memory check.
+    Source: PipeDream section 3.2.
     """
+    workers = sum(resource.replicas for resource in graph.resources if not resource.is_link)
+    return ceil_div(workers, graph.resources[graph.stages[0].resource].replicas)
+
+
+def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) -> Program:
+    """Return the 1F1B program: stage s of S runs S - s forwards, then a backward and a forward in turn, then drains.
+
+    With 3 stages and 4 microbatches, one column per slot (balanced stages take (m + p - 1)(F + B))::
+
+        device 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        device 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
+        device 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
+
+    With replicas it is 1F1B-RR: a replica of stage s runs ceil(devices of stages s.. / replicas of s) forwards ahead.
+    ``depth`` is the number of microbatches in flight at each input replica, :func:`noam` unless given. With more, which
+    hides transfers, later stages run ahead in proportion. With fewer there is nothing to alternate with at times, so
+    devices take what has come, backwards first, and balanced stages reach depth / NOAM of the throughput. Where a
+    middle stage has the most replicas, NOAM is too few (1-3-1: 7 are needed, not 5). Stages may share devices when none
+    has replicas. Source: PipeDream section 3.2 and Figure 18.
+    """
+    if depth is not None and depth < 1:
+        raise BadInput(f"depth: {depth} is not positive")
+    if not graph.contiguous and any(graph.resources[stage.resource].replicas > 1 for stage in graph.stages):
+        raise BadInput("1F1B-RR gives each stage its GPUs for itself; in this plan some replicated stages share GPUs")
+    ahead = _ahead(graph)
+    depth = depth or ahead[0]
+    if depth < ahead[0]:
+        return _eager(graph, microbatches, depth, ahead)
     if not graph.contiguous:
-        raise ValueError("1F1B* needs stages that share no device")
-    if period < graph.period_floor_ns:
-        return None
-    count = len(graph.operations)
-    half = count // 2  # the path is a palindrome: operation i's partner is count - 1 - i
-    starts = [0] * count
-    for i in range(1, half):
-        starts[i] = starts[i - 1] + graph.operations[i - 1].duration_ns
-    delay = 0
-    for i in reversed(range(half)):
-        there, back = graph.operations[i], graph.operations[count - 1 - i]
-        work = there.duration_ns + back.duration_ns
-        if there.resource == back.resource:
-            delay = extend(delay, work, period * graph.resources[there.resource].replicas)
-        else:  # the two directions of a full-duplex link don't exclude each other
-            delay += work
-        starts[count - 1 - i] = starts[i] + there.duration_ns + delay - work
-    if not memory_fits(graph, starts, period):
-        return None
-    policy = graph.policy
-    limit = policy.accumulate if policy.weights == "2bw" else None
-    if limit is not None and most_in_flight(graph, starts, period) > limit:
-        return None
-    return make_pattern(graph, starts, period)
+        return _shared(graph, microbatches, depth)
+    return _alternate(graph, microbatches, depth, ahead)
 
 
-def best_one_f_one_b_star(graph: StageGraph) -> Pattern | None:
-    """Return the valid pattern of the exactly smallest integer period, or None when memory forbids every period.
+def _ahead(graph: StageGraph) -> list[int]:
+    """Return how many forwards a replica of each stage runs before its first backward, when nothing limits it."""
+    stages = len(graph.stages)
+    if not graph.contiguous:
+        return [stages - s for s in range(stages)]
+    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    return [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(stages)]
 
-    Feasibility is monotone in the period, and at the sum of all operations one microbatch runs at a time; so
-    bisection on integers is exact.
+
+def _alternate(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
+    """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run.
+
+    A stage never runs further ahead than the one before it lets it: otherwise a replica's first backward would wait for
+    a forward that waits for this backward.
     """
-    low = graph.period_floor_ns
-    high = max(low, graph.path_ns)
-    found = smallest(lambda period: one_f_one_b_star(graph, period), low, high)
-    return None if found is None else found[1]
+    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    deeper = [1 + (depth - 1) * (own - 1) // max(1, ahead[0] - 1) for own in ahead]
+    for s in range(1, len(deeper)):
+        deeper[s] = min(deeper[s], (deeper[s - 1] * replicas[s - 1] - 1) // replicas[s] + 1)
+
+    def slot(kind: str, stage: int, m: int) -> int:
+        if kind == "F":
+            return slot("B", stage, m - deeper[stage] * replicas[stage]) + 1
+        return 2 * m - stage
+
+    return staircase(graph, microbatches, slot)
+
+
+def _shared(graph: StageGraph, microbatches: int, depth: int) -> Program:
+    """A microbatch every two slots, and every microbatch passes its path in increasing slots.
+
+    So stages that share a device cannot wait for each other. Backwards come later where the depth is more than needed.
+    """
+    stages = len(graph.stages)
+
+    def slot(kind: str, stage: int, m: int) -> int:
+        if kind == "F":
+            return 2 * m + stage
+        later = stages - 1 - stage
+        return 2 * m + stages + later + 2 * (depth - stages) * later // max(1, stages - 1)
+
+    return staircase(graph, microbatches, slot)
+
+
+def _eager(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
+    """What has come, backwards first; no replica holds more than ``depth``, or than it would with the full depth."""
+    most = [min(depth, own) for own in ahead]
+
+    def rule() -> Decide:
+        held: Counter[int] = Counter()
+
+        def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
+            allowed = (x for x in announced if x.has_come(now_ns) and (x.kind == "B" or held[x.stage] < most[x.stage]))
+            chosen = min(allowed, key=lambda x: (x.kind != "B", -x.stage, x.step), default=None)
+            if chosen is not None:
+                held[chosen.stage] += 1 if chosen.kind == "F" else -1
+            return chosen
+
+        return decide
+
+    limit = depth * graph.resources[graph.stages[0].resource].replicas
+    rules = {
+        (index, replica): rule
+        for index, resource in enumerate(graph.resources)
+        if not resource.is_link
+        for replica in range(resource.replicas)
+    }
+    return make_program(graph, microbatches, {}, rules=rules, limit=limit)

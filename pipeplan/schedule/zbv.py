@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
-from ..program import Arrival, Decide, Program, Step, make_program
-from ..stages import StageGraph
+from .program import Arrival, Decide, Program, Step, make_program
 
 Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ..program import Program
-from ..simulate import simulate
-from ..stages import StageGraph
-from .staircase import explicit, one_stage_each
+from ..cost.stage_graph import StageGraph
+from .program import Program
+from .simulate import simulate
+from .slots import explicit, one_stage_each
 
 Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 SEARCH_STEPS = 10**6  # steps that the search for ZB2P's shape may simulate

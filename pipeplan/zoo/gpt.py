@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import BadInput
-from ..transformer import TRANSFORMERS
 from .data import CHARACTERS, text
 from .model import Data, Factory, Loss, Model, chain, token_loss
+from .sizes import TRANSFORMERS
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def batches(config: GPTConfig, batch: int) -> Data:
 
 
 def _sized(name: str) -> Model[GPTConfig]:
-    """Return the model whose sizes :data:`~pipeplan.transformer.TRANSFORMERS` has under ``name``."""
+    """Return the model whose sizes :data:`~pipeplan.zoo.sizes.TRANSFORMERS` has under ``name``."""
     sizes = TRANSFORMERS[name]
     config = GPTConfig(
         sizes.layers, sizes.hidden, sizes.heads, sizes.vocabulary, sizes.sequence, sizes.sequence, sizes.tied

@@ -1,0 +1,131 @@
+"""What a plan achieves, recomputed from its stages and starts alone: period, makespan, memory per device, gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..cost import memory_model
+from ..cost.stage_graph import StageGraph
+from ..integers import ceil_div
+from ..plan import Bound, Plan, Schedule
+from ..problem import Platform
+from ..schedule.kinds import SIMULATED, graph_of, program_of_kind
+from ..schedule.pattern import DeviceUse, device_uses, most_in_flight, starts_of
+from ..schedule.program import unroll
+from ..schedule.simulate import simulate
+from ..schedule.steady import SteadyRun, steady_nf1b
+from ..schedule.timeline import Timeline, flush_makespan_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The figures of one plan; times in ns, ``period_ns`` per microbatch.
+
+    ``makespan_ns`` is the time of one drained mini-batch with its weight synchronisation, None for a plan that never
+    drains. ``most_in_flight`` is d of ALGORITHMS section 3.
+    """
+
+    graph: StageGraph
+    period_ns: int
+    makespan_ns: int | None
+    devices: tuple[DeviceUse, ...]
+    most_in_flight: int
+
+
+def evaluate(plan: Plan) -> Evaluation:
+    """Return the figures of ``plan``, whose structure and operations must be in order."""
+    graph = graph_of(plan)
+    if plan.schedule.kind in SIMULATED:
+        return evaluate_simulated(graph, plan.schedule, plan.platform)
+    assert plan.pattern is not None
+    starts, period = starts_of(plan.pattern), plan.pattern.period_ns
+    makespan = None
+    if plan.schedule.kind == "flush":
+        assert plan.schedule.microbatches is not None
+        makespan = flush_makespan_ns(simulate(unroll(graph, plan.pattern, plan.schedule.microbatches)))
+    return Evaluation(
+        graph=graph,
+        period_ns=period if makespan is None else ceil_div(makespan, plan.schedule.microbatches or 1),
+        makespan_ns=makespan,
+        devices=tuple(device_uses(graph, starts, period, plan.platform)),
+        most_in_flight=most_in_flight(graph, starts, period),
+    )
+
+
+@lru_cache(maxsize=16)
+def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform) -> Evaluation:
+    """Return the figures of stages under nF1B or message-driven, from their simulated timeline.
+
+    Of nF1B they are those of the steady state and of all that comes before it. Where the simulated run is too short to
+    show one, every stage but the last is charged what the limit admits, and its period is the mean of the run's second
+    half. Message-driven is one drained mini-batch; its peaks are those of the planned times, and what they cannot
+    exceed in whatever order messages really arrive is ``limit`` microbatches per stage and pipeline.
+    """
+    makespan = None
+    if schedule.kind == "nf1b":
+        steady = steady_nf1b(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
+        timeline, period = steady.timeline, steady.period_ns
+        uses = _settled_uses(timeline, platform) if steady.settled else _admitted_uses(steady, platform)
+    else:
+        count = schedule.microbatches or 1
+        timeline = simulate(program_of_kind(graph, schedule, None, count))
+        makespan = flush_makespan_ns(timeline)
+        period = ceil_div(makespan, count)
+        uses = _settled_uses(timeline, platform)
+    unused = [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
+    devices = tuple(uses.get(d, nothing) for d, nothing in enumerate(unused))
+    together = [0] * len(graph.stages)
+    for index, resource in enumerate(graph.resources):
+        for place, s in enumerate(graph.stages_on(index)):
+            together[s] = sum(uses[d].in_flight[place] for d in resource.devices)
+    return Evaluation(graph, period, makespan, devices, max(together))
+
+
+def fits(evaluation: Evaluation) -> bool:
+    """Whether every device stays within its memory."""
+    return all(use.peak_bytes <= use.memory_bytes for use in evaluation.devices)
+
+
+def _settled_uses(timeline: Timeline, platform: Platform) -> dict[int, DeviceUse]:
+    """Return what each device of a simulated run holds at most."""
+    uses = {}
+    for lane, work in enumerate(timeline.program.lanes):
+        if work.device is not None:
+            counts = timeline.in_flight(lane)
+            uses[work.device] = DeviceUse(
+                platform.devices[work.device].memory_bytes,
+                timeline.weights_bytes(lane),
+                timeline.peak_activation_bytes(lane),
+                timeline.buffer_bytes(lane),
+                tuple(counts.get(s, 0) for s in timeline.program.stages_of(lane)),
+            )
+    return uses
+
+
+def _admitted_uses(steady: SteadyRun, platform: Platform) -> dict[int, DeviceUse]:
+    """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
+
+    The last stage has its gradient at once and holds one mini-batch.
+    """
+    program = steady.timeline.program
+    graph, limit = program.graph, program.limit or 1
+    uses = {}
+    for s, stage in enumerate(graph.stages):
+        admitted = limit if s < len(graph.stages) - 1 else 1
+        count = admitted * program.batch
+        kept = admitted + 1 if graph.policy.vertical_sync else 1
+        device = graph.resources[stage.resource].devices[0]
+        uses[device] = DeviceUse(
+            platform.devices[device].memory_bytes,
+            int(memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)),
+            int(memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, count)),
+            program.buffer_bytes(s),
+            (count,),
+        )
+    return uses
+
+
+def gap(period_ns: int, bound: Bound) -> float:
+    """Return how far ``period_ns`` is above ``bound``: period / bound - 1."""
+    return period_ns / bound.period_ns - 1

@@ -1,0 +1,331 @@
+"""The one judge of plans: every broken rule as a sentence that names the operation, the resource and the numbers.
+
+It rebuilds everything from the chain, the platform and the starts, trusts no reported figure, needs no tolerance (all
+times are integers), and imports no scheduler. A plan without a pattern, whose GPUs decide as they go, is judged through
+its simulated timeline. Rules: ALGORITHMS section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..cost import time_model
+from ..cost.stage_graph import Operation, Resource, StageGraph
+from ..errors import InvalidPlan
+from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
+from ..problem import Chain, Platform, Policy
+from ..schedule.kinds import SIMULATED, graph_of, too_long
+from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
+from ..schedule.program import not_one_each
+from ..units import format_bytes
+from .evaluate import evaluate_simulated
+
+
+def check(plan: Plan) -> None:
+    """Raise InvalidPlan with every violation of ``plan``, or return."""
+    found = violations(plan)
+    if found:
+        raise InvalidPlan(found)
+
+
+def violations(plan: Plan) -> list[str]:
+    """Return one sentence for each rule that ``plan`` breaks; an empty list means that it is valid.
+
+    Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
+    """
+    found = [
+        *structure_violations(plan.chain, plan.platform, plan.policy, plan.allocation.stages),
+        *schedule_violations(plan),
+    ]
+    if found:
+        return found
+    graph = graph_of(plan)
+    endless = too_long(len(graph.operations), plan.schedule)
+    if endless is not None:
+        return [f"schedule: {endless}"]
+    if plan.schedule.kind in SIMULATED:
+        return simulated_violations(plan, graph)
+    if plan.pattern is None:
+        return ["the plan has no pattern: nothing says when its operations run"]
+    found = operation_violations(graph, plan.pattern)
+    if found:
+        return found
+    return [*pattern_violations(graph, plan.pattern), *bound_violations(plan, plan.pattern.period_ns)]
+
+
+def simulated_violations(plan: Plan, graph: StageGraph) -> list[str]:
+    """Return every breach of the rules of a plan that runs by simulation: one GPU per stage, memory, bounds."""
+    refused = not_one_each(graph, plan.schedule.kind) if plan.schedule.kind == "nf1b" else None
+    if refused is not None:
+        return [refused]
+    result = evaluate_simulated(graph, plan.schedule, plan.platform)
+    found = []
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            for device in resource.devices:
+                name = resource.name if resource.replicas == 1 else f"device {device} of {resource.name}"
+                found += _over(name, graph.stages_on(index), result.devices[device])
+    return [*found, *bound_violations(plan, result.period_ns)]
+
+
+def structure_violations(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    """Return what is wrong with the stages themselves: cover, devices, segments, empty stages, tied layers."""
+    if not stages:
+        return ["the plan has no stages"]
+    found = []
+    position = 0
+    for s, stage in enumerate(stages):
+        if stage.start != position:
+            found.append(f"stage {s} starts at layer {stage.start}; the layers before it end at {position}")
+        if not 0 <= stage.start < stage.stop <= len(chain):
+            found.append(
+                f"stage {s} is layers [{stage.start}, {stage.stop}) of {len(chain)}: empty or outside the chain"
+            )
+            return found
+        position = stage.stop
+        found += _device_violations(s, stage.devices, platform)
+        found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
+        total = time_model.forward_ns(chain, stage.start, stage.stop) + time_model.backward_ns(
+            chain, policy, stage.start, stage.stop
+        )
+        if total == 0:
+            found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
+    if position != len(chain):
+        found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    for i, one in enumerate(groups):
+        for other in groups[i + 1 :]:
+            if set(one) & set(other):
+                found.append(
+                    f"device groups {list(one)} and {list(other)} overlap; stages that share a device share all of them"
+                )
+    return found + tied_violations(chain, policy, stages)
+
+
+def schedule_violations(plan: Plan) -> list[str]:
+    """Return where the kind of schedule and the weights policy contradict each other."""
+    schedule, policy = plan.schedule, plan.policy
+    if policy.coarsening is not None and policy.weights != "flush":
+        return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
+    if schedule.kind == "pattern":
+        if policy.weights == "flush":
+            return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]
+        return []
+    if schedule.kind == "nf1b":
+        what = "runs"
+        if policy.weights != "latest":
+            return [f"nf1b takes the newest weights, which is for weights latest; the policy is {policy.weights}"]
+    else:
+        what = "drains"
+        if policy.weights != "flush":
+            return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
+    if schedule.microbatches is None or schedule.microbatches < 1:
+        said = "missing" if schedule.microbatches is None else schedule.microbatches
+        return [f"schedule.microbatches is {said}; {schedule.kind} needs those of a mini-batch, at least 1"]
+    found = []
+    if schedule.microbatches != policy.accumulate:
+        found.append(
+            f"the schedule {what} mini-batches of {schedule.microbatches} microbatches, "
+            f"but the policy updates weights every {policy.accumulate}"
+        )
+    if schedule.kind in SIMULATED:
+        if plan.pattern is not None:
+            found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
+        if schedule.limit is None or schedule.limit < 1:
+            what = "mini-batches" if schedule.kind == "nf1b" else "microbatches per pipeline"
+            said = "missing" if schedule.limit is None else schedule.limit
+            found.append(f"schedule.limit is {said}; {schedule.kind} needs the {what} that it admits, at least 1")
+    return found
+
+
+def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> list[str]:
+    if not devices:
+        return [f"stage {s} has no device"]
+    found = [
+        f"stage {s} uses device {d}; the platform has devices 0 to {len(platform) - 1}"
+        for d in devices
+        if not 0 <= d < len(platform)
+    ]
+    if len(set(devices)) != len(devices):
+        found.append(f"stage {s} lists a device twice: {list(devices)}")
+    return found
+
+
+def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[int, int], ...]) -> list[str]:
+    found = []
+    position = start
+    for first, last in checkpoint:
+        if not (position <= first < last <= stop):
+            found.append(
+                f"stage {s} recomputes layers [{first}, {last}), "
+                f"which is empty, out of order or outside its layers [{start}, {stop})"
+            )
+        position = max(position, last)
+    return found
+
+
+def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    """Return which layers share weights although their stages, with the policy, would let them drift apart."""
+    if policy.weights == "flush":
+        return []
+    found = []
+    for one, other in chain.tied:
+        holders = [
+            next((s for s, stage in enumerate(stages) if stage.start <= layer < stage.stop), None)
+            for layer in (one, other)
+        ]
+        if holders[0] != holders[1]:
+            found.append(
+                f"layers {one} ({chain.layers[one].name}) and {other} ({chain.layers[other].name}) share weights but "
+                f"are in stages {holders[0]} and {holders[1]}; only --weights flush can keep them equal"
+            )
+    return found
+
+
+def operation_violations(graph: StageGraph, pattern: Pattern) -> list[str]:
+    """Return where the pattern's operations are not those of the stages: kind, stage, order, duration, period."""
+    found = []
+    if pattern.period_ns < 1:
+        found.append(f"the period is {pattern.period_ns} ns; it must be at least 1")
+    if len(pattern.operations) != len(graph.operations):
+        found.append(f"the pattern has {len(pattern.operations)} operations; the stages need {len(graph.operations)}")
+        return found
+    for i, (have, need) in enumerate(zip(pattern.operations, graph.operations, strict=True)):
+        if (have.kind, have.stage) != (need.kind, need.stage):
+            found.append(f"operation {i} is {label(have)}; the path has {label(need)} there")
+        elif have.duration_ns != need.duration_ns:
+            found.append(f"{label(have)} lasts {have.duration_ns} ns; its layers take {need.duration_ns} ns")
+        elif have.start_ns < 0:
+            found.append(f"{label(have)} starts at {have.start_ns} ns, before time 0")
+    return found
+
+
+def pattern_violations(graph: StageGraph, pattern: Pattern) -> list[str]:
+    """Return every breach of the rules of a valid pattern: path, exclusivity, memory, updates, synchronisation."""
+    return [
+        *_path(graph, pattern),
+        *_exclusivity(graph, pattern),
+        *_memory(graph, pattern),
+        *_updates(graph, pattern),
+        *_synchronisation(graph, pattern),
+    ]
+
+
+def _path(graph: StageGraph, pattern: Pattern) -> list[str]:
+    return [
+        f"{label(late)} starts at {late.start_ns} ns, before {label(early)} ends "
+        f"at {early.start_ns + early.duration_ns} ns"
+        for early, late in pairwise(pattern.operations)
+        if late.start_ns < early.start_ns + early.duration_ns
+    ]
+
+
+def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
+    """Operations of one resource never overlap: sorted by offset in its period, each ends before the next starts."""
+    found = []
+    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
+        period = resource.replicas * pattern.period_ns
+        load = sum(pattern.operations[i].duration_ns for i in indices)
+        if load > period:
+            found.append(f"{_each(resource)} is busy {load} ns in each of its periods of {period} ns")
+            continue
+        ops = sorted((pattern.operations[i] for i in indices), key=lambda op: (op.start_ns % period, op.duration_ns))
+        for one, other in pairwise([*ops, ops[0]]):
+            gap = (other.start_ns - one.start_ns) % period
+            if len(ops) > 1 and gap < one.duration_ns and (gap or other.duration_ns):
+                found.append(
+                    f"{label(one)} (offset {one.start_ns % period} ns, {one.duration_ns} ns long) overlaps "
+                    f"{label(other)} (offset {other.start_ns % period} ns) on {resource.name}, "
+                    f"whose period is {period} ns"
+                )
+    return found
+
+
+def _each(resource: Resource) -> str:
+    return resource.name if resource.is_link or resource.replicas == 1 else f"each of {resource.name}"
+
+
+def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
+    found = []
+    for index, resource in enumerate(graph.resources):
+        if resource.is_link:
+            continue
+        use = resource_use(graph, starts_of(pattern), pattern.period_ns, index)
+        found += _over(_each(resource), graph.stages_on(index), use)
+    return found
+
+
+def _over(name: str, stages: Sequence[int], use: DeviceUse) -> list[str]:
+    """Say how a device that holds ``stages`` is over its memory, if it is."""
+    if use.peak_bytes <= use.memory_bytes:
+        return []
+    held = ", ".join(f"stage {s} with {n} in flight" for s, n in zip(stages, use.in_flight, strict=True))
+    return [
+        f"{name} needs {format_bytes(use.peak_bytes)} ({use.peak_bytes} bytes: weights "
+        f"{format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)}, buffers "
+        f"{format_bytes(use.buffer_bytes)}; {held}) but has {format_bytes(use.memory_bytes)} "
+        f"({use.memory_bytes} bytes)"
+    ]
+
+
+def _updates(graph: StageGraph, pattern: Pattern) -> list[str]:
+    policy = graph.policy
+    if policy.weights != "2bw":
+        return []
+    needed = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    if policy.accumulate is not None and policy.accumulate >= needed:
+        return []
+    return [
+        f"2bw accumulates {policy.accumulate} microbatches per update, but {needed} are in flight at one stage; with "
+        f"fewer than {needed} a third weight version would be needed"
+    ]
+
+
+def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
+    found = []
+    for index, (resource, needed) in enumerate(zip(graph.resources, graph.sync_periods_ns, strict=True)):
+        if needed > pattern.period_ns:
+            stages = graph.stages_on(index)
+            who = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))} together"
+            found.append(
+                f"{who} on {resource.name} need{'s' if len(stages) == 1 else ''} {needed} ns of gradient all-reduce "
+                f"per microbatch, more than the period of {pattern.period_ns} ns"
+            )
+    return found
+
+
+def bound_violations(plan: Plan, period: int) -> list[str]:
+    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period."""
+    found = []
+    for bound in plan.lower_bounds:
+        if bound.period_ns > period and plan.schedule.kind != "flush":
+            found.append(f"{_bound_name(bound)} is above the period {period} ns")
+        found += class_violations(bound, plan.allocation)
+    return found
+
+
+def class_violations(bound: Bound, allocation: Allocation) -> list[str]:
+    """Return why ``allocation`` is outside the class of plans that ``bound`` holds for; empty when it is inside."""
+    name, stages = _bound_name(bound), allocation.stages
+    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    found = []
+    if not inside[bound.allocation]:
+        found.append(f"{name} does not hold for this plan: its stages are not in that class")
+    if not bound.replicas and any(stage.replicas > 1 for stage in stages):
+        found.append(f"{name} is for plans without replicas; this one has some")
+    if bound.checkpointing == "none" and any(stage.checkpoint for stage in stages):
+        found.append(f"{name} is for plans without checkpointing; this one recomputes layers")
+    in_part = any(stage.checkpoint not in ((), ((stage.start, stage.stop),)) for stage in stages)
+    if bound.checkpointing == "stages" and in_part:
+        found.append(f"{name} is for plans that recompute whole stages; this one recomputes parts of some")
+    return found
+
+
+def _bound_name(bound: Bound) -> str:
+    return f"the lower bound {bound.period_ns} ns for class {bound.allocation}"
+
+
+def label(op: Operation | TimedOp) -> str:
+    """Return how sentences name an operation: ``F of stage 2``."""
+    return f"{op.kind} of stage {op.stage}"

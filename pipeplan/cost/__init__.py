@@ -1,0 +1,1 @@
+"""What do ``layers[start:stop]`` cost?"""

@@ -1,0 +1,167 @@
+"""What memory ``layers[start:stop]`` take on a device: weights in all their versions, activations: the one model.
+
+Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
+the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..integers import IntLike, ceil_div
+from ..problem import Chain, Policy
+from ..storages import ChainStorages, DagStorages
+from .time_model import _plain
+
+_STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
+
+
+def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
+    """Bytes of one gradient: what replicas exchange and what every policy accumulates into."""
+    return 2 * parameters if policy.precision == "mixed" else weight_bytes
+
+
+def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
+    """Weight versions that a device keeps of a stage of which it holds ``in_flight`` microbatches at the peak.
+
+    Where every microbatch goes back with the weights that it came with, r replicas that hold g microbatches each keep
+    the newest weights and up to ceil((r * g - 1) / k) older ones, with an update every k microbatches: when microbatch
+    m comes, all up to m - r * g have gone back, and until it goes back itself only those before it are updated with.
+    That is g with one replica and an update every microbatch. With vertical sync no stage keeps fewer than the first.
+    """
+    if versions_grow(policy):
+        return ceil_div(replicas * in_flight - 1, policy.update_interval(replicas)) + 1
+    return 2 if policy.weights == "2bw" else 1
+
+
+def versions_grow(policy: Policy) -> bool:
+    """Whether a stage keeps more weight versions the more microbatches it has in flight."""
+    return policy.weights == "stash" or (policy.weights == "latest" and policy.vertical_sync)
+
+
+def weights_bytes(
+    policy: Policy,
+    weight_bytes: IntLike,
+    parameters: IntLike,
+    in_flight: IntLike,
+    replicas: int = 1,
+    at_least: int = 1,
+) -> IntLike:
+    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak.
+
+    ``at_least`` is the number of versions that vertical sync needs, those of the first stage.
+    """
+    kept = versions(policy, in_flight, replicas)
+    return versioned_bytes(policy, weight_bytes, parameters, _plain(np.maximum(kept, at_least)))
+
+
+def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike) -> IntLike:
+    """Device bytes of ``kept`` versions of the weights, of gradient and optimizer state (ALGORITHMS section 3, table).
+
+    In mixed precision versions and gradient take 2 bytes per parameter, the state holds fp32 weights and gradient
+    beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time.
+    """
+    copy = gradient_bytes(policy, weight_bytes, parameters)
+    return kept * copy + copy + _state(policy, weight_bytes, parameters, on_device=True)
+
+
+def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
+    """Host bytes of the state that ``offload`` moves off the device: fp32 weights and optimizer state (12 per parameter
+    for mixed Adam, whose fp32 gradient exists for one bucket only)."""
+    if not policy.offload:
+        return 0
+    per_copy = 4 * parameters if policy.precision == "mixed" else weight_bytes
+    copies = _STATE_FACTOR[policy.optimizer] + (1 if policy.precision == "mixed" else 0)
+    return copies * per_copy
+
+
+def _state(policy: Policy, weight_bytes: IntLike, parameters: IntLike, on_device: bool) -> IntLike:
+    mixed = policy.precision == "mixed"
+    copies = _STATE_FACTOR[policy.optimizer] + (2 if mixed else 0)
+    if policy.offload and on_device:
+        return copies * 4 * _plain(np.minimum(parameters, policy.bucket_parameters))
+    return copies * (4 * parameters if mixed else weight_bytes)
+
+
+def held_bytes(kept: IntLike, peak: IntLike, in_flight: IntLike) -> IntLike:
+    """Most bytes that ``in_flight`` microbatches of one stage hold: one of them may be in its backward."""
+    return (in_flight - 1) * kept + peak
+
+
+def activations(chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """Return (kept, peak, recompute_ns) of one microbatch of ``layers[start:stop]`` with recomputed segments.
+
+    ``checkpoint`` lists the half-open recomputed segments in order; the layers between them are stored. A recomputed
+    segment keeps its input and, while it is recomputed and run backward, the transient; release is segment by segment,
+    so ``peak`` is the largest of (kept up to and with a segment) + its transient. In a chain the parts keep each
+    storage once: a stored run may keep its output, which is what the part behind it would keep as its input. In a DAG
+    each part counts all it keeps.
+    """
+    kept = peak = recompute = 0
+    position, held = start, False
+    for first, last in (*checkpoint, (stop, stop)):
+        if position < first:
+            kept += int(stored(chain, position, first, held, position > start))
+            held = bool(keeps_output(chain, position, first, held, recomputed=False))
+            peak = max(peak, kept)
+        if first < last:
+            keeps, transient, cost = segment(chain, first, last, held, first > start)
+            held = bool(keeps_output(chain, first, last, held, recomputed=True))
+            kept += keeps
+            peak = max(peak, kept + transient)
+            recompute += cost
+        position = last
+    return kept, peak, recompute
+
+
+def stored(chain: Chain, start: IntLike, stop: IntLike, held: bool = False, inside: bool = False) -> IntLike:
+    """Return the bytes that the stored run ``layers[start:stop]`` adds to what the stage keeps before it.
+
+    ``held`` says that the storage of its input is kept already (in a chain), ``inside`` that the stage begins before
+    it: then a view that enters takes the whole storage in which it was made.
+    """
+    if isinstance(chain.storages, DagStorages):
+        return chain.saved_bytes(start, stop)
+    if held:
+        return _plain(chain.storages.inner(start, stop))
+    more = chain.storages.beyond[start] * chain.storages.keeps_input(start, stop) if inside else 0
+    return _plain(chain.saved_bytes(start, stop) + more)
+
+
+def segment(
+    chain: Chain, start: IntLike, stop: IntLike, held: bool = False, inside: bool = False
+) -> tuple[Any, Any, Any]:
+    """Return (kept bytes, transient bytes, recompute ns) of the recomputed segment ``layers[start:stop]``.
+
+    The transient is what the layers save beside the segment's input; ``held`` and ``inside`` as in :func:`stored`.
+    """
+    keeps = chain.entering_bytes(start, stop)
+    if isinstance(chain.storages, ChainStorages):
+        keeps = 0 * keeps if held else keeps + (chain.storages.beyond[start] if inside else 0)
+    total = chain.sums.forward_ns
+    return _plain(keeps), chain.inner_bytes(start, stop), _plain(total[stop] - total[start])
+
+
+def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, recomputed: bool) -> IntLike:
+    """Return whether the storage of its output is kept behind ``layers[start:stop]``, a stored run or a segment.
+
+    A stored run may save its output; a segment keeps its input, of which its output may be a view. Views pass on what
+    was ``held`` before. Nothing is said of a DAG, where several tensors may leave.
+    """
+    storages = chain.storages
+    if isinstance(storages, DagStorages):
+        return np.zeros(np.broadcast(start, stop).shape, dtype=np.bool_)
+    if recomputed:
+        return storages.passes(start, stop)
+    return storages.keeps_output(start, stop) | (held & storages.passes(start, stop))
+
+
+def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int) -> int:
+    """Return the most gradient bytes whose :func:`sync_period_ns` is at most ``period``: its inverse, for searches."""
+    if replicas == 1:
+        return 2**62
+    load = period * replicas * bandwidth * policy.update_interval(replicas)
+    return min(load // (2 * (replicas - 1) * 10**9), 2**62)

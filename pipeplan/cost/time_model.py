@@ -1,0 +1,90 @@
+"""What time ``layers[start:stop]`` take on a device: passes, optimizer steps, sums over replicas.
+
+Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
+the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from ..integers import IntLike, ceil_div
+from ..problem import Chain, Policy
+
+
+def scaled(duration: IntLike, speed: Fraction) -> IntLike:
+    """Return ``duration`` ns of the profiled device on a device ``speed`` times as fast, rounded up."""
+    return ceil_div(duration * speed.denominator, speed.numerator)
+
+
+def forward_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
+    """Forward time of one microbatch through ``layers[start:stop]``."""
+    total = chain.sums.forward_ns
+    return scaled(_plain(total[stop] - total[start]), speed)
+
+
+def backward_ns(
+    chain: Chain,
+    policy: Policy,
+    start: IntLike,
+    stop: IntLike,
+    recompute_ns: IntLike = 0,
+    replicas: int = 1,
+    speed: Fraction = Fraction(1),
+) -> IntLike:
+    """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step.
+
+    Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
+    microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
+    """
+    total = chain.sums.backward_ns
+    update = _share_of_step_ns(chain, policy, start, stop, replicas)
+    return scaled(_plain(total[stop] - total[start]) + recompute_ns + update, speed)
+
+
+def backward_weight_ns(
+    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1, speed: Fraction = Fraction(1)
+) -> IntLike:
+    """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
+    total = chain.sums.backward_weight_ns
+    update = _share_of_step_ns(chain, policy, start, stop, replicas)
+    return scaled(_plain(total[stop] - total[start]) + update, speed)
+
+
+def _share_of_step_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int) -> IntLike:
+    if policy.coarsening is not None:
+        return 0
+    return ceil_div(step_ns(chain, start, stop) * replicas, policy.update_interval(replicas))
+
+
+def step_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
+    """Time of one optimizer step on ``layers[start:stop]``."""
+    total = chain.sums.optimizer_ns
+    return scaled(_plain(total[stop] - total[start]), speed)
+
+
+def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: int) -> int:
+    """Return the time of an all-reduce in chunks of ``coarsening`` buckets, each stepped while the next is summed.
+
+    Two machines in a row, n equal chunks: all of the longer, and one chunk of the shorter (Myelin section V-C).
+    """
+    assert policy.coarsening is not None, "otherwise nothing overlaps"
+    chunks = max(1, ceil_div(parameters, policy.coarsening * policy.bucket_parameters))
+    return max(all_reduce_ns, step_ns) + ceil_div(min(all_reduce_ns, step_ns), chunks)
+
+
+def sync_period_ns(policy: Policy, gradient: int, replicas: int, bandwidth: int) -> int:
+    """Least period at which ring all-reduces of ``gradient`` bytes keep up: 2(r-1)/r * bytes / bandwidth per update."""
+    return ring_all_reduce_ns(gradient, replicas, bandwidth * policy.update_interval(replicas))
+
+
+def ring_all_reduce_ns(size: int, replicas: int, bandwidth: int) -> int:
+    """Return the time in which a ring of ``replicas`` sums ``size`` bytes: 2(r-1)/r * bytes / bandwidth, rounded up."""
+    return ceil_div(2 * (replicas - 1) * size * 10**9, replicas * bandwidth)
+
+
+def _plain(value: IntLike) -> IntLike:
+    """Turn a NumPy scalar into an int, so that Python's unbounded arithmetic applies; arrays stay arrays."""
+    return int(value) if np.ndim(value) == 0 else value

@@ -1,0 +1,59 @@
+"""Integer arithmetic that every room shares: ceilings, the groups of 1F1B*, and a search for a least value.
+
+A group is a run of consecutive stages whose work fits into one period. Groups are numbered from 1, the last of the
+chain, as in MadPipe section 4.1. ``delay`` is the time between the end of a stage's forward and the start of its
+backward on the same microbatch. Functions take integers or integer arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+IntLike = Any  # an int or an array of them
+Number = TypeVar("Number", int, Ints)
+Found = TypeVar("Found")
+
+
+def ceil_div(numerator: Number, denominator: Number | int) -> Number:
+    """Return the quotient rounded up, exactly."""
+    return -(-numerator // denominator)
+
+
+def extend(delay: int, work: int, period: int) -> int:
+    """Return ``delay (+) work`` at ``period``: the delay seen before an element that takes ``work`` ns per microbatch.
+
+    The element joins the current group when the group's count does not grow, and opens a new group otherwise
+    (MadPipe section 4.2.2). Nondecreasing in both ``delay`` and ``work``.
+    """
+    group = ceil_div(delay, period)
+    return delay + work if ceil_div(delay + work, period) == group else group * period + work
+
+
+def extend_array(delay: Ints, work: Ints, period: Ints | int) -> Ints:
+    """Return :func:`extend` element by element."""
+    start = ceil_div(delay, period)
+    return np.where(ceil_div(delay + work, period) == start, delay, start * period) + work
+
+
+def smallest(attempt: Callable[[int], Found | None], low: int, high: int) -> tuple[int, Found] | None:
+    """Return the least integer in [low, high] at which ``attempt`` returns something, with what it returned.
+
+    ``attempt`` must be monotone: once it succeeds, it succeeds at every larger value. None when it fails at ``high``.
+    """
+    found = attempt(high) if low <= high else None
+    if found is None:
+        return None
+    best = high, found
+    while low < best[0]:
+        middle = (low + best[0]) // 2
+        found = attempt(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best = middle, found
+    return best

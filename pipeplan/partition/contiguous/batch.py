@@ -1,0 +1,272 @@
+"""Splits of a chain over the p devices of one pipeline that drain a batch soon, and a bound on how soon any can.
+
+Legend: p stages, M microbatches, at most ``limit`` of them in the pipeline; U(i, j) forward and backward of the stage
+between the cuts i and j, with what it must recompute to hold its microbatches; P the sum of U and of the transfers over
+the stages before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from ...cost import time_model
+from ...integers import Ints, ceil_div, smallest
+from ...plan import Stage
+from ...problem import Device, Level, Platform, Problem
+from .contiguous import offers
+from .options import NEVER, Menu
+from .tables import Ground
+
+_STEPS = (0, 1, 2, 4, 8, 16, 32, 64)  # 256ths by which the longest stage may exceed the shortest possible
+_PRECISION = 4096  # a bound is found to this part
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the stages of one pipeline offer: stage s runs on ``groups[s]``, which is as good as ``problem``'s device s.
+
+    ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
+    ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is what
+    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is on
+    offer; ``exact``: all others are, at their least times.
+    """
+
+    problem: Problem
+    ground: Ground
+    groups: tuple[tuple[int, ...], ...]
+    microbatches: int
+    trips: tuple[Ints, ...]
+    loads: tuple[Ints, ...]
+    syncs: tuple[Ints, ...]
+    most_ns: int
+    exact: bool
+
+    @cached_property
+    def _menus(self) -> dict[Device, Menu]:
+        return {found.device: found.menu for found in self.ground.classes}
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Device, int], Ints]:
+        return {}
+
+    def menu(self, stage: int) -> Menu:
+        """Return what the devices of ``stage`` offer."""
+        return self._menus[self.problem.platform.devices[stage]]
+
+    def times(self, stage: int, in_flight: int) -> Ints:
+        """Return U, shape (cuts, cuts), of ``stage`` while it holds ``in_flight`` microbatches; NEVER if it can't."""
+        key = self.problem.platform.devices[stage], in_flight
+        if key not in self._tables:
+            size = len(self.ground.cuts)
+            table = np.full((size, size), NEVER, dtype=np.int64)
+            for i in range(size - 1):
+                stops = np.arange(i + 1, size)
+                ones = np.ones_like(stops)
+                table[i, i + 1 :] = self.menu(stage).work(i, stops, ones)(in_flight * ones)
+            table[table > self.most_ns] = NEVER
+            self._tables[key] = table
+        return self._tables[key]
+
+    def in_flight(self, limit: int) -> tuple[int, ...]:
+        """Return the most microbatches that each stage holds when ``limit`` are in the pipeline: see :func:`held`."""
+        return held(len(self.groups), min(limit, self.microbatches))[0]
+
+    def stages(self, cuts: Sequence[int], in_flight: Sequence[int]) -> tuple[Stage, ...] | None:
+        """Return the stages between ``cuts`` (indices) that recompute least; None if one doesn't fit or is too slow."""
+        found = []
+        for s, (i, j) in enumerate(pairwise(cuts)):
+            if j <= i or self.times(s, in_flight[s])[i, j] >= NEVER:
+                return None
+            start, stop = int(self.ground.cuts[i]), int(self.ground.cuts[j])
+            found.append(Stage(start, stop, self.groups[s], self.menu(s).checkpoint(i, j, in_flight[s], 1)))
+        return tuple(found)
+
+
+def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> Pipeline | None:
+    """Return what a pipeline whose stage s runs on ``groups[s]`` offers for a batch; None when no split fits.
+
+    ``problem`` is that of all devices; ``policy.accumulate`` counts the microbatches of all pipelines. Any split that
+    drains sooner than p stages at the shortest possible period has no stage longer than (p + M) / M of that period,
+    so longer ones aren't looked at.
+    """
+    platform, count = problem.platform, len(groups)
+    alone = Platform(
+        tuple(platform.slowest(group) for group in groups),
+        (Level(count, *platform.paths[-1]),),
+        platform.full_duplex,
+    )
+    policy = replace(problem.policy, accumulate=microbatches)  # a replica's share of a step is the same
+    one = Problem(problem.chain, alone, policy, replicas=False, checkpointing=problem.checkpointing)
+    slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
+    found = offers(one, slack)
+    if found is None:
+        return None
+    tables, most, exact = found
+    cuts = tables.cuts.tolist()
+    trips, loads = [], []
+    for here, there in pairwise(groups):
+        level = platform.level_between(here, there)
+        moves = np.array([platform.transfer_ns(problem.chain.cut_bytes[cut], level) for cut in cuts], dtype=np.int64)
+        trips.append(np.minimum(2 * moves, NEVER))
+        loads.append(np.minimum((1 if platform.full_duplex else 2) * len(here) * moves, NEVER))
+    syncs = []
+    for group in groups:
+        bandwidth, _ = platform.paths[platform.level_of(group)]
+        replicas = len(group)
+        exchanged = 2 * (replicas - 1) * tables.gradients.astype(object) * 10**9
+        sync = (exchanged // (replicas * bandwidth)).astype(np.int64)
+        if policy.coarsening is not None:
+            speed = platform.slowest(group).speed
+            step = time_model.step_ns(problem.chain, tables.cuts[:, None], tables.cuts[None, :], speed)
+            sync = np.maximum(sync, step)
+        syncs.append(sync)
+    return Pipeline(one, tables, tuple(groups), microbatches, tuple(trips), tuple(loads), tuple(syncs), most, exact)
+
+
+def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what ``stages`` stages hold when ``limit`` mini-batches of ``batch`` microbatches are in the pipeline.
+
+    First the most, whatever arrives when: the last stage alone runs every backward right after its forward. Then
+    counts that fall towards the last stage, as they often do; simulation says whether they hold.
+    """
+    most = (limit * batch,) * (stages - 1) + (batch,)
+    return most, tuple(batch * min(limit, 2 * (stages - s) - 1) for s in range(stages))
+
+
+def splits(offer: Pipeline, in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield cuts (indices of ``offer.ground.cuts``) of splits that may drain soon, while stages hold ``in_flight``.
+
+    A drained batch takes about P + (M - 1) * (the longest stage), so for some lengths of the longest stage, the
+    shortest possible first, the split of the shortest path. Each is optimal among contiguous splits for its length;
+    that one of them drains soonest is a heuristic. O(p n^2) each for n cuts.
+    """
+    count = len(offer.groups)
+    times = [offer.times(s, in_flight[s]) for s in range(count)]
+    shortest = _shortest_bottleneck(offer, times)
+    if shortest is None:
+        return
+    seen = set()
+    for step in _STEPS:
+        found = _shortest_path(offer, times, shortest + shortest * step // 256)
+        if found is not None and found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _shortest_bottleneck(offer: Pipeline, times: Sequence[Ints]) -> int | None:
+    """Return the least longest time, of stages and of links, of any split into as many stages as there are groups."""
+    size = len(offer.ground.cuts)
+    best = np.full(size, NEVER, dtype=np.int64)
+    best[0] = 0
+    for s, table in enumerate(times):
+        best = np.maximum(best[:, None], table).min(axis=0)
+        if s < len(offer.loads):
+            best = np.maximum(best, offer.loads[s])
+    return None if best[-1] >= NEVER else int(best[-1])
+
+
+def _shortest_path(offer: Pipeline, times: Sequence[Ints], longest: int) -> tuple[int, ...] | None:
+    """Return the cuts of the split whose stages and transfers take least, with no stage or link over ``longest``."""
+    size = len(offer.ground.cuts)
+    best = np.full(size, NEVER, dtype=np.int64)
+    best[0] = 0
+    chosen = []
+    for s, table in enumerate(times):
+        through = np.where(table <= longest, table, NEVER) + best[:, None]
+        pick = through.argmin(axis=0)
+        chosen.append(pick)
+        best = np.minimum(through[pick, np.arange(size)], NEVER)
+        if s < len(offer.trips):
+            best = np.where(offer.loads[s] <= longest, np.minimum(best + offer.trips[s], NEVER), NEVER)
+    if best[-1] >= NEVER:
+        return None
+    cuts = [size - 1]
+    for pick in reversed(chosen):
+        cuts.append(int(pick[cuts[-1]]))
+    return tuple(reversed(cuts))
+
+
+def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
+    """Return a time below which no contiguous split on these groups runs a batch, for any limit in ``least..most``.
+
+    Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
+    on, so no split drains before M U(s) + P(s), nor before the forwards ahead, M U(s) and its all-reduce, nor before a
+    link has moved everything. Microbatch m + limit enters when m has left, so not before ceil(M / limit) P(p) either.
+    The first stage holds min(limit, M) microbatches, the others at least one, which says what they must recompute. The
+    least such time over all splits is bisected; for one time a dynamic program keeps the shortest P for every cut.
+    ``enough`` is returned where it is such a time. O(p n^2) for n cuts and each step.
+    """
+    count, microbatches = len(offer.groups), offer.microbatches
+    held = min(least, microbatches) if count > 1 else 1
+    if not offer.exact:  # what must be recomputed isn't known
+        times = [_bare_times(offer, s) for s in range(count)]
+    else:
+        times = [offer.times(s, held if s == 0 else 1) for s in range(count)]
+    rounds = 1 if most is None else ceil_div(microbatches, most)
+    forward = [
+        time_model.forward_ns(offer.problem.chain, 0, offer.ground.cuts, d.speed)
+        for d in offer.problem.platform.devices
+    ]
+    fastest = np.min(np.stack(forward), axis=0)
+    ends = [microbatches * np.where(table >= NEVER, NEVER // microbatches, table) for table in times]
+    with_sync = [end + fastest[:, None] + sync for end, sync in zip(ends, offer.syncs, strict=True)]
+    size = len(offer.ground.cuts)
+
+    def possible(total: int) -> bool | None:
+        path = np.full(size, NEVER, dtype=np.int64)
+        path[0] = 0
+        for s, table in enumerate(times):
+            allowed = (ends[s] + path[:, None] <= total) & (with_sync[s] <= total)
+            path = np.where(allowed, table + path[:, None], NEVER).min(axis=0)
+            if s < len(offer.trips):
+                path = np.where(microbatches * offer.loads[s] <= total, np.minimum(path + offer.trips[s], NEVER), NEVER)
+        return (path[-1] < NEVER and rounds * int(path[-1]) <= total) or None
+
+    if enough is not None and enough <= offer.most_ns * microbatches and possible(enough - 1) is None:
+        return enough
+    low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
+    low = max(1, low * microbatches // (count * _ceiling_speed(offer)))
+    beyond = offer.most_ns * microbatches  # longer stages are not on offer
+    high = 2 * low
+    while high < beyond and possible(high) is None:
+        low, high = high + 1, 2 * high
+    high = min(high, beyond)
+    if possible(high) is None:
+        return beyond
+    grain = max(1, high // _PRECISION)
+    found = smallest(lambda step: possible(step * grain), max(1, low // grain), ceil_div(high, grain))
+    return max(1, (found[0] - 1) * grain + 1) if found is not None else beyond
+
+
+def _bare_times(offer: Pipeline, stage: int) -> Ints:
+    problem, cuts = offer.problem, offer.ground.cuts
+    start, stop = cuts[:, None], cuts[None, :]
+    speed = problem.platform.devices[stage].speed
+    bare = time_model.forward_ns(problem.chain, start, stop, speed) + time_model.backward_ns(
+        problem.chain, problem.policy, start, stop, 0, 1, speed
+    )
+    return np.where(stop > start, bare, NEVER)
+
+
+def _ceiling_speed(offer: Pipeline) -> int:
+    return -(-max(d.speed for d in offer.problem.platform.devices) // 1)
+
+
+def least_drained_ns(offer: Pipeline, cuts: Sequence[int], in_flight: Sequence[int], limit: int) -> int | None:
+    """Return what :func:`drained_bound` says of one split whose stages hold ``in_flight``; None if one doesn't fit."""
+    path = least = 0
+    for s, (i, j) in enumerate(pairwise(cuts)):
+        time = int(offer.times(s, in_flight[s])[i, j]) if i < j else NEVER
+        if time >= NEVER:
+            return None
+        least = max(least, path + offer.microbatches * time)
+        path += time + (int(offer.trips[s][j]) if s < len(offer.trips) else 0)
+        if s < len(offer.loads):
+            least = max(least, offer.microbatches * int(offer.loads[s][j]))
+    return max(least, ceil_div(offer.microbatches, limit) * path)

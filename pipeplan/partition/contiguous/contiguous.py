@@ -1,0 +1,351 @@
+"""The exact contiguous partitioner: the shortest period of all allocations in platform order.
+
+Optimal among allocations whose stages take devices in platform order (any may stay unused), each stage with any number
+of replicas and recomputed as the problem allows, under 1-periodic schedules (1F1B*, ALGORITHMS sections 4 and 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from ...cost import memory_model, time_model
+from ...integers import Ints, ceil_div, extend, smallest
+from ...plan import Allocation, Stage
+from ...problem import Problem
+from .decision import decide
+from .device_counts import device_counts, shortest_delays
+from .options import NEVER, in_flight_limit
+from .pareto import Resolution
+from .segments import Effort, with_lean_segments, with_segments
+from .tables import Ground, ground
+
+_MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
+_LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
+_COARSE = Effort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
+_FINE = Effort(
+    (
+        Resolution(exact=8192),
+        Resolution(exact=256, cost_buckets=60, peak_buckets=16),
+        Resolution(exact=64, cost_buckets=40, peak_buckets=10),
+    ),
+    _LAST,
+    work=10**7,
+)
+_QUICK = Effort((Resolution(exact=8192), Resolution(exact=64, cost_buckets=40, peak_buckets=10)), _LAST, work=10**6)
+
+
+def contiguous(problem: Problem) -> Iterator[Allocation]:
+    """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
+
+    ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
+    segments only while the fronts of their labels stay small enough to be kept whole, as they do for chains of up to
+    about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The decision for one
+    period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices
+    before pruning.
+    """
+    best = smallest_period(problem)
+    if best is not None:
+        yield best
+
+
+def feasible(problem: Problem, period: int) -> Allocation | None:
+    """Return a contiguous allocation that has a valid pattern of ``period`` ns, or None when there is none.
+
+    Of those that have, one with the smallest delay at its first stage, so the first to drain. The allocation claims its
+    own smallest period, which may be shorter. With segments that holds while the fronts of their labels stay small;
+    beyond, a plan may be missed or drain later, but never when the period is so long that memory alone decides.
+    """
+    if not len(problem.chain) or period < 1:
+        return None
+    longest = _unhurried(problem)
+    period = min(period, longest)
+    offered: Ground | None = ground(problem)
+    assert offered is not None
+    tail = _plain_delays(offered)
+    if problem.checkpointing == "segments":
+        if period == longest:
+            offered = with_lean_segments(offered, period, longest)
+        else:
+            found = with_segments(offered, period, period, longest, tail, _QUICK)
+            offered = None if found is None else found[0]
+    stages = None if offered is None else decide(offered, period, tail)
+    return None if stages is None else _claim(problem, stages, 1, period)
+
+
+def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
+    """Return all that stages offer up to ``slack`` times the smallest period, that time, whether nothing is missing.
+
+    For searches with another goal than the period, with up to 2P microbatches in flight on P devices. None when no
+    contiguous allocation fits the memory at any period.
+    """
+    best = smallest_period(problem)
+    if best is None:
+        return None
+    tables = ground(problem)
+    most = math.ceil(_claimed(best) * slack)
+    if problem.checkpointing != "segments":
+        return tables, most, True
+    longest = _unhurried(problem)
+    least = max(1, longest // len(problem.platform))  # twice as many microbatches in flight as devices
+    found = with_segments(tables, most, least, longest, _plain_delays(tables), _QUICK)
+    assert found is not None, "the best allocation is among them"
+    return found[0], most, found[1]
+
+
+def smallest_period(problem: Problem, upper: int | None = None, lower: int | None = None) -> Allocation | None:
+    """Return the contiguous allocation of the smallest period, or None when there is none of at most ``upper`` ns.
+
+    ``lower`` is a period known to be a lower bound; the search starts there. Periods are bisected with the decision;
+    first among few cuts, then among those near the best ones found, so that the exact search starts from a narrow gap.
+    The result's ``lower_bound_ns`` is what has been proved; it is optimal where that equals ``claimed_period_ns``.
+    """
+    if not len(problem.chain):
+        return None
+    tables = ground(problem)
+    high = _unhurried(problem) if upper is None else min(upper, _unhurried(problem))
+    tail = _plain_delays(tables)
+    if high < 1 or device_counts(tables, high, tail) is None:
+        return None
+    low = _least_possible(tables, max(1, lower or 1), high, tail)
+    if problem.checkpointing == "segments":
+        return _with_segments(tables, tail, low, high)
+    best = None
+    for index, tolerance in ((_spread_cuts(tables, max(32, 4 * len(problem.platform))), 32), (None, 256)):
+        if index is None:
+            index = _near(tables, best, 24)
+        if index is not None:
+            best = _search(tables.select(index), tail[index], low, high, best, tolerance)
+    if best is not None:
+        high = _claimed(best)
+        tail = np.maximum(tail, shortest_delays(tables, high))
+        low = _least_possible(tables, low, high, tail)
+    return _proved(_search(tables, tail, low, high, best, None))
+
+
+def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocation | None:
+    """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments").
+
+    The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so the
+    fronts of labels; a search on few buckets bounds it tighter, and the last ones are exact where they need no buckets.
+    Chains of many cuts are searched between some of them, with segments that begin and end there, which is never exact.
+    """
+    problem, longest = tables.problem, _unhurried(tables.problem)
+    best = smallest_period(replace(problem, checkpointing="stages"), high, low)
+    if best is None:
+        best = _search(with_lean_segments(tables, low, longest), tail, low, high, None, 256)
+    spread = None
+    if len(tables.cuts) > _MOST_CUTS:
+        spread = _spread_cuts(tables, max(64, len(problem.platform)))
+    proved = False
+    repeats = 3 if spread is None else 1  # a better plan leaves recomputation less time, and fronts less to hold
+    for effort, tolerance in ((_COARSE, 256), *((_FINE, None),) * repeats):
+        upper = high if best is None else _claimed(best) - 1
+        if upper < low:
+            return _proved(best)
+        index = spread
+        if spread is not None and best is not None:
+            near = _near(tables, best, 64 // len(best.stages))
+            index = spread if near is None else np.union1d(spread, near)
+        some = tables if index is None else tables.select(index)
+        ends = tail if index is None else tail[index]
+        found = with_segments(some, upper, low, longest, ends, effort)
+        proved, before = index is None and (found is None or found[1]), best
+        if found is not None:
+            best = _search(found[0], ends, low, upper, best, tolerance)
+        if effort is _FINE and (proved or best is before):
+            break
+    if best is None:
+        return None
+    return _proved(best) if proved else replace(best, lower_bound_ns=low)
+
+
+def _proved(best: Allocation | None) -> Allocation | None:
+    """Return the allocation as one that no other beats."""
+    return None if best is None else replace(best, lower_bound_ns=best.claimed_period_ns)
+
+
+def _search(
+    tables: Ground, tail: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
+) -> Allocation | None:
+    """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``.
+
+    With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact.
+    """
+    problem = tables.problem
+    width = max(1, low // 64)
+    while best is None:  # widen from below: periods below the optimum are decided quickly
+        period = min(high, low + width)
+        stages = decide(tables, period, tail)
+        if stages is not None:
+            best = _claim(problem, stages, low, period)
+        elif period == high:
+            return None
+        else:
+            low, width = period + 1, 2 * width
+    probe = True
+    while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
+        period = _claimed(best) - 1 if probe else low + gap // 2
+        stages = decide(tables, period, tail)
+        if stages is None:
+            low, probe = period + 1, True
+        else:
+            best, probe = _claim(problem, stages, low, period), False
+    return best
+
+
+def _claimed(allocation: Allocation) -> int:
+    assert allocation.claimed_period_ns is not None
+    return allocation.claimed_period_ns
+
+
+def _unhurried(problem: Problem) -> int:
+    """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
+    chain, platform = problem.chain, problem.platform
+    speed = min(x.speed for x in platform.devices)
+    count = len(chain)
+    forward = time_model.forward_ns(chain, 0, count, speed)
+    recompute = int(chain.sums.forward_ns[-1])
+    work: int = forward + time_model.backward_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
+    transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
+    period = work + 3 * count + transfers  # each stage rounds up three times
+    return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
+
+
+def _plain_delays(tables: Ground) -> Ints:
+    """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
+    chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
+    speed = max(x.speed for x in tables.problem.platform.devices)
+    end = np.int64(len(chain))
+    bare: Ints = time_model.forward_ns(chain, cuts, end, speed) + time_model.backward_ns(
+        chain, policy, cuts, end, 0, 1, speed
+    )
+    return bare
+
+
+def _least_possible(tables: Ground, low: int, high: int, tail: Ints) -> int:
+    """Return a period in ``low..high`` below which there are not enough devices; ``high`` is long enough.
+
+    Within a thousandth of the largest such period.
+    """
+    sums, speed = tables.problem.chain.sums, sum(x.speed for x in tables.problem.platform.devices)
+    low = min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
+    width = max(1, low // 64)
+    while high - low > low // 1024:
+        period = min(low + width, low + (high - low) // 2)
+        if device_counts(tables, period, tail) is None:
+            low, width = period + 1, 2 * width
+        else:
+            high = period
+    return low
+
+
+def _spread_cuts(tables: Ground, bins: int) -> Ints | None:
+    """Return the indices of up to ``bins`` cuts with small transfers, spread over the chain's time; None where that is
+    most of the cuts."""
+    count = len(tables.cuts)
+    if 3 * count < 4 * bins:
+        return None
+    chain = tables.problem.chain
+    time, saved = (chain.sums.forward_ns + chain.sums.backward_ns)[tables.cuts], chain.sums.saved[tables.cuts]
+    share = time / max(1, int(time[-1]))
+    if tables.problem.checkpointing == "segments":  # which need cuts where bytes are saved, too
+        share = (share + saved / max(1, int(saved[-1]))) / 2
+    place = np.minimum((share * bins).astype(np.int64), bins - 1)
+    order = np.lexsort((np.arange(count), tables.round_trips[0], place))
+    first = order[np.concatenate([[True], np.diff(place[order]) > 0])]
+    return np.unique(np.concatenate([[0], first, [count - 1]]))
+
+
+def _near(tables: Ground, best: Allocation | None, most: int) -> Ints | None:
+    """Return the indices of the cuts of ``best`` and up to ``most`` neighbours on each side; None where those are most
+    of the cuts."""
+    if best is None:
+        return None
+    count = len(tables.cuts)
+    width = min(most, max(2, count // (8 * len(best.stages))))
+    at = np.searchsorted(tables.cuts, [stage.start for stage in best.stages] + [len(tables.problem.chain)])
+    near = np.unique(np.clip(at[:, None] + np.arange(-width, width + 1), 0, count - 1))
+    return None if 4 * len(near) > 3 * count else near
+
+
+def _claim(problem: Problem, stages: Sequence[Stage], low: int, high: int) -> Allocation:
+    """Return ``stages`` with their smallest period, known to lie in ``low..high``."""
+    period = own_period(problem, stages, low, high)
+    assert period is not None
+    return Allocation(_on_lowest_devices(problem, stages), period)
+
+
+def _on_lowest_devices(problem: Problem, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
+
+    The used units inside every unit of a level move to its front, so every pair of devices stays joined by its level.
+    """
+    platform = problem.platform
+    if len(set(platform.devices)) > 1:
+        return tuple(stages)
+    used = [d for stage in stages for d in stage.devices]
+    moved = dict.fromkeys(used, 0)
+    size = 1
+    for level in platform.levels:
+        groups: dict[int, list[int]] = {}
+        for unit in dict.fromkeys(d // size for d in used):
+            groups.setdefault(unit // level.count, []).append(unit)
+        for d in used:
+            moved[d] += size * groups[d // size // level.count].index(d // size)
+        size *= level.count
+    return tuple(replace(stage, devices=tuple(moved[d] for d in stage.devices)) for stage in stages)
+
+
+def own_period(problem: Problem, stages: Sequence[Stage], low: int, high: int) -> int | None:
+    """Return the smallest period in ``low..high`` at which contiguous ``stages`` have a valid pattern, or None.
+
+    Bisects the walk of 1F1B* (ALGORITHMS section 4).
+    """
+    chain, platform, policy = problem.chain, problem.platform, problem.policy
+    steps: list[
+        tuple[int, int, int, int]
+    ] = []  # from the last stage: work, replicas, most in flight, round trip before
+    for k, stage in reversed(list(enumerate(stages))):
+        device = platform.slowest(stage.devices)
+        kept, peak, recompute = memory_model.activations(chain, stage.start, stage.stop, stage.checkpoint)
+        work = time_model.forward_ns(chain, stage.start, stage.stop, device.speed) + time_model.backward_ns(
+            chain, policy, stage.start, stage.stop, recompute, stage.replicas, device.speed
+        )
+        memory = device.memory_bytes
+        limit = int(in_flight_limit(problem, stage.start, stage.stop, kept, peak, memory, stage.replicas))
+        trip = 0
+        if k:
+            level = platform.level_of(stages[k - 1].devices + stage.devices)
+            trip = 2 * platform.transfer_ns(chain.cut_bytes[stage.start], level)
+        steps.append((work, stage.replicas, limit, trip))
+        low = max(low, int(ceil_div(work, stage.replicas)), trip // 2 if platform.full_duplex else trip)
+        low = max(low, _sync_period(problem, stage))
+    cap = policy.accumulate if policy.weights == "2bw" else None
+
+    def valid(period: int) -> bool:
+        delay = 0
+        for work, replicas, limit, trip in steps:
+            delay = extend(delay, work, replicas * period)
+            if ceil_div(delay, replicas * period) > limit or (cap is not None and delay > cap * period):
+                return False
+            delay = delay + trip if platform.full_duplex else extend(delay, trip, period)
+        return True
+
+    found = smallest(lambda period: valid(period) or None, low, high)
+    return None if found is None else found[0]
+
+
+def _sync_period(problem: Problem, stage: Stage) -> int:
+    total, parameters = problem.chain.sums.weight_bytes, problem.chain.sums.parameters
+    gradient = memory_model.gradient_bytes(
+        problem.policy,
+        int(total[stage.stop] - total[stage.start]),
+        int(parameters[stage.stop] - parameters[stage.start]),
+    )
+    bandwidth, _ = problem.platform.paths[problem.platform.level_of(stage.devices)]
+    return time_model.sync_period_ns(problem.policy, gradient, stage.replicas, bandwidth)

@@ -1,0 +1,259 @@
+"""Decide one period: the smallest delay reachable behind every cut, by dynamic programming from the chain's end.
+
+The delay V is the time from the end of a stage's forward to the start of its backward (ALGORITHMS section 4). ``(+)``
+is nondecreasing in V and so is the number in flight, so of all ways to place the layers behind a cut on the same
+devices the one with the smallest delay is as good as any.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...cost import memory_model
+from ...integers import Ints, ceil_div, extend_array
+from ...plan import Stage
+from ...problem import Device
+from .device_counts import Counts, device_counts
+from .options import NEVER
+from .tables import Ground, closed, longest_delay
+
+_CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
+
+
+def decide(ground: Ground, period: int, tail: Ints) -> tuple[Stage, ...] | None:
+    """Return stages that have a valid pattern of ``period`` ns, or None: then no contiguous allocation has one.
+
+    Exact over stages between ``ground.cuts``. With n cuts and P devices O(n^2 P) without replicas and O(n^2 P^2) with,
+    times levels and classes of devices; far fewer after :func:`device_counts`.
+    """
+    counts = device_counts(ground, period, tail)
+    if counts is None:
+        return None
+    sweep = _Sweep(ground, period, counts)
+    return sweep.stages() if sweep.run() else None
+
+
+class _Sweep:
+    """One pass from the last cut to the first.
+
+    ``least[i, a, s]`` is the smallest delay over all placements of the layers behind cut i whose first device is a,
+    where level s joins device a - 1 and the last device of the first stage. A *column* is a way to go on: a cut, and
+    the first device b that is taken already. For each first device a of the next stage (a row; without replicas
+    a = b - 1) the tables hold the delay seen through the cut's transfers, its group, the group's end, and what the
+    stage may not pass.
+    """
+
+    def __init__(self, ground: Ground, period: int, counts: Counts) -> None:
+        self.ground, self.period, self.counts = ground, period, counts
+        problem = ground.problem
+        self.devices, self.levels = len(problem.platform), len(problem.platform.levels)
+        self.cap = longest_delay(problem, period)
+        size = len(ground.cuts)
+        self.least = np.full((size, self.devices + 1, self.levels), NEVER, dtype=np.int64)
+        self.round_trips = np.stack([closed(ground, x, period) for x in ground.round_trips])
+        self.syncable = self._syncable()
+        self.low = np.maximum(counts.before, 0)
+        self.high = self.devices - counts.after  # boundaries between free and taken devices: low..high
+        room = int(np.maximum(self.high - np.maximum(self.low, 1) + 1, 0).sum()) + self.devices
+        rows = len(ground.spans)
+        self.first_column = np.zeros(size, dtype=np.int64)
+        self.columns = 0
+        self.cut = np.zeros(room, dtype=np.int64)
+        self.boundary = np.zeros(room, dtype=np.int64)
+        shape = (len(ground.classes), rows, room)
+        self.delay, self.group, self.end, self.limit = (np.empty(shape, dtype=np.int64) for _ in range(4))
+        self.gradient = np.empty(shape, dtype=np.int64) if self.syncable is not None else None
+
+    def _syncable(self) -> Ints | None:
+        """Return the most gradient bytes by level and replica count, or None where no stage has more."""
+        problem = self.ground.problem
+        if not problem.replicas:
+            return None
+        table = np.array(
+            [
+                [2**62]
+                + [
+                    memory_model.largest_synced_gradient(problem.policy, self.period, r, bandwidth)
+                    for r in range(1, self.devices + 1)
+                ]
+                for bandwidth, _ in problem.platform.paths
+            ],
+            dtype=np.int64,
+        )
+        return None if int(self.ground.gradients.max()) <= int(table.min()) else table
+
+    def run(self) -> bool:
+        """Fill the tables; return whether the whole chain has a placement."""
+        last = len(self.ground.cuts) - 1
+        for i in range(last, -1, -1):
+            if self.low[i] > self.high[i]:
+                self.first_column[i] = self.columns
+                continue
+            if i < last:
+                self._close(i)
+            self._open(i)
+        return bool((self.least[0] < NEVER).any())
+
+    def _window(self, i: int) -> slice:
+        """Return the columns at which a stage from cut ``i`` can stop."""
+        return slice(int(self.first_column[self.counts.reach[i]]), self.columns)
+
+    def _close(self, i: int) -> None:
+        """Compute the smallest delays at cut ``i`` from all columns within reach."""
+        columns = self._window(i)
+        if columns.start == columns.stop:
+            return
+        least, boundary = self.least[i], self.boundary[columns]
+        low, high = int(self.low[i]), int(min(self.high[i], self.devices - 1))
+        for kind in range(len(self.ground.classes)):
+            if not self.ground.problem.replicas:
+                delays = self._delays(i, kind, slice(0, 1), columns)[0]
+                spans = self.ground.outer_spans[0, boundary] if self.levels > 1 else 0
+                np.minimum.at(least.reshape(-1), (boundary - 1) * self.levels + spans, delays)
+                continue
+            step = max(1, _CHUNK // (columns.stop - columns.start))
+            for a in range(low, high + 1, step):
+                rows = slice(a, min(a + step, high + 1))
+                delays = self._delays(i, kind, rows, columns)
+                if self.levels == 1:
+                    np.minimum(least[rows, 0], delays.min(axis=1), out=least[rows, 0])
+                    continue
+                spans = self.ground.outer_spans[rows][:, boundary]
+                for level in range(self.levels):
+                    found = np.min(delays, axis=1, where=spans == level, initial=NEVER)
+                    np.minimum(least[rows, level], found, out=least[rows, level])
+        least[:low] = NEVER
+        least[high + 1 :] = NEVER
+
+    def _delays(self, i: int, kind: int, rows: slice, columns: slice) -> Ints:
+        """Return the delay before each stage from cut ``i`` to a column's cut, NEVER where the stage cannot be."""
+        device_class = self.ground.classes[kind]
+        stops = self.cut[columns]
+        replicas = device_class.replicas[rows][:, self.boundary[columns]] if device_class.menu.by_replicas else stops
+        work = device_class.menu.work(i, stops, replicas)
+        group, delay, end = (table[kind, rows, columns] for table in (self.group, self.delay, self.end))
+        stay = work(group)
+        stay += delay
+        opened = work(group + 1)
+        opened += end
+        np.copyto(opened, stay, where=stay <= end)
+        opened[opened > self.limit[kind, rows, columns]] = NEVER
+        if self.gradient is not None:
+            opened[self.ground.gradients[i][stops] > self.gradient[kind, rows, columns]] = NEVER
+        return opened
+
+    def _entering(self, i: int) -> tuple[Ints, Ints]:
+        """Return what is behind cut ``i`` for a stage that ends right before boundary b, b = 0..devices.
+
+        First by (level s, b) the smallest delay where the cut spans at most s; then the same through the transfers,
+        where the stage itself spans s.
+        """
+        spanned = np.minimum.accumulate(self.least[i, 1:], axis=1).T  # by level and first device - 1
+        behind = np.full((self.levels, self.devices + 1), NEVER, dtype=np.int64)
+        for level, unit in enumerate(self.ground.problem.platform.unit_sizes):
+            unit = min(unit, self.devices)
+            units = -(-self.devices // unit)
+            padded = np.full(units * unit, NEVER, dtype=np.int64)
+            padded[: self.devices] = spanned[level]
+            best = np.minimum.accumulate(padded.reshape(units, unit)[:, ::-1], axis=1)[:, ::-1]
+            behind[level, 1:] = best.reshape(-1)[: self.devices]
+        return behind, np.minimum.accumulate(self._through(i, behind)[::-1], axis=0)[::-1]
+
+    def _through(self, i: int, behind: Ints) -> Ints:
+        """Return the delays ``behind`` cut ``i`` (by level) after the transfers over each level."""
+        trips = self.round_trips[:, i, None]
+        if self.ground.problem.platform.full_duplex:
+            through = behind + trips
+        else:
+            through = extend_array(behind, np.minimum(trips, self.period), self.period)
+        return np.where((trips < NEVER) & (behind < NEVER), through, NEVER)
+
+    def _open(self, i: int) -> None:
+        """Add the columns of cut ``i``."""
+        self.first_column[i] = self.columns
+        low, high = max(int(self.low[i]), 1), int(self.high[i])
+        if i == 0 or low > high:
+            return
+        if i == len(self.ground.cuts) - 1:
+            entering = np.zeros((self.levels, self.devices + 1), dtype=np.int64)
+            if self.ground.uniform:
+                low = high
+        else:
+            entering = self._entering(i)[1]
+        boundary = np.arange(low, high + 1)
+        useful = entering[0, low : high + 1] < NEVER
+        if self.ground.uniform:  # one more device must shorten the delay
+            useful[:-1] &= entering[0, low:high] < entering[0, low + 1 : high + 1]
+        boundary = boundary[useful]
+        if not len(boundary):
+            return
+        new = slice(self.columns, self.columns + len(boundary))
+        self.columns = new.stop
+        self.cut[new] = i
+        self.boundary[new] = boundary
+        spans = self.ground.spans[:, boundary]
+        delay = entering[spans, boundary]
+        for kind, device_class in enumerate(self.ground.classes):
+            replicas = device_class.replicas[:, boundary]
+            period = replicas * self.period
+            group = ceil_div(delay, np.maximum(period, 1))
+            end = group * period
+            self.delay[kind, :, new], self.group[kind, :, new], self.end[kind, :, new] = delay, group, end
+            usable = (replicas > 0) & (delay < NEVER)
+            self.limit[kind, :, new] = np.where(usable, np.minimum(end + period, self.cap), -1)
+            if self.gradient is not None and self.syncable is not None:
+                self.gradient[kind, :, new] = self.syncable[spans, replicas]
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages of a placement of the whole chain, found again from the tables."""
+        a, level = np.unravel_index(int(self.least[0].argmin()), self.least[0].shape)
+        i, first, span, stages = 0, int(a), int(level), []
+        while True:
+            stage, kind, row, column = self._step(i, first, span)
+            stages.append(stage)
+            i = int(self.cut[column])
+            if i == len(self.ground.cuts) - 1:
+                return tuple(stages)
+            first, span = self._before(i, int(self.boundary[column]), int(self.delay[kind, row, column]), row)
+
+    def _step(self, i: int, first: int, span: int) -> tuple[Stage, int, int, int]:
+        """Return the stage that attains ``least[i, first, span]``, with the class, row and column it was found at."""
+        value, columns = self.least[i, first, span], self._window(i)
+        row = first if self.ground.problem.replicas else 0
+        boundary = self.boundary[columns]
+        allowed = self.ground.outer_spans[row, boundary] == span
+        if not self.ground.problem.replicas:
+            allowed &= boundary == first + 1
+        for kind in range(len(self.ground.classes)):
+            delays = self._delays(i, kind, slice(row, row + 1), columns)[0]
+            hits = np.flatnonzero((delays == value) & allowed)
+            if len(hits):
+                break
+        device_class = self.ground.classes[kind]
+        column = columns.start + int(hits[0])
+        stop, b = int(self.cut[column]), int(self.boundary[column])
+        devices = self._members(device_class.device, first, b)
+        in_flight = int(ceil_div(int(value), len(devices) * self.period))
+        start_layer, stop_layer = int(self.ground.cuts[i]), int(self.ground.cuts[stop])
+        checkpoint = device_class.menu.checkpoint(i, stop, in_flight, len(devices))
+        return Stage(start_layer, stop_layer, devices, checkpoint), kind, row, column
+
+    def _members(self, least: Device, first: int, boundary: int) -> tuple[int, ...]:
+        devices = self.ground.problem.platform.devices
+        return tuple(
+            d
+            for d in range(first, boundary)
+            if devices[d].speed >= least.speed and devices[d].memory_bytes >= least.memory_bytes
+        )
+
+    def _before(self, i: int, boundary: int, entering: int, row: int) -> tuple[int, int]:
+        """Return (first device, span) of the placement behind cut ``i`` that gave a column its delay."""
+        behind = self._entering(i)[0]
+        through = self._through(i, behind)[:, boundary]
+        lowest = int(self.ground.spans[row, boundary])
+        level = next(s for s in range(lowest, self.levels) if through[s] == entering)
+        unit = self.ground.problem.platform.unit_sizes[level]
+        last = min(self.devices, ((boundary - 1) // unit + 1) * unit)
+        nearby = self.least[i, boundary : last + 1, : level + 1]
+        offset, span = np.unravel_index(int(np.argmax(nearby == behind[level, boundary])), nearby.shape)
+        return boundary + int(offset), int(span)

@@ -1,0 +1,96 @@
+"""Bounds that prune: how many devices the two sides of every cut need at least, and how long a delay is at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost import memory_model
+from ...integers import Ints, ceil_div
+from .options import NEVER
+from .tables import Ground, closed, longest_delay
+
+_TOO_MANY = 10**6  # devices; stands for "cannot be placed"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Lower bounds on devices at one period: ``before[i]`` for the layers before cut i, ``after[i]`` for the others.
+
+    ``reach[i]`` is the last cut at which a stage that starts at cut i can stop.
+    """
+
+    before: Ints
+    after: Ints
+    reach: Ints
+
+
+def device_counts(ground: Ground, period: int, tail: Ints) -> Counts | None:
+    """Return how many devices each side of every cut needs at least, or None when there are not enough.
+
+    A relaxation of the decision: each stage is charged the delay ``tail[j]`` (a lower bound at its end, cut j), the
+    best device and the best link. O(n^2) for n cuts.
+    """
+    problem, size = ground.problem, len(ground.cuts)
+    most = len(problem.platform) if problem.replicas else 1
+    enter = tail + closed(ground, ground.round_trips[0], period)
+    need = np.full((size, size), _TOO_MANY, dtype=np.int32)
+    cap = longest_delay(problem, period)
+    for time, limit in ground.best.relaxed():
+        delay = time + enter
+        groups = ceil_div(np.minimum(delay, NEVER), period)
+        if most == 1:
+            need[(time <= period) & (groups <= limit) & (delay <= cap)] = 1
+        else:
+            replicas = np.maximum(np.ceil(groups / np.maximum(limit, 1)), ceil_div(time, period))
+            replicas[(delay > cap) | (limit == 0)] = _TOO_MANY
+            np.minimum(need, np.minimum(replicas, _TOO_MANY).astype(np.int32), out=need)
+    if most > 1:
+        need = _synchronised(ground, period, need)
+    need[need > most] = _TOO_MANY
+    after = np.zeros(size, dtype=np.int32)
+    for i in range(size - 2, -1, -1):
+        after[i] = min(_TOO_MANY, int((need[i, i + 1 :] + after[i + 1 :]).min()))
+    if after[0] > len(problem.platform):
+        return None
+    before = np.full(size, _TOO_MANY, dtype=np.int32)
+    before[0] = 0
+    for i in range(size - 1):
+        np.minimum(before[i + 1 :], need[i, i + 1 :] + before[i], out=before[i + 1 :])
+    reach = size - 1 - np.argmax(need[:, ::-1] <= most, axis=1)
+    return Counts(before.astype(np.int64), after.astype(np.int64), reach)
+
+
+def _synchronised(ground: Ground, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Raise each count to the next one at which the stage's replicas can keep up with their all-reduces."""
+    problem, most = ground.problem, len(ground.problem.platform)
+    bandwidth = problem.platform.paths[0][0]
+    allowed = [memory_model.largest_synced_gradient(problem.policy, period, r, bandwidth) for r in range(1, most + 1)]
+    if int(ground.gradients.max()) <= min(allowed):
+        return need
+    order = np.unique(allowed)
+    following = np.full((len(order) + 1, most + 2), _TOO_MANY, dtype=np.int32)
+    for row, least in enumerate(order.tolist()):
+        for r in range(most, -1, -1):
+            fits = r > 0 and allowed[r - 1] >= least
+            following[row, r] = r if fits else following[row, r + 1]
+    return following[np.searchsorted(order, ground.gradients), np.minimum(need, most + 1)]
+
+
+def shortest_delays(ground: Ground, period: int) -> Ints:
+    """Return for each cut a lower bound on the delay of any plan of at most ``period`` ns, before the cut's transfers.
+
+    Plain sums of stage times and transfers, over the stages that fit at all. O(n^2).
+    """
+    most = len(ground.problem.platform) if ground.problem.replicas else 1
+    least = np.full_like(ground.gradients, NEVER)
+    for time, limit in ground.best.relaxed():
+        np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
+    enter = closed(ground, ground.round_trips[0], period)
+    delay = np.zeros(len(ground.cuts), dtype=np.int64)
+    for i in range(len(delay) - 2, -1, -1):
+        delay[i] = min(NEVER, int((least[i, i + 1 :] + enter[i + 1 :]).min()))
+        enter[i] = min(NEVER, int(enter[i] + delay[i]))
+    return delay

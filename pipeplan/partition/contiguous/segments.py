@@ -1,0 +1,270 @@
+"""Segments of a stage that are recomputed: the least recomputation with which a stage can hold so many microbatches.
+
+ALGORITHMS section 5, "Segments": from the labels of every stage comes E, the least recomputation with which it holds g
+microbatches; a decision reads E at the two counts between which a stage has to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from ...cost import time_model
+from ...integers import Ints, ceil_div
+from ...problem import Chain, Device, Problem
+from .device_counts import device_counts
+from .labels import Labels, LeanLabels, Units, labels_from, lean_labels
+from .options import NEVER, Ranges, Work, fixed_bytes, in_flight_limit, replica_counts, version_counts, with_replicas
+from .pareto import Resolution
+from .tables import Ground
+
+
+@dataclass(frozen=True)
+class Effort:
+    """For the stages from each cut the first of ``resolutions`` is taken that needs no more than a quarter of what is
+    left of ``work`` (extensions of labels, over all cuts), else ``last``."""
+
+    resolutions: tuple[Resolution, ...]
+    last: Resolution
+    work: int
+
+
+def with_segments(
+    ground: Ground, period: int, least: int, longest: int, tail: Ints, effort: Effort
+) -> tuple[Ground, bool] | None:
+    """Return ``ground`` with all segments on offer that a plan of at most ``period`` ns may contain.
+
+    Also whether that is exact: no such plan is missing. None when there is none by work, devices and fixed memory
+    alone. Decisions may be made for periods of ``least`` to ``period``; ``longest`` bounds the time of one microbatch.
+    Segments begin and end at any layer, or only at cuts where some are left out.
+    """
+    caps = _caps(ground, period, tail)
+    if caps is None:
+        return None
+    chain = ground.problem.chain
+    units = Units.of(chain)
+    positions = np.arange(len(chain) + 1) if ground.complete else ground.cuts
+    place = {int(cut): i for i, cut in enumerate(ground.cuts)}
+    settled: dict[int, Resolution] = {}
+    left = effort.work
+
+    def labels(start: int) -> Labels:
+        nonlocal left
+        i = place[start]
+        if start not in settled:
+            for resolution in effort.resolutions:
+                found, tried = labels_from(units, start, positions, caps.cost[i], caps.peak[i], resolution, left // 4)
+                left = max(0, left - tried)
+                if found is not None:
+                    settled[start] = resolution
+                    return found
+        resolution = settled.setdefault(start, effort.last)
+        found, _ = labels_from(units, start, positions, caps.cost[i], caps.peak[i], resolution)
+        assert found is not None
+        return found
+
+    found = _offer(ground, labels, _most_groups(ground, least, longest))
+    return found[0], found[1] and ground.complete
+
+
+def with_lean_segments(ground: Ground, least: int, longest: int) -> Ground:
+    """Return ``ground`` with the segments on offer that peak lowest, whatever they cost (and nothing recomputed).
+
+    Exact where one microbatch at a time is fast enough.
+    """
+    labels = _lean_labels(ground.problem.chain)
+    return _offer(ground, labels.__getitem__, _most_groups(ground, least, longest))[0]
+
+
+@lru_cache(maxsize=2)
+def _lean_labels(chain: Chain) -> tuple[LeanLabels, ...]:
+    """Remember the labels while one chain is tried with many memories and numbers of devices."""
+    return lean_labels(Units.of(chain))
+
+
+def _most_groups(ground: Ground, least: int, longest: int) -> int:
+    """Return a bound on what one stage holds at periods of at least ``least`` ns.
+
+    Idle time in a delay is at most the time of the element that opens a group, and no stage or cut takes more than its
+    devices times the period.
+    """
+    return min(4 * len(ground.problem.platform), ceil_div(2 * longest, least))
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What labels may cost and hold at most, by (first cut, position): beyond, no plan of interest contains them.
+
+    Shape (cuts, L + 1); they never grow with the position, and are negative where no stage passes.
+    """
+
+    cost: Ints
+    peak: Ints
+
+
+def _caps(ground: Ground, period: int, tail: Ints) -> Caps | None:
+    """Return the caps of plans of at most ``period`` ns: time that devices have left, memory that weights leave."""
+    problem, cuts = ground.problem, ground.cuts
+    counts = device_counts(ground, period, tail)
+    if counts is None:
+        return None
+    platform, sums = problem.platform, problem.chain.sums
+    speeds = [x.speed for x in platform.devices]
+    most = len(platform) if problem.replicas else 1
+    start, stop = cuts[:, None], cuts[None, :]
+    work = sums.forward_ns + sums.backward_ns
+    devices = np.minimum(len(platform) - counts.before[:, None] - counts.after[None, :], most)
+    fastest = max(speeds)
+    spare = devices * period * fastest.numerator // fastest.denominator - (work[stop] - work[start])
+    spare = np.minimum(spare, int(sum(speeds, Fraction(0)) * period) - int(work[-1]))
+    room = max(x.memory_bytes for x in platform.devices) - fixed_bytes(problem, start, stop, 1)
+    index = np.arange(len(cuts))
+    possible = (index[None, :] > index[:, None]) & (index[None, :] <= counts.reach[:, None])
+    possible &= (devices > 0) & (spare >= 0) & (room >= 0)
+
+    def by_position(table: Ints) -> Ints:
+        later = np.maximum.accumulate(np.where(possible, table, -1)[:, ::-1], axis=1)[:, ::-1]
+        return later[:, np.searchsorted(cuts, np.arange(len(problem.chain) + 1))]
+
+    return Caps(by_position(spare), by_position(room))
+
+
+def _offer(ground: Ground, labels_of: Callable[[int], Labels | LeanLabels], groups: int) -> tuple[Ground, bool]:
+    """Return ``ground`` with menus of the given labels (by first layer), and whether all labels are exact."""
+    problem, cuts = ground.problem, ground.cuts
+    memories = sorted({x.memory_bytes for x in problem.platform.devices})
+    size = len(cuts)
+    counts = version_counts(problem)
+    tables = {
+        (memory, replicas): np.full((size, size, groups + 2), NEVER, dtype=np.int64)
+        for memory in memories
+        for replicas in counts
+    }
+    index = np.full(len(problem.chain) + 1, -1)
+    index[cuts] = np.arange(size)
+    exact = True
+    for i in range(size - 1):
+        labels = labels_of(int(cuts[i]))
+        exact = exact and labels.exact
+        at = np.flatnonzero(index[labels.position] > i)
+        stops = index[labels.position[at]]
+        for (memory, replicas), table in tables.items():
+            limit = _limits(problem, labels, at, memory, replicas)
+            np.minimum.at(table[i], (stops, np.minimum(limit, groups)), labels.cost[at])
+    for table in tables.values():
+        table[:, :, 0] = NEVER  # labels that don't fit at all
+        table[:] = np.minimum.accumulate(table[:, :, ::-1], axis=2)[:, :, ::-1]
+    names = _Names(problem, labels_of)
+    devices = dict.fromkeys([ground.best_device, *(x.device for x in ground.classes)])
+    menus = {x: _menu(ground, x, [tables[x.memory_bytes, r] for r in counts], names) for x in devices}
+    classes = tuple(replace(x, menu=menus[x.device]) for x in ground.classes)
+    return replace(ground, classes=classes, best=menus[ground.best_device]), exact
+
+
+def _limits(problem: Problem, labels: Labels | LeanLabels, at: Ints, memory: int, replicas: int) -> Ints:
+    """Return how many microbatches each of the ``replicas`` of the stages of the labels ``at`` can hold."""
+    start = np.broadcast_to(labels.position[0], at.shape)
+    return in_flight_limit(problem, start, labels.position[at], labels.kept[at], labels.peak[at], memory, replicas)
+
+
+class _Names:
+    """Finds the segments behind a least recomputation; the labels of the few stages asked for are made again."""
+
+    def __init__(self, problem: Problem, labels_of: Callable[[int], Labels | LeanLabels]) -> None:
+        self._problem, self._labels_of = problem, labels_of
+        self._known: dict[int, Labels | LeanLabels] = {}
+
+    def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
+        """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
+        replica."""
+        if start not in self._known:
+            self._known[start] = self._labels_of(start)
+        labels = self._known[start]
+        at = np.flatnonzero(labels.position == stop)
+        at = at[_limits(self._problem, labels, at, memory, replicas) >= in_flight]
+        best = np.lexsort((labels.peak[at], labels.kept[at], labels.cost[at]))[0]
+        return labels.ranges(int(at[best]))
+
+
+@dataclass(frozen=True)
+class SegmentMenu:
+    """All segments on offer for the stages ``layers[cuts[i]:cuts[j]]`` on devices of one class (a ``Menu``).
+
+    ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
+    on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of
+    this class, ``backward[r]`` of the profiled device. The last r stands for all beyond.
+    """
+
+    cuts: Ints
+    device: Device
+    forward: Ints
+    backward: tuple[Ints, ...]
+    recompute: tuple[Ints, ...]
+    options: tuple[tuple[Ints, Ints], ...]  # what ``relaxed`` returns
+    names: _Names
+
+    @property
+    def by_replicas(self) -> bool:
+        """Whether what a stage offers depends on its replicas."""
+        return len(self.backward) > 1 or len(self.recompute) > 1
+
+    def select(self, index: Ints) -> SegmentMenu:
+        """Return the menu of the stages between the cuts ``index`` alone."""
+        both = np.ix_(index, index)
+        backward, recompute = (tuple(table[both] for table in tables) for tables in (self.backward, self.recompute))
+        cuts, forward = self.cuts[index], self.forward[both]
+        options = tuple((time[both], limit[both]) for time, limit in self.options)
+        return SegmentMenu(cuts, self.device, forward, backward, recompute, options, self.names)
+
+    def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
+        """Return the least time of stages as a function of what they hold (see ``Menu``)."""
+        size, most = self.recompute[0].shape[1], self.recompute[0].shape[2] - 1
+        place = stops * (most + 1)
+        if len(self.recompute) == 1:
+            table = self.recompute[0][start].reshape(-1)
+        else:
+            table = np.stack([table[start] for table in self.recompute]).reshape(-1)
+            place = place + (np.clip(replicas, 1, len(self.recompute)) - 1) * (size * (most + 1))
+        forward = self.forward[start][stops]
+        backward = with_replicas(self.backward, start, stops, replicas)
+        speed = self.device.speed
+        return lambda in_flight: _time(forward, backward, table[place + np.minimum(in_flight, most)], speed)
+
+    def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
+        """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica."""
+        first, last = int(self.cuts[start]), int(self.cuts[stop])
+        return self.names.find(first, last, in_flight, replicas, self.device.memory_bytes)
+
+    def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
+        """Return for some ranges of in-flight counts the time that the lowest takes, and the highest as the limit."""
+        return self.options
+
+
+def _time(forward: Ints, backward: Ints, recompute: Ints, speed: Fraction) -> Ints:
+    never = recompute >= NEVER
+    time: Ints = forward + time_model.scaled(backward + np.where(never, 0, recompute), speed)
+    time[never] = NEVER
+    return time
+
+
+def _menu(ground: Ground, device: Device, tables: Sequence[Ints], names: _Names) -> SegmentMenu:
+    chain, policy, cuts = ground.problem.chain, ground.problem.policy, ground.cuts
+    start, stop = cuts[:, None], cuts[None, :]
+    forward = time_model.forward_ns(chain, start, stop, device.speed)
+    backward = tuple(time_model.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(ground.problem))
+    idle = np.asarray(forward + backward[0] == 0)  # a stage without work would leave orders ambiguous
+    recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in tables)
+    alone = recompute[0]
+    most = alone.shape[2] - 2
+    largest = np.argmax(alone[:, :, 1:] >= NEVER, axis=2)  # counts 1..largest fit
+    options, low = [], 1
+    while low <= most:
+        high = min(most, low + low // 4)
+        time = _time(forward, backward[0], alone[:, :, low], device.speed)
+        options.append((time, np.where(largest >= low, np.minimum(largest, high), 0)))
+        low = high + 1
+    return SegmentMenu(cuts, device, forward, backward, recompute, tuple(options), names)

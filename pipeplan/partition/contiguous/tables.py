@@ -1,0 +1,149 @@
+"""What a search over contiguous allocations stands on: the costs of all stages, cuts and device groups, as tables.
+
+Everything here holds for every period, so one search computes it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost import memory_model
+from ...integers import Ints
+from ...problem import Device, Platform, Problem
+from .options import NEVER, Menu, OptionMenu, stage_limits, stage_times
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """The groups of devices whose slowest speed and smallest memory are the same, and what stages offer on them.
+
+    A stage on the devices ``a..b-1`` takes all of them that are at least as fast and as large as the class, so
+    ``replicas[a, b]`` names a group. It is 0 where the first or the last device isn't taken, or no device is as slow or
+    none as small as the class. Without replicas there is the one row ``replicas[0, b]`` of single devices b - 1.
+    """
+
+    menu: Menu
+    device: Device
+    replicas: Ints
+
+
+@dataclass(frozen=True)
+class Ground:
+    """All that a decision reads and that doesn't depend on the period; stages start and stop at ``cuts`` alone."""
+
+    problem: Problem
+    cuts: Ints
+    classes: tuple[DeviceClass, ...]
+    best: Menu  # on ``best_device``
+    best_device: Device  # as fast as the fastest and as large as the largest
+    gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
+    round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take, over each level
+    spans: Ints  # like replicas: the level that joins devices a..b-1
+    outer_spans: Ints  # the level that joins devices a-1..b-1: what the cut before a stage spans at least
+    uniform: bool  # whether only the number of devices counts
+    complete: bool = True  # whether all legal cuts are here
+
+    def select(self, index: Ints) -> Ground:
+        """Return the same ground with the cuts ``index`` alone."""
+        return replace(
+            self,
+            cuts=self.cuts[index],
+            classes=tuple(replace(x, menu=x.menu.select(index)) for x in self.classes),
+            best=self.best.select(index),
+            gradients=self.gradients[np.ix_(index, index)],
+            round_trips=self.round_trips[:, index],
+            complete=self.complete and len(index) == len(self.cuts),
+        )
+
+
+def ground(problem: Problem) -> Ground:
+    """Return the tables of ``problem`` over all its legal cuts.
+
+    Where segments are allowed the menus are a relaxation, and their labels have to be put in their place.
+    """
+    chain, platform = problem.chain, problem.platform
+    legal = np.ones(len(chain) + 1, dtype=np.bool_)
+    if problem.policy.weights != "flush":
+        for i, j in chain.tied:
+            legal[min(i, j) + 1 : max(i, j) + 1] = False
+    cuts = np.flatnonzero(legal)
+    start, stop = cuts[:, None], cuts[None, :]
+    total, parameters = chain.sums.weight_bytes, chain.sums.parameters
+    gradients = memory_model.gradient_bytes(
+        problem.policy, total[stop] - total[start], parameters[stop] - parameters[start]
+    )
+    round_trips = np.zeros((len(platform.levels), len(cuts)), dtype=np.int64)
+    for level in range(len(platform.levels)):
+        sizes = [chain.cut_bytes[c] for c in cuts[1:-1].tolist()]
+        round_trips[level, 1:-1] = [min(NEVER, 2 * platform.transfer_ns(x, level)) for x in sizes]
+    count = len(platform)
+    level_of = np.zeros((count, count + 1), dtype=np.int64)
+    for a in range(count):
+        for b in range(a + 1, count + 1):
+            level_of[a, b] = platform.level_of((a, b - 1))
+    outer = np.concatenate([np.zeros((1, count + 1), dtype=np.int64), level_of[:-1]])
+    if not problem.replicas:  # the stage on device b - 1 alone
+        outer = np.array([[0, 0, *(level_of[b - 2, b] for b in range(2, count + 1))]], dtype=np.int64)
+        level_of = np.zeros_like(outer)
+    best = Device(max(x.memory_bytes for x in platform.devices), max(x.speed for x in platform.devices))
+    times = {x: stage_times(problem, cuts, x) for x in {x.speed for x in platform.devices}}
+    limits = {x: stage_limits(problem, cuts, x) for x in {x.memory_bytes for x in platform.devices}}
+
+    def menu_of(device: Device) -> Menu:
+        return OptionMenu(cuts, times[device.speed], limits[device.memory_bytes])
+
+    classes = tuple(DeviceClass(menu_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
+    uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
+    return Ground(
+        problem, cuts, classes, menu_of(best), best, np.asarray(gradients), round_trips, level_of, outer, uniform
+    )
+
+
+def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
+    """Return each class of device groups with its table of replica counts.
+
+    Within a class a stage needs no other devices than all the eligible ones from its first to its last: moving the
+    first ones up into a gap keeps speed and memory and shortens the way to the next stage.
+    """
+    speeds = np.array([x.speed for x in platform.devices], dtype=object)
+    memories = np.array([x.memory_bytes for x in platform.devices], dtype=object)
+    count = len(platform)
+    if not replicas:
+        kinds = dict.fromkeys(platform.devices)
+        return [(x, np.array([[0, *(int(y == x) for y in platform.devices)]], dtype=np.int64)) for x in kinds]
+    found = []
+    for speed in sorted(set(speeds)):
+        for memory in sorted(set(memories)):
+            eligible = (speeds >= speed) & (memories >= memory)
+
+            def up_to(which: npt.NDArray[np.bool_]) -> Ints:
+                return np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+
+            size, slow, small = (
+                table[None, :] - table[:-1, None]
+                for table in map(up_to, (eligible, eligible & (speeds == speed), eligible & (memories == memory)))
+            )
+            ends = eligible[:, None] & np.concatenate([[False], eligible])[None, :]
+            groups = np.where(ends & (slow > 0) & (small > 0) & (size > 0), size, 0)
+            if groups.any():
+                found.append((Device(int(memory), Fraction(speed)), groups.astype(np.int64)))
+    assert count == 0 or found
+    return found
+
+
+def closed(ground: Ground, round_trips: Ints, period: int) -> Ints:
+    """Return the round trips with NEVER for those that a link cannot carry once per ``period``."""
+    load = round_trips // 2 if ground.problem.platform.full_duplex else round_trips
+    return np.where(load <= period, round_trips, NEVER)
+
+
+def longest_delay(problem: Problem, period: int) -> int:
+    """Return the longest life of an activation that the policy's accumulation allows (2bw: section 3)."""
+    accumulate = problem.policy.accumulate
+    if problem.policy.weights != "2bw" or accumulate is None:
+        return NEVER - 1
+    return min(period * accumulate, NEVER - 1)

@@ -1,0 +1,224 @@
+"""Coarser chains: neighbouring layers merged where a cut is not wanted, with every cost of the merged layers kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from ..problem import Chain, Layer
+
+SavedRule = Literal["distinct", "input"]
+
+
+def articulation_cuts(chain: Chain) -> tuple[int, ...]:
+    """Return the cuts of ``chain``, 0 and L included, that at most one tensor crosses.
+
+    Tensors of zero bytes, in a storage without any, do not count.
+    """
+    count, facts = len(chain), chain.storages.facts
+    crossing = np.zeros(count + 2, dtype=np.int64)
+    for tensor, (root, readers) in enumerate(zip(facts.roots(0), chain.readers, strict=True)):
+        if readers and (facts.sizes[tensor] or facts.storages[root]):
+            crossing[tensor] += 1
+            crossing[readers[-1] + 1] -= 1
+    free = np.cumsum(crossing) <= 1
+    return (0, *(i for i in range(1, count) if free[i]), count)
+
+
+def _crossing(chain: Chain, cut: int) -> list[int]:
+    """Return the tensor that crosses one of the :func:`articulation_cuts`."""
+    facts, roots = chain.storages.facts, chain.storages.facts.roots(0)
+    for tensor, readers in enumerate(chain.readers[: cut + 1]):
+        if readers and readers[-1] >= cut and (facts.sizes[tensor] or facts.storages[roots[tensor]]):
+            return [tensor]
+    return [cut]
+
+
+def merge_articulation(chain: Chain, saved: SavedRule = "distinct") -> Chain:
+    """Return ``chain`` as a plain chain, its layers merged between neighbouring :func:`articulation_cuts`.
+
+    Layer sums, cut bytes at the remaining cuts and the bytes saved by any run of merged layers are those of ``chain``.
+    ``saved="input"`` counts the input of each merged layer as all that it saves: MadPipe's accounting (section 3).
+    A chain without edges comes back with nothing merged. Source: ALGORITHMS section 1, granularity ``articulation``.
+    """
+    if chain.edges is None and saved == "distinct":
+        return chain
+    cuts = articulation_cuts(chain) if chain.edges is not None else tuple(range(len(chain) + 1))
+    layers = []
+    for group, (start, stop) in enumerate(pairwise(cuts)):
+        fields: dict[str, Any] = {}
+        outgoing = chain.cut_bytes[stop] if stop < len(chain) else chain.layers[-1].output_bytes
+        if saved == "distinct":
+            entering = dict.fromkeys(_crossing(chain, start), group - 1)
+            fields = _saved(chain, start, stop, _crossing(chain, stop), entering, group)
+            exactly = chain.inner_bytes(start, stop) == 0 and fields["saved_bytes"] == chain.cut_bytes[start]
+            if exactly and fields["saves"] == (group - 1,):
+                fields |= {"saved_bytes": None, "saves": None}
+        layers.append(_merged_layer(chain, start, stop, outgoing, fields))
+    return _replaced(chain, cuts, layers, edges=None)
+
+
+def merge_zero_time(chain: Chain) -> Chain:
+    """Return ``chain`` with each layer whose forward and backward take no time merged into a neighbour.
+
+    Of the cuts between two layers that take time the one of least bytes stays. In a DAG a group is merged only where
+    one merged layer can stand for it exactly, that is, keeps every cut and every saved byte; other groups stay apart.
+    Patterns cannot order operations that take no time (ALGORITHMS section 2).
+    """
+    busy = [i for i, layer in enumerate(chain.layers) if layer.forward_ns + layer.backward_ns > 0]
+    kept = [min(range(i + 1, j + 1), key=lambda cut: chain.cut_bytes[cut]) for i, j in pairwise(busy)]
+    cuts = [0]
+    for start, stop in pairwise([0, *kept, len(chain)]):
+        cuts += [stop] if _mergeable(chain, start, stop) else range(start + 1, stop + 1)
+    return _cut(chain, cuts)
+
+
+def merge_share(chain: Chain, share: Fraction) -> Chain:
+    """Return ``chain`` with neighbours merged until a layer takes ``share`` of the total time, as far as it is exact.
+
+    From the first layer on, a merged layer ends as soon as its forward and backward take the share. In a DAG it ends
+    only where one layer can stand for it exactly (every cut and every saved byte kept), and layers for which that is
+    nowhere before twice the share stay apart: a skip connection keeps its ends. Greedy, in one pass.
+    """
+    total = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    count = len(chain)
+    cuts = [0]
+    while cuts[-1] < count:
+        start = cuts[-1]
+        best, time = start + 1, 0
+        for stop in range(start + 1, count + 1):
+            layer = chain.layers[stop - 1]
+            time += layer.forward_ns + layer.backward_ns
+            if stop > start + 1 and time > 2 * share * total:
+                break
+            if _mergeable(chain, start, stop):
+                best = stop
+                if time >= share * total:
+                    break
+        cuts.append(best)
+    return _cut(chain, cuts)
+
+
+def _cut(chain: Chain, cuts: Sequence[int]) -> Chain:
+    """Return ``chain`` with the layers between ``cuts`` merged; each group must be :func:`_mergeable`."""
+    layers = []
+    group = _groups(cuts)
+
+    def maker(tensor: int) -> int:
+        return group[tensor - 1] if tensor else -1
+
+    for start, stop in pairwise(cuts):
+        if stop - start == 1:
+            layer = chain.layers[start]
+            saves = layer.saves and tuple(sorted(maker(x + 1) for x in layer.saves))
+            view = None if layer.view_of is None else maker(layer.view_of + 1)
+            layers.append(replace(layer, saves=saves, view_of=view))
+            continue
+        leaving = _leaving(chain, start, stop)
+        outgoing = sum(chain.tensor_bytes[t] for t in leaving)
+        entering = {t: maker(t) for t in range(start + 1)}
+        fields = _saved(chain, start, stop, leaving, entering, group[start])
+        layers.append(_merged_layer(chain, start, stop, outgoing, fields))
+    edges = chain.edges and tuple(sorted({(group[i], group[j]) for i, j in chain.edges if group[i] != group[j]}))
+    return _replaced(chain, cuts, layers, edges)
+
+
+def _groups(cuts: Sequence[int]) -> list[int]:
+    """Return for each layer the group between ``cuts`` that holds it."""
+    return [group for group, (start, stop) in enumerate(pairwise(cuts)) for _ in range(start, stop)]
+
+
+def _leaving(chain: Chain, start: int, stop: int) -> list[int]:
+    """Return the tensors that ``layers[start:stop]`` make and others read, or the last one where there are none."""
+    return [t for t in range(start + 1, stop + 1) if any(r >= stop for r in chain.readers[t])] or [stop]
+
+
+def _mergeable(chain: Chain, start: int, stop: int) -> bool:
+    """Whether one layer can stand for ``layers[start:stop]`` exactly: what leaves is read, and saved, as one tensor."""
+    if chain.edges is None or stop - start == 1:
+        return True
+    reads_input = chain.input_bytes and any(start <= r < stop for r in chain.readers[0])
+    if reads_input and any(i < start <= j < stop for i, j in chain.edges):
+        return False  # a layer that an edge enters no longer reads the network's input
+    leaving, facts = _leaving(chain, start, stop), chain.storages.facts
+    if len({tuple(r for r in chain.readers[t] if r >= stop) for t in leaving}) > 1:
+        return False
+    if len(leaving) == 1:
+        return True
+    kept = [
+        (
+            any(t in facts.kept[i] for i in range(start, stop)),
+            tuple(t in facts.kept[i] for i in range(stop, len(chain))),
+        )
+        for t in leaving
+    ]
+    apart = all(facts.parents[t] < 0 and t not in facts.parents for t in leaving)
+    whole = all(facts.sizes[t] == facts.storages[t] for t in leaving)
+    return apart and whole and len(set(kept)) == 1
+
+
+def _saved(
+    chain: Chain, start: int, stop: int, leaving: Sequence[int], entering: dict[int, int], group: int
+) -> dict[str, Any]:
+    """Return the fields of layer ``group`` that saves what ``layers[start:stop]`` save, and say where its output lies.
+
+    ``leaving`` are the tensors that its output consists of; ``entering`` tells which layer makes one that comes in.
+    """
+    facts = chain.storages.facts
+    roots = facts.roots(start)
+    kept = {roots[t] for i in range(start, stop) for t in facts.kept[i]}
+    saves = {entering[t] for t in kept if t in entering}
+    root = roots[leaving[0]]
+    own = root not in entering  # its storage is this layer's, or one without bytes
+    if own and root in kept:
+        saves.add(group)
+    storage = facts.storages[root] if root > start else facts.sizes[root]
+    unknown = any(x.saved_bytes is not None and x.saves is None for x in chain.layers[start:stop])
+    whole = sum(chain.tensor_bytes[t] for t in leaving)
+    return {
+        "saved_bytes": int(chain.saved_bytes(start, stop)),
+        "saves": None if unknown and not saves else tuple(sorted(saves)),
+        "view_of": entering.get(root),
+        "storage_bytes": storage if own and len(leaving) == 1 and storage != whole else None,
+    }
+
+
+def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved: dict[str, Any]) -> Layer:
+    """Return ``layers[start:stop]`` as one layer that has the fields ``saved``: everything that adds up is summed."""
+    part = chain.layers[start:stop]
+    weight_part = [x.backward_weight_ns for x in part if x.backward_weight_ns is not None]
+    return Layer(
+        name=part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}",
+        forward_ns=sum(x.forward_ns for x in part),
+        backward_ns=sum(x.backward_ns for x in part),
+        weight_bytes=sum(x.weight_bytes for x in part),
+        output_bytes=output_bytes,
+        backward_weight_ns=sum(weight_part) if len(weight_part) == len(part) else None,
+        optimizer_ns=sum(x.optimizer_ns for x in part),
+        parameters=part[0].parameters if len(part) == 1 else sum(x.parameter_count for x in part),
+        **saved,
+    )
+
+
+def _replaced(
+    chain: Chain, cuts: Sequence[int], layers: Sequence[Layer], edges: tuple[tuple[int, int], ...] | None
+) -> Chain:
+    """Return ``chain`` with ``layers`` in the place of the groups between ``cuts``; tied pairs follow their groups."""
+    group = _groups(cuts)
+    tied = {(min(group[i], group[j]), max(group[i], group[j])) for i, j in chain.tied if group[i] != group[j]}
+    return Chain(
+        name=chain.name,
+        layers=tuple(layers),
+        input_bytes=chain.input_bytes,
+        edges=edges,
+        tied=tuple(sorted(tied)),
+        microbatch=chain.microbatch,
+        dtype=chain.dtype,
+        device=chain.device,
+        source=chain.source,
+    )

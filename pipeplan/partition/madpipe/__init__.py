@@ -1,0 +1,1 @@
+"""MadPipe's dynamic programs: one device may hold several stages."""

@@ -1,0 +1,194 @@
+"""MadPipe's partitioner, solved exactly: one stage on every device but one, the special one, which may hold several.
+
+The dynamic program of MadPipe section 4.2 builds the stages from the end of the chain. Instead of values on a grid it
+keeps the Pareto set of what matters to the layers before a cut, and answers whether a period can be met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal, NamedTuple
+
+from ...integers import ceil_div, extend, smallest
+from ...plan import Allocation
+from ...problem import Problem
+from .tables import Ground, Stages, allocation_of, best_of, ground_of, worst_of
+
+Charge = Literal["paper", "tight", "full"]
+
+
+def madpipe(problem: Problem, charge: Charge = "full", split: bool = False) -> Iterator[Allocation]:
+    """Yield the allocation of the exactly smallest period that the dynamic program claims; nothing when it finds none.
+
+    The claim is no schedule: what a special stage with group count g holds depends on how its device interleaves, and
+    ``charge`` says what it is taken for. ``full``: g microbatches; most claims can be scheduled. ``tight``: g for the
+    last special stage, at least g - 1 and as many as that one for each other; a relaxation, see
+    :func:`one_special_bound`. ``paper``: g - 1, as published (section 4.2.1), often impossible to schedule.
+    With ``split`` neighbouring stages may share the special device, so that it can interleave them; otherwise they
+    are one. No replicas, no recomputation. Unequal devices and levels are taken at their worst: the least memory, the
+    least speed and the slowest path for all. The claim is nonincreasing in memory and bandwidth.
+    Time O(labels * L) per period, tens of periods; MadPipe section 4.2 with the grid and Algorithm 1 replaced.
+    """
+    found = smallest_period(problem, charge, split)
+    if found is not None:
+        yield found
+
+
+def smallest_period(problem: Problem, charge: Charge = "full", split: bool = False) -> Allocation | None:
+    """Return the allocation that :func:`madpipe` yields, or None."""
+    return _smallest(ground_of(problem, worst_of(problem.platform)), charge, split)
+
+
+def decide(problem: Problem, period: int, charge: Charge = "full", split: bool = False) -> Allocation | None:
+    """Return an allocation that meets ``period`` (ns) by the rules of :func:`madpipe`, or None when there is none."""
+    return _decide(ground_of(problem, worst_of(problem.platform)), period, charge, split)
+
+
+def one_special_bound(problem: Problem, split: bool = True) -> int | None:
+    """Return a lower bound (ns) on the period of every plan with one stage on all devices but one, without replicas
+    and recomputation; None when no such plan exists.
+
+    The ``tight`` charge on equal devices with the most memory, the best speed and the best path of the platform. With
+    ``split`` False it holds for plans whose neighbouring stages are on different devices, and is higher.
+    """
+    found = _smallest(ground_of(problem, best_of(problem.platform)), "tight", split)
+    return None if found is None else found.claimed_period_ns
+
+
+def _smallest(ground: Ground, charge: Charge, split: bool) -> Allocation | None:
+    """Return an allocation of the smallest period that can be met, which it claims, or None.
+
+    Bisection, but what is found is first made the best of on its own cuts, which is quick, and then the period just
+    below is tried: mostly that fails, and the search is over.
+    """
+    low, high = ground.periods
+    best = _decide(ground, high, charge, split)
+    while best is not None:
+        own = ground.select([stage.start for stage in best.stages])
+        assert best.claimed_period_ns is not None
+        found = smallest(partial(_decide, own, charge=charge, split=split), low, best.claimed_period_ns)
+        assert found is not None, "what meets a period meets it on its own cuts"
+        period, best = found
+        better = _decide(ground, period - 1, charge, split) if period > low else None
+        if better is None:
+            break
+        middle = (low + period - 1) // 2
+        much_better = _decide(ground, middle, charge, split)
+        low, best = (low, much_better) if much_better is not None else (middle + 1, better)
+    return best
+
+
+class _Label(NamedTuple):
+    """What the stages behind a cut, nearest first, mean to those before it; less is better in every number.
+
+    ``delay`` V, from the end of a forward before the cut's transfer to the start of the backward after it; ``load`` ns
+    and ``memory`` bytes of the special device; ``first`` the group count of its last stage in the chain (0 while it has
+    none, or where the charge doesn't ask); ``beside`` whether the nearest stage is special, and then ``memory`` has its
+    buffers for the cut.
+    """
+
+    delay: int
+    load: int
+    memory: int
+    first: int
+    beside: bool
+    stages: Stages | None
+
+
+def _decide(ground: Ground, period: int, charge: Charge, split: bool) -> Allocation | None:
+    """Return an allocation that meets ``period``, or None.
+
+    MadPipe section 4.2.2 from the last cut to the first: a label at a cut, with so many devices left, is extended by
+    every stage that can end there, on a device of its own or on the special one. Labels are dropped that another one
+    equals or betters with as many devices left, or that leave more work or memory than the devices can take.
+    """
+    last = len(ground.cuts) - 1
+    waiting: list[list[list[_Label]]] = [[[] for _ in range(ground.devices)] for _ in range(last + 1)]
+    waiting[last][-1].append(_Label(0, 0, 0, 0, False, None))
+    for j in range(last, 0, -1):
+        kept: list[_Label] = []
+        for devices in range(ground.devices - 1, -1, -1):
+            for label in sorted(waiting[j][devices], key=lambda x: x[:5]):
+                if not _covered(label, kept, split):
+                    kept.append(label)
+                    for i, left, longer in _extensions(ground, period, charge, split, label, j, devices):
+                        if i == 0:
+                            return allocation_of(longer.stages, ground.cuts, period)
+                        waiting[i][left].append(longer)
+            waiting[j][devices].clear()
+    return None
+
+
+def _covered(label: _Label, kept: list[_Label], split: bool) -> bool:
+    """Whether stages that can follow ``label`` can always follow one of ``kept``."""
+    delay, load, memory, first, beside, _ = label
+    for one_delay, one_load, one_memory, one_first, one_beside, _ in kept:
+        if (
+            one_delay <= delay
+            and one_load <= load
+            and one_memory <= memory
+            and one_first <= first
+            and (one_first > 0) == (first > 0)  # the last special stage is charged by a rule of its own
+            and one_beside in (beside, split)
+        ):
+            return True
+    return False
+
+
+def _extensions(
+    ground: Ground, period: int, charge: Charge, split: bool, label: _Label, j: int, devices: int
+) -> Iterator[tuple[int, int, _Label]]:
+    """Yield (first cut, devices left, label) for each stage before cut ``j``."""
+    spare = 0 if charge == "full" else 1  # microbatches that a special stage may be spared, at most
+    behind = label.stages
+    apart = _after_transfer(ground, period, label.delay, j)
+    for i in range(j - 1, -1, -1):
+        work = ground.work[i][j]
+        if work > period:
+            return
+        if work == 0:
+            continue
+        rest_work, rest_fixed = ground.work[0][i], ground.fixed[0][i]
+        for special in (False, True):
+            if special and label.beside:
+                if not split:
+                    continue
+                delay, memory, buffers = label.delay, label.memory - ground.buffers[j], ground.buffers[i]
+            elif apart is None:
+                continue
+            else:
+                delay, memory, buffers = apart, label.memory, ground.buffers[i] + ground.buffers[j]
+            delay = extend(delay, work, period)
+            count = ceil_div(delay, period)
+            if count > ground.lifetime:
+                continue
+            versions = ground.versions(count)
+            load, first, left = label.load, label.first, devices
+            if not special:
+                if devices == 0 or count > ground.limit[i][j]:
+                    continue
+                left -= 1
+            else:
+                load += work
+                charged = count - spare
+                if charge == "tight":
+                    charged = max(first, charged) if first else count
+                    first = first or count
+                memory += ground.fixed[i][j] + versions * ground.version[i][j] + charged * ground.saved[i][j] + buffers
+                if load > period:
+                    continue
+            refund = ground.buffers[i] if special and split else 0
+            if memory - refund > ground.memory:
+                continue
+            rest = rest_fixed + (count - spare) * ground.least_saved[i] + versions * ground.version[0][i]
+            if rest_work <= (left + 1) * period - load and rest <= (left + 1) * ground.memory - memory + refund:
+                yield i, left, _Label(delay, load, memory, first, special, Stages(i, j, special, behind))
+
+
+def _after_transfer(ground: Ground, period: int, delay: int, cut: int) -> int | None:
+    """Return the delay behind the transfer over ``cut``, or None where it takes longer than a period."""
+    round_trip = ground.round_trip[cut]
+    if ground.duplex:  # the two directions don't exclude each other
+        return delay + round_trip if round_trip <= 2 * period else None
+    return extend(delay, round_trip, period) if round_trip <= period else None

@@ -1,0 +1,158 @@
+"""Where one device is special and may hold several stages: what stages cost there, shared by MadPipe's partitioners.
+
+All devices are taken as equal. A stage costs what ``costs`` says; here it stands in tables over pairs of legal cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ...cost import memory_model, time_model
+from ...integers import IntLike, ceil_div
+from ...plan import Allocation, Stage
+from ...problem import Device, Level, Platform, Policy, Problem
+from ..contiguous.options import in_flight_limit
+
+
+def worst_of(platform: Platform) -> Platform:
+    """Return equal devices with the least memory, the least speed and the slowest path of ``platform``."""
+    bandwidth, latency = platform.paths[-1]
+    device = Device(min(x.memory_bytes for x in platform.devices), min(x.speed for x in platform.devices))
+    return replace(platform, devices=(device,) * len(platform), levels=(Level(len(platform), bandwidth, latency),))
+
+
+def best_of(platform: Platform) -> Platform:
+    """Return equal devices with the most memory, the best speed and the fastest path of ``platform``."""
+    bandwidth, latency = platform.paths[0]
+    device = Device(max(x.memory_bytes for x in platform.devices), max(x.speed for x in platform.devices))
+    return replace(platform, devices=(device,) * len(platform), levels=(Level(len(platform), bandwidth, latency),))
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
+
+    ``work`` ns, ``limit`` microbatches in flight that fit a device, ``fixed`` bytes without activations, buffers and
+    weight versions, ``version`` bytes of one version, ``saved`` bytes for each microbatch; per cut its round trip and
+    its buffers, and what the layers before it save at least, wherever they are cut.
+    """
+
+    policy: Policy
+    cuts: list[int]
+    devices: int
+    memory: int
+    lifetime: int  # periods that a microbatch may stay
+    duplex: bool
+    work: list[list[int]]
+    limit: list[list[int]]
+    fixed: list[list[int]]
+    version: list[list[int]]
+    saved: list[list[int]]
+    round_trip: list[int]
+    buffers: list[int]
+    least_saved: list[int]
+
+    def select(self, starts: list[int]) -> Ground:
+        """Return the same ground with cuts at the layers ``starts`` and at the end alone."""
+        index = [*(self.cuts.index(start) for start in starts), len(self.cuts) - 1]
+
+        def pairs(table: list[list[int]]) -> list[list[int]]:
+            return [[table[i][j] for j in index] for i in index]
+
+        return replace(
+            self,
+            cuts=[self.cuts[i] for i in index],
+            work=pairs(self.work),
+            limit=pairs(self.limit),
+            fixed=pairs(self.fixed),
+            version=pairs(self.version),
+            saved=pairs(self.saved),
+            round_trip=[self.round_trip[i] for i in index],
+            buffers=[self.buffers[i] for i in index],
+            least_saved=[self.least_saved[i] for i in index],
+        )
+
+    def versions(self, in_flight: IntLike) -> IntLike:
+        """Return the weight versions of a stage; under vertical sync those that its own microbatches need."""
+        return memory_model.versions(self.policy, in_flight)
+
+    @property
+    def periods(self) -> tuple[int, int]:
+        """Periods between which the smallest one lies: at the last, every stage holds one microbatch."""
+        total = self.work[0][-1]
+        return max(1, ceil_div(total, self.devices)), total + sum(self.round_trip) + len(self.cuts)
+
+
+def ground_of(problem: Problem, platform: Platform) -> Ground:
+    """Return the tables of ``problem`` on ``platform``, whose devices are equal, without replicas and recomputation."""
+    chain, policy = problem.chain, problem.policy
+    legal = [True] * (len(chain) + 1)
+    if policy.weights != "flush":
+        for one, other in chain.tied:
+            legal[min(one, other) + 1 : max(one, other) + 1] = [False] * abs(one - other)
+    cuts = np.flatnonzero(legal)
+    start, stop = cuts[:, None], cuts[None, :]
+    device = platform.devices[0]
+    work = time_model.forward_ns(chain, start, stop, device.speed)
+    work = work + time_model.backward_ns(chain, policy, start, stop, speed=device.speed)
+    size = chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start]
+    count = chain.sums.parameters[stop] - chain.sums.parameters[start]
+    none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
+    saved = np.asarray(chain.saved_bytes(start, stop))
+    crossing = [0, *(chain.cut_bytes[c] for c in cuts[1:-1].tolist()), 0]
+    return Ground(
+        policy=policy,
+        cuts=cuts.tolist(),
+        devices=len(platform),
+        memory=device.memory_bytes,
+        lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
+        duplex=platform.full_duplex,
+        work=work.tolist(),
+        limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
+        fixed=none.tolist(),
+        version=(one - none).tolist(),
+        saved=saved.tolist(),
+        round_trip=[2 * platform.transfer_ns(size, 0) for size in crossing],
+        buffers=[2 * size for size in crossing],
+        least_saved=np.concatenate([[0], np.cumsum(chain.first_saved)])[cuts].tolist(),
+    )
+
+
+class Stages(NamedTuple):
+    """The nearest stage, between two cuts, and those behind it."""
+
+    start: int
+    stop: int
+    special: bool
+    behind: Stages | None
+
+
+def allocation_of(stages: Stages | None, cuts: list[int], period: int) -> Allocation:
+    """Return ``stages`` on devices numbered in the order in which the chain first comes to them."""
+    special: int | None = None
+    used = 0
+    made: list[Stage] = []
+    while stages is not None:
+        device = used
+        if stages.special and special is not None:
+            device = special
+        else:
+            used += 1
+            special = device if stages.special else special
+        made.append(Stage(cuts[stages.start], cuts[stages.stop], (device,)))
+        stages = stages.behind
+    return Allocation(tuple(made), period)
+
+
+def merged(allocation: Allocation) -> Allocation:
+    """Return ``allocation`` with neighbouring stages on the same devices as one stage."""
+    stages: list[Stage] = []
+    for stage in allocation.stages:
+        if stages and stages[-1].devices == stage.devices:
+            stages[-1] = replace(stages[-1], stop=stage.stop, checkpoint=stages[-1].checkpoint + stage.checkpoint)
+        else:
+            stages.append(stage)
+    return replace(allocation, stages=tuple(stages))

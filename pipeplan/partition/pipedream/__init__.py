@@ -1,0 +1,1 @@
+"""PipeDream's optimizer, as printed and as released."""

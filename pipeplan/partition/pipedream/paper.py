@@ -1,0 +1,259 @@
+"""PipeDream's partitioner: stages with replicas that balance compute, weight synchronisation and transfers.
+
+It does not look at memory in flight; 1F1B* makes its allocation schedulable afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost import memory_model, time_model
+from ...integers import Ints, ceil_div
+from ...plan import Allocation
+from ...problem import Problem
+from .levels import UNREACHABLE, Cut, Rows, Solved, Table, device_stages, on_consecutive_devices, solve_level
+from .released import pipedream_released
+
+Bools = npt.NDArray[np.bool_]
+
+
+def pipedream(
+    problem: Problem, straight: bool = False, mode: Literal["paper", "released"] = "paper"
+) -> Iterator[Allocation]:
+    """Yield PipeDream's allocation: the better of a flat and a strictly hierarchical solve first, then the other.
+
+    Minimises the most of compute / replicas, weight synchronisation (2(r-1)/r * W/B every r microbatches) and
+    transfers (2a/B). Flat: optimal among stages on consecutive devices from the first on, where every cut and every
+    ring is charged the slowest level that it spans. Strict: optimal among hierarchies, in which a stage of an upper
+    level takes whole units of the level below (PipeDream section 3.1, its T^k with the 1/m that its text has and its
+    print lacks); all devices are taken to be as fast as the slowest, and the stages are laid on consecutive devices.
+    ``claimed_period_ns`` is the solve's own period; memory is not looked at. ``straight`` allows no replicas, and
+    ``mode="released"`` follows the published optimizer instead (:mod:`.released`).
+
+    Time O(P^2 L log T) for L layers on P devices flat, O(m^2 L^3) per level of m units strict.
+    """
+    straight = straight or not problem.replicas
+    if mode == "released":
+        yield from pipedream_released(problem, straight)
+        return
+    solutions = [_flat(problem, straight)]
+    if len(problem.platform.levels) > 1:
+        strict = _strict(problem, straight)
+        if strict[1] != solutions[0][1]:  # the same stages: the flat period is what they cost
+            solutions.append(strict)
+    for period, stages in sorted(solutions, key=lambda solution: solution[0]):
+        yield on_consecutive_devices(stages, period)
+
+
+# --- flat: the smallest period that a decision accepts ----------------------------------------------------------------
+
+
+def _flat(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
+    """Return the least period over all partitions into stages on consecutive devices, and one that has it.
+
+    Among those it is one of the fewest stages, on as many devices as these can use, cut where few bytes cross.
+    """
+    count, places = len(problem.chain), _places(problem, straight)
+    high = _work_ns(problem, 0, count, 1, problem.platform.devices[0].speed)  # everything on the first device
+    low = 1
+    while low < high:
+        middle = (low + high) // 2
+        limits = _limits(problem, places, middle)
+        ends = _nothing(problem)
+        for devices in range(1, len(problem.platform) + 1):
+            _extend(places, limits, ends, ends, devices)
+        low, high = (low, middle) if ends[:, :, count].any() else (middle + 1, high)
+
+    limits = _limits(problem, places, high)
+    by_stages = [_nothing(problem)]  # what one, two, ... stages cover
+    while not by_stages[-1][:, :, count].any():
+        by_stages.append(np.zeros_like(by_stages[0]))
+        for devices in range(1, len(problem.platform) + 1):
+            _extend(places, limits, by_stages[-2], by_stages[-1], devices)
+    return high, _partition(problem, places, limits, by_stages)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where stages can lie: ``level[p, m]`` is the level that m devices from device p on span, ``boundary[p]`` the one
+    that devices p - 1 and p span; ``largest`` is the most replicas."""
+
+    level: Ints
+    boundary: Ints
+    largest: int
+
+    def sizes(self, end: int) -> range:
+        """Replica counts of a stage whose last device is end - 1."""
+        return range(1, min(end, self.largest) + 1)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a period allows: ``passes[v, l]``, the transfer at cut l over level v; ``furthest(p, m)[l]``, the largest
+    stop of a stage that starts at layer l on m devices from device p on. Stops grow with starts."""
+
+    passes: Bools
+    furthest: Callable[[int, int], Ints]
+
+
+def _places(problem: Problem, straight: bool) -> _Places:
+    platform = problem.platform
+    count = len(platform)
+    level = np.zeros((count, count + 1), dtype=np.int64)
+    for p in range(count):
+        for m in range(1, count - p + 1):
+            level[p, m] = platform.level_of((p, p + m - 1))
+    boundary = np.array([0] + [platform.level_of((p - 1, p)) for p in range(1, count)], dtype=np.int64)
+    return _Places(level, boundary, 1 if straight else count)
+
+
+def _limits(problem: Problem, places: _Places, period: int) -> _Limits:
+    chain, platform = problem.chain, problem.platform
+    directions = 1 if platform.full_duplex else 2
+    passes = np.array(
+        [
+            [directions * platform.transfer_ns(size, k) <= period for size in chain.cut_bytes]
+            for k in range(len(platform.levels))
+        ]
+    )
+
+    @cache
+    def furthest_stop(replicas: int, speed: Fraction, level: int) -> Ints:
+        gradient = memory_model.largest_synced_gradient(problem.policy, period, replicas, platform.paths[level][0])
+        return _furthest(problem, period, replicas, speed, gradient)
+
+    @cache
+    def furthest(p: int, m: int) -> Ints:
+        return furthest_stop(m, platform.slowest(range(p, p + m)).speed, int(places.level[p, m]))
+
+    return _Limits(passes, furthest)
+
+
+def _nothing(problem: Problem) -> Bools:
+    """Return the table ``[p, v, l]``: the first l layers fit on the first p devices, the last stage spanning level v,
+    with nothing covered yet."""
+    ends = np.zeros((len(problem.platform) + 1, len(problem.platform.levels), len(problem.chain) + 1), dtype=np.bool_)
+    ends[0, 0, 0] = True
+    return ends
+
+
+def _starts(places: _Places, limits: _Limits, covered: Bools, end: int) -> Bools:
+    """Return the table (replicas - 1, level of the stage before, l): a stage whose last device is end - 1 may start
+    at layer l."""
+    sizes = np.array(places.sizes(end))
+    first = end - sizes
+    own = np.maximum(places.level[first, sizes], places.boundary[first])
+    spanned = np.maximum(np.arange(len(limits.passes)), own[:, None])
+    starts: Bools = covered[first] & limits.passes[spanned]
+    if first[-1] == 0:
+        starts[-1] = covered[0]  # no transfer comes before the first stage
+    return starts
+
+
+def _extend(places: _Places, limits: _Limits, covered: Bools, ends: Bools, end: int) -> None:
+    """Add to ``ends[end]`` what one more stage, whose last device is end - 1, covers beyond ``covered``."""
+    sizes = places.sizes(end)
+    starts = _starts(places, limits, covered, end).any(axis=1)
+    stops = np.array([limits.furthest(end - m, m) for m in sizes])
+    index = np.arange(starts.shape[1])
+    last = np.maximum.accumulate(np.where(starts, index, -1), axis=1)[:, :-1]  # the last start before each stop
+    fits = (last >= 0) & (np.take_along_axis(stops, np.maximum(last, 0), axis=1) >= index[1:])
+    spans = places.level[end - np.array(sizes), sizes]
+    for v in np.unique(spans):
+        ends[end, v, 1:] |= fits[spans == v].any(axis=0)
+
+
+def _partition(problem: Problem, places: _Places, limits: _Limits, by_stages: list[Bools]) -> list[Cut]:
+    """Return stages that cover the chain, read back from what each number of stages covers."""
+    stop = len(problem.chain)
+    end, level = (int(x) for x in np.argwhere(by_stages[-1][:, :, stop])[-1])
+    stages: list[Cut] = []
+    for covered in by_stages[-2::-1]:
+        starts = _starts(places, limits, covered, end)[:, :, :stop]
+        choices = []
+        for m in places.sizes(end):
+            if places.level[end - m, m] == level:
+                fits = starts[m - 1] & (limits.furthest(end - m, m)[:stop] >= stop)
+                for before, start in np.argwhere(fits):
+                    choices.append((problem.chain.cut_bytes[start], int(start), m, int(before)))
+        _, start, m, level = min(choices)
+        stages.append(Cut(start, stop, m))
+        end, stop = end - m, start
+    return stages[::-1]
+
+
+def _furthest(problem: Problem, period: int, replicas: int, speed: Fraction, gradient: int) -> Ints:
+    """Return for each start the largest stop so that ``layers[start:stop]`` on ``replicas`` devices keep ``period``."""
+    sums = problem.chain.sums
+    prefix = sums.forward_ns + sums.backward_ns
+    budget = replicas * period
+    roughly = min(budget * speed.numerator // speed.denominator, UNREACHABLE)  # rounding up only takes away
+    stop = np.searchsorted(prefix, prefix + roughly, side="right") - 1
+    synced = np.asarray(memory_model.gradient_bytes(problem.policy, sums.weight_bytes, sums.parameters))
+    stop = np.minimum(stop, np.searchsorted(synced, synced + min(gradient, UNREACHABLE), side="right") - 1)
+    start = np.arange(len(prefix))
+    too_far = _work_ns(problem, start, stop, replicas, speed) > budget
+    high = np.where(too_far, stop - 1, stop)
+    low = np.where(too_far, start, stop)
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        fits = _work_ns(problem, start, middle, replicas, speed) <= budget
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+    return low
+
+
+def _work_ns(problem: Problem, start: Any, stop: Any, replicas: int, speed: Fraction) -> Any:
+    """Forward plus backward of ``layers[start:stop]``."""
+    forward = time_model.forward_ns(problem.chain, start, stop, speed)
+    return forward + time_model.backward_ns(problem.chain, problem.policy, start, stop, 0, replicas, speed)
+
+
+# --- strict hierarchy: PipeDream's dynamic program, level by level ----------------------------------------------------
+
+
+def _strict(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
+    """Return the least period of a strict hierarchy and its stages, replicas counted in devices."""
+    chain, platform, policy = problem.chain, problem.platform, problem.policy
+    length = len(chain)
+    speed = platform.slowest(range(len(platform))).speed
+    directions = 1 if platform.full_duplex else 2
+    weight, parameter = chain.sums.weight_bytes, chain.sums.parameters
+    solved: list[Solved] = []
+    for k, joined in enumerate(platform.levels):
+        bandwidth, _ = platform.paths[k]
+        crossing = np.array([directions * platform.transfer_ns(size, k) for size in chain.cut_bytes], dtype=np.int64)
+        crossing[0] = 0
+        below = solved[-1].table[-1] if solved else None
+        most = 1 if straight else joined.count
+
+        @cache
+        def first(stop: int, below: Table | None = below, most: int = most, bandwidth: int = bandwidth) -> Table:
+            start = np.arange(stop)
+            gradient = memory_model.gradient_bytes(
+                policy, weight[stop] - weight[:stop], parameter[stop] - parameter[:stop]
+            )
+            exact: Any = np.asarray(gradient).astype(object)  # bytes times 1e9 exceed 64 bits
+            rows = []
+            for m in range(1, most + 1):
+                work = _work_ns(problem, start, stop, m, speed) if below is None else below[stop, :stop]
+                sync = np.asarray(time_model.sync_period_ns(policy, exact, m, bandwidth)).astype(np.int64)
+                rows.append(np.maximum(ceil_div(work, m), sync))
+            return np.array(rows)
+
+        @cache
+        def later(stop: int, first: Rows = first, crossing: Ints = crossing) -> Table:
+            return np.maximum(first(stop), crossing[:stop])
+
+        top = k == len(platform.levels) - 1
+        solved.append(
+            solve_level(length, joined.count, first, later, every_start=not top, fewer_units=True, most_replicas=most)
+        )
+    period = int(solved[-1].table[-1, length, 0])
+    return period, device_stages(solved, [level.count for level in platform.levels], length)

@@ -1,0 +1,1 @@
+"""Which plan, why none, and what if?"""

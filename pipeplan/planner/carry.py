@@ -1,0 +1,88 @@
+"""Two profiles of one network side by side: what moved, and whether a plan made from the one holds for the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..check.bounds import any_bound
+from ..check.evaluate import evaluate
+from ..check.validate import structure_violations, violations
+from ..cost.stage_graph import StageGraph, stage_graph
+from ..errors import BadInput
+from ..partition.granularity import merge_articulation
+from ..plan import Bound, Pattern, Plan
+from ..problem import Chain, Problem
+from ..schedule.kinds import SIMULATED
+from ..schedule.pattern import starts_of
+from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from ..schedule.periodic.retime import order_of, retime
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A plan carried to another profile: its stages with the other costs, and what is broken then.
+
+    ``plan`` has no pattern where no period keeps the plan's order. ``period_ns`` is None when something is broken, and
+    then ``other_order_ns`` is the period that the same stages reach in another order (1F1B*), if they do.
+    """
+
+    plan: Plan
+    period_ns: int | None
+    violations: tuple[str, ...]
+    other_order_ns: int | None = None
+
+
+def carried(plan: Plan, chain: Chain) -> Carried:
+    """Return ``plan`` with the costs of ``chain``: the same stages in the same order, at the smallest period it allows.
+
+    A plan without a pattern keeps its schedule and its limit, and is simulated anew. Otherwise memory is judged with
+    the microbatches in flight of that order. Where an operation appears or vanishes (a transfer of no bytes),
+    contiguous stages get their best 1F1B* instead. Exact for the order (:func:`..schedule.periodic.retime.retime`).
+    """
+    moved = replace(plan, chain=chain, pattern=None, lower_bounds=())
+    if plan.schedule.kind in SIMULATED:
+        found = violations(moved)
+        if found:
+            return Carried(moved, None, tuple(found))
+        moved = replace(moved, lower_bounds=(_any_bound(moved),))
+        return Carried(moved, evaluate(moved).period_ns, ())
+    broken = structure_violations(chain, plan.platform, plan.policy, plan.allocation.stages)
+    if broken or plan.pattern is None:
+        return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
+    graphs = [stage_graph(c, plan.platform, plan.policy, plan.allocation.stages) for c in (plan.chain, chain)]
+    pattern = _pattern(graphs[0], graphs[1], plan.pattern)
+    if pattern is None:
+        return Carried(
+            moved, None, ("no period lets the stages run in the order of the plan",), _other_order(graphs[1])
+        )
+    moved = replace(moved, pattern=pattern)
+    found = violations(moved)
+    if found:
+        return Carried(moved, None, tuple(found), _other_order(graphs[1]))
+    moved = replace(moved, lower_bounds=(_any_bound(moved),))
+    return Carried(moved, evaluate(moved).period_ns, ())
+
+
+def _any_bound(plan: Plan) -> Bound:
+    return any_bound(Problem(plan.chain, plan.platform, plan.policy, True, "segments"))
+
+
+def _other_order(graph: StageGraph) -> int | None:
+    pattern = best_one_f_one_b_star(graph) if graph.contiguous else None
+    return None if pattern is None else pattern.period_ns
+
+
+def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | None:
+    same = [(x.kind, x.stage) for x in old.operations] == [(x.kind, x.stage) for x in new.operations]
+    if same:
+        return retime(new, order_of(old, starts_of(pattern), pattern.period_ns))
+    return best_one_f_one_b_star(new) if new.contiguous else None
+
+
+def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:
+    """Return ``other`` at the granularity at which ``plan`` was made from ``one``; BadInput if it wasn't."""
+    for merge in (lambda chain: chain, merge_articulation):
+        if plan.chain.layers == merge(one).layers:
+            found: Chain = merge(other)
+            return found
+    raise BadInput(f"the plan was made from another profile than {one.name}: its layers differ")

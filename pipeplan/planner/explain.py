@@ -1,0 +1,227 @@
+"""Why no plan exists, and the least change that would give one: memory, GPUs, checkpointing, another weights policy.
+
+Every answer is computed with the exact contiguous planner at a period so long that one microbatch runs at a time, where
+memory alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..check.evaluate import evaluate_simulated, fits
+from ..cost.stage_graph import stage_graph
+from ..integers import smallest
+from ..partition.contiguous.contiguous import feasible
+from ..plan import Allocation, Schedule, Stage
+from ..problem import Device, Level, Platform, Problem, Weights
+from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
+from ..units import format_bytes
+
+MOST_GPUS = 1024
+
+
+def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken: str | None = None) -> str:
+    """Return one sentence: what binds, then what would help, each with numbers.
+
+    ``rejected`` is an allocation that a partitioner proposed and no period made fit, ``broken`` a rule that one broke.
+    """
+    if (rejected or broken) and possible(problem) is not None:
+        over = f"no period makes the algorithm's split fit: {_worst(problem, rejected)}" if rejected else None
+        reason = over or f"the algorithm's split breaks a rule: {broken}"
+        return f"{reason}; --algorithm contiguous finds a plan that fits"
+    least = least_memory(problem)
+    remedies = _remedies(problem, least)
+    advice = (
+        f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
+    )
+    return f"no plan fits: {_binding(problem, least)}{advice}"
+
+
+def shortfall(problem: Problem) -> str:
+    """Return in few words how much a problem that no plan fits lacks: the stage that binds, what it needs at least."""
+    least = least_memory(problem)
+    if least is None:
+        return _binding(problem, least)
+    allocation = possible(_with_memory(problem, least))
+    assert allocation is not None, "so much memory suffices"
+    stage, use, _ = _tightest(problem, allocation)
+    over = use.peak_bytes - use.memory_bytes
+    return (
+        f"stage {allocation.stages.index(stage)} of layers {stage.start} to {stage.stop - 1} needs "
+        f"{format_bytes(use.peak_bytes)} with one microbatch in flight, {format_bytes(over)} too much"
+    )
+
+
+def why_not_admitted(
+    problem: Problem, schedule: Schedule, rejected: Allocation | None = None, broken: str | None = None
+) -> str:
+    """Return one sentence on why nothing fits a schedule that admits up to a limit, and what would.
+
+    ``schedule.limit`` is the user's, or None; ``rejected`` and ``broken`` are as for :func:`why_infeasible`.
+    """
+    if possible(problem) is None:
+        return why_infeasible(problem)
+    if rejected is None:
+        reason = f"the algorithm's split cannot run: {broken}" if broken else "the algorithm proposes no split"
+        return f"{reason}; --algorithm contiguous may find one that can"
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
+    admitted = replace(schedule, limit=schedule.limit or 1)
+    uses = evaluate_simulated(graph, admitted, problem.platform).devices
+    device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
+    use = uses[device]
+    stage = next(stage for stage in rejected.stages if device in stage.devices)
+    count = f"{admitted.limit} {'mini-batch' if schedule.kind == 'nf1b' else 'microbatch'}"
+    count += "es" if admitted.limit != 1 else ""
+    size = f" of {schedule.microbatches}" if schedule.kind == "nf1b" else " per pipeline"
+    remedies = []
+    if schedule.limit is not None and schedule.limit > 1:
+        fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
+        remedies += [f"with --limit {fewer}"] if fewer else []
+    if schedule.kind == "nf1b" and schedule.microbatches is not None and not remedies:
+        smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
+        remedies += [f"with --accumulate {smaller}"] if smaller else []
+    remedies.append(f"from {format_bytes(_round_up(use.peak_bytes))} per GPU")
+    held = ", ".join(map(str, use.in_flight))
+    return (
+        f"no plan fits {schedule.kind}: {'even ' if admitted.limit == 1 else ''}with {count}{size} admitted, "
+        f"{_named(problem, stage)} on device {device} need {format_bytes(use.peak_bytes)} "
+        f"(weights {format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)} of {held} "
+        f"microbatches, buffers {format_bytes(use.buffer_bytes)}), the device has {format_bytes(use.memory_bytes)}; "
+        f"feasible {_either(remedies)}"
+    )
+
+
+def _admits(problem: Problem, allocation: Allocation, schedule: Schedule) -> bool:
+    policy = replace(problem.policy, accumulate=schedule.microbatches)
+    graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
+    return fits(evaluate_simulated(graph, schedule, problem.platform))
+
+
+def _most(holds: Callable[[int], bool], below: int) -> int | None:
+    """Return the largest count under ``below`` that ``holds``, which is monotone, or None."""
+    found = smallest(lambda less: holds(below - less) or None, 1, below - 1) if below > 1 else None
+    return None if found is None else below - found[0]
+
+
+def possible(problem: Problem) -> Allocation | None:
+    """Return a contiguous allocation that fits the memory at some period, or None when none does."""
+    return feasible(problem, longest_period_ns(problem))
+
+
+def longest_period_ns(problem: Problem) -> int:
+    """Return a period at which one microbatch at a time, recomputed and moved over every cut, surely fits."""
+    platform, sums = problem.platform, problem.chain.sums
+    slowest = min(device.speed for device in platform.devices)
+    work = 2 * int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + len(platform) * int(sums.optimizer_ns[-1])
+    level = len(platform.levels) - 1
+    moves = sum(2 * platform.transfer_ns(size, level) for size in problem.chain.cut_bytes)
+    bandwidth, _ = platform.paths[level]
+    sync = 2 * max(int(sums.weight_bytes[-1]), 2 * int(sums.parameters[-1])) * 10**9 // bandwidth
+    return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
+
+
+def _binding(problem: Problem, least: int | None) -> str:
+    """Name the stage that is over its memory with one microbatch in flight, in the split that needs least."""
+    if least is not None:
+        allocation = possible(_with_memory(problem, least))
+        assert allocation is not None
+        tied = problem.chain.tied and problem.policy.weights != "flush"
+        return _worst(problem, allocation) + (" (tied layers must share a stage)" if tied else "")
+    if problem.chain.tied and problem.policy.weights != "flush":
+        return f"tied layers must stay in one stage under --weights {problem.policy.weights}"
+    return "no split is possible"
+
+
+def _tightest(problem: Problem, allocation: Allocation) -> tuple[Stage, DeviceUse, str]:
+    """Return the stage that is most over its memory with one microbatch in flight, its memory, its devices' name."""
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+    pattern = one_at_a_time(graph)
+    uses = [
+        resource_use(graph, starts_of(pattern), pattern.period_ns, r)
+        for r, resource in enumerate(graph.resources)
+        if not resource.is_link
+    ]
+    index, use = max(enumerate(uses), key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
+    return allocation.stages[graph.stages_on(index)[0]], use, graph.resources[index].name
+
+
+def _worst(problem: Problem, allocation: Allocation) -> str:
+    stage, use, where = _tightest(problem, allocation)
+    layers = _named(problem, stage)
+    return (
+        f"even with one microbatch in flight, {layers} on {where} need "
+        f"{format_bytes(use.peak_bytes)} (weights {format_bytes(use.weights_bytes)}, activations "
+        f"{format_bytes(use.activation_bytes)}, buffers {format_bytes(use.buffer_bytes)}), "
+        f"the device has {format_bytes(use.memory_bytes)}"
+    )
+
+
+def _named(problem: Problem, stage: Stage) -> str:
+    names = [layer.name for layer in problem.chain.layers[stage.start : stage.stop]]
+    if len(names) == 1:
+        return f"layer {stage.start} ({names[0]})"
+    return f"layers {stage.start} to {stage.stop - 1} ({names[0]} to {names[-1]})"
+
+
+def _remedies(problem: Problem, least: int | None) -> list[str]:
+    found = []
+    if least is not None:
+        found.append(f"from {format_bytes(_round_up(least))} per GPU")
+    gpus = fewest_gpus(problem)
+    if gpus is not None:
+        found.append(f"with {gpus} GPUs")
+    if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
+        found.append("with checkpointing")
+    lighter: tuple[Weights, ...] = ("latest", "flush")
+    for weights in lighter:
+        policy = replace(problem.policy, weights=weights)
+        if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:
+            found.append(f"with --weights {weights}")
+    if problem.policy.optimizer != "sgd" and not problem.policy.offload and _fits(problem, offload=True):
+        found.append("with --offload")
+    return found
+
+
+def _fits(problem: Problem, *, offload: bool) -> bool:
+    return possible(problem.with_policy(replace(problem.policy, offload=offload))) is not None
+
+
+def least_memory(problem: Problem) -> int | None:
+    """Return the least memory (bytes, the same on every device) with which a contiguous plan exists, or None."""
+    sums = problem.chain.sums
+    enough = 64 * (int(sums.weight_bytes[-1]) + int(sums.parameters[-1]) + int(sums.saved[-1]) + 1)
+    enough += 4 * max(problem.chain.cut_bytes)
+    found = smallest(lambda memory: possible(_with_memory(problem, memory)), 1, enough)
+    return None if found is None else found[0]
+
+
+def fewest_gpus(problem: Problem) -> int | None:
+    """Return the fewest equal devices (same memory, top-level network extended) with which a plan exists, or None."""
+    first = problem.platform.devices[0]
+    if any(device != first for device in problem.platform.devices):
+        return None
+    top = problem.platform.paths[-1]
+
+    def attempt(count: int) -> Allocation | None:
+        platform = Platform((first,) * count, (Level(count, *top),), problem.platform.full_duplex)
+        return possible(replace(problem, platform=platform))
+
+    found = smallest(attempt, len(problem.platform) + 1, min(MOST_GPUS, max(len(problem.chain), 1)))
+    return None if found is None else found[0]
+
+
+def _with_memory(problem: Problem, memory: int) -> Problem:
+    platform = problem.platform
+    devices = tuple(Device(memory, device.speed) for device in platform.devices)
+    return replace(problem, platform=replace(platform, devices=devices))
+
+
+def _round_up(count: int) -> int:
+    """Round up to the two decimals of a GB that are printed, so that the printed figure suffices."""
+    unit = 10**7 if count >= 10**8 else 10**4
+    return -(-count // unit) * unit
+
+
+def _either(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])}, or {options[-1]}"

@@ -1,0 +1,1 @@
+"""Which grid of pipelines by data parallelism?"""

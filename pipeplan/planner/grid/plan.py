@@ -1,0 +1,97 @@
+"""From a question about a batch on a number of GPUs to a validated plan: the grid that is done first with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import __version__
+from ...check.bounds import any_bound
+from ...check.validate import check
+from ...errors import BadInput, Infeasible
+from ...plan import Allocation, Plan, Provenance, Schedule, Stage
+from ..incumbent import Settings
+from .problem import GridProblem, Outcome, Row, configs, why_not
+from .search import search_grids
+
+ALGORITHM = "grid"
+
+
+def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort: str = "normal") -> Plan:
+    """Return the validated plan of the best grid found; Infeasible, explained, if no grid fits.
+
+    ``provenance.options`` holds the table of grids: the best figure of each, or what rules it out, and the bound.
+    """
+    if not any(True for _ in configs(asked)):
+        raise BadInput(_no_grid(asked))
+    outcome = search_grids(asked, settings or Settings(), effort)
+    if outcome.best is None:
+        raise Infeasible(_nothing_fits(outcome))
+    found = outcome.best
+    problem = asked.of(found.config)
+    plan = Plan(
+        chain=problem.chain,
+        platform=problem.platform,
+        policy=problem.policy,
+        allocation=Allocation(found.stages),
+        pattern=None,
+        lower_bounds=(any_bound(problem),),
+        provenance=Provenance(
+            ALGORITHM, _options(asked, outcome, effort), solver_status=outcome.stopped, version=__version__
+        ),
+        schedule=Schedule("message-driven", problem.policy.accumulate, found.limit),
+    )
+    check(plan)
+    return plan
+
+
+def segment_length(stages: tuple[Stage, ...]) -> int | None:
+    """Return ac, the layers of the longest recomputed segment; None when nothing is recomputed."""
+    return max((stop - start for stage in stages for start, stop in stage.checkpoint), default=None)
+
+
+def _options(asked: GridProblem, outcome: Outcome, effort: str) -> dict[str, Any]:
+    assert outcome.best is not None
+    return {
+        "batch": asked.batch,
+        "microbatches": list(asked.sizes),
+        "data_parallel": asked.data or "auto",
+        "limit": asked.limit,
+        "effort": effort,
+        "grid": _figures(Row(outcome.best.config.inter, outcome.best.config.data, outcome.best, None)),
+        "bound_ns": outcome.bound_ns,
+        "grids": [_figures(row) for row in outcome.rows],
+    }
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    figures: dict[str, Any] = {"inter": row.inter, "data": row.data}
+    if row.found is not None:
+        found = row.found
+        figures |= {
+            "batch_ns": found.batch_ns,
+            "simulated": "in full" if found.exact else "one pipeline",
+            "microbatch": found.config.microbatch,
+            "offload": found.config.offload,
+            "placement": found.config.placement,
+            "limit": found.limit,
+            "ac": segment_length(found.stages),
+        }
+    if row.bound_ns is not None:
+        figures["bound_ns"] = row.bound_ns
+    if row.reason is not None:
+        figures["reason"] = row.reason
+    return figures
+
+
+def _no_grid(asked: GridProblem) -> str:
+    count, data = len(asked.problem.platform), asked.data
+    if data is not None and data > count:
+        return f"--data-parallel: {data} pipelines are more than the {count} GPUs"
+    return f"--batch: {why_not(asked, 1, data or 1)}"
+
+
+def _nothing_fits(outcome: Outcome) -> str:
+    if outcome.stopped is not None:
+        return f"the {outcome.stopped} ended the search before it found a grid that fits"
+    reasons = [f"{row.inter} x {row.data}: {row.reason}" for row in outcome.rows if row.reason]
+    return "no grid fits: " + "; ".join(reasons)

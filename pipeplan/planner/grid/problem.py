@@ -1,0 +1,180 @@
+"""The hybrid grid: G_inter stages x G_data pipelines on a number of GPUs, and everything in it, for one batch.
+
+Myelin section III-A arranges GPUs in a grid: rows are pipelines, columns share a stage and all-reduce its gradients.
+Here are the ways to do so, what bounds each from below, and the search for the one that is done first with a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+from ...cost import memory_model
+from ...plan import Schedule, Stage
+from ...problem import Problem
+from ...schedule.kinds import too_long
+from .microbatches import Profiles
+
+Placement = Literal["stage", "pipeline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``data`` pipelines of ``inter`` stages fed ``microbatch`` samples at a time, optimizer state on the host or not.
+
+    ``placement`` says whose devices are neighbours in the platform's order: those of one stage, so that all-reduces
+    stay inside servers, or those of one pipeline, so that messages do.
+    """
+
+    inter: int
+    data: int
+    microbatch: int
+    offload: bool = False
+    placement: Placement = "stage"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the grid."""
+        return self.inter * self.data
+
+    def microbatches(self, batch: int) -> int:
+        """Return how many microbatches each pipeline runs for ``batch`` samples."""
+        return batch // (self.data * self.microbatch)
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the devices of each stage; device j of every stage makes pipeline j."""
+        if self.placement == "stage":
+            return tuple(tuple(range(s * self.data, (s + 1) * self.data)) for s in range(self.inter))
+        return tuple(tuple(range(s, self.gpus, self.inter)) for s in range(self.inter))
+
+
+@dataclass(frozen=True, slots=True)
+class GridProblem:
+    """What is asked: ``problem`` for a batch of ``batch`` samples in microbatches of one of the ``sizes``.
+
+    ``offloads`` lists whether the optimizer's state may be, or must be, on the host; ``limit`` fixes the microbatches
+    in a pipeline, ``data`` the number of pipelines. The chain and the accumulation of ``problem`` are left to the
+    configuration.
+    """
+
+    problem: Problem
+    profiles: Profiles
+    batch: int
+    sizes: tuple[int, ...]
+    offloads: tuple[bool, ...] = (False,)
+    limit: int | None = None
+    data: int | None = None
+
+    def of(self, config: Config) -> Problem:
+        """Return the problem under a configuration: its microbatches, updates and optimizer state."""
+        microbatches = self.batch // config.microbatch
+        policy = replace(self.problem.policy, accumulate=microbatches, offload=config.offload)
+        return replace(self.problem, chain=self.profiles.at(config.microbatch), policy=policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A configuration with its stages, the limit on microbatches in a pipeline, and the time of a batch."""
+
+    config: Config
+    stages: tuple[Stage, ...]
+    limit: int
+    batch_ns: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One grid in the table: the best that was found for it (``found``), or why there is nothing (``reason``).
+
+    ``bound_ns``: no plan of the grid takes less, None where none exists.
+    """
+
+    inter: int
+    data: int
+    found: Found | None
+    bound_ns: int | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found: the best plan (None: nothing fits), a row for each grid of all GPUs and for the best one.
+
+    ``bound_ns``: no grid of at most as many GPUs, with contiguous stages, microbatches of the given sizes and any
+    limit, runs the batch in less. ``stopped`` says why the search ended early.
+    """
+
+    best: Found | None
+    rows: tuple[Row, ...]
+    bound_ns: int
+    stopped: str | None = None
+
+
+def why_not(asked: GridProblem, inter: int, data: int) -> str | None:
+    """Return why no configuration has this grid, whatever the memory; None when some do."""
+    layers = len(asked.problem.chain)
+    if inter > layers:
+        return f"{inter} stages are more than the network's {layers} layers"
+    if asked.batch % data:
+        return f"a batch of {asked.batch} cannot be shared by {data} pipelines"
+    fitting = [size for size in asked.sizes if asked.batch // data % size == 0]
+    if not fitting:
+        sizes = ", ".join(map(str, asked.sizes))
+        return f"the {asked.batch // data} samples of each pipeline are no multiple of microbatches of {sizes}"
+    return _too_long(asked, inter, max(fitting))
+
+
+def _too_long(asked: GridProblem, inter: int, size: int) -> str | None:
+    return too_long(4 * inter - 2, Schedule("message-driven", asked.batch // size))
+
+
+def configs(asked: GridProblem) -> Iterator[Config]:
+    """Yield every configuration of at most all GPUs that the batch and the network allow, memory apart."""
+    platform = asked.problem.platform
+    placements: tuple[Placement, ...] = ("stage", "pipeline") if len(platform.levels) > 1 else ("stage",)
+    for inter in range(1, min(len(platform), len(asked.problem.chain)) + 1):
+        for data in [asked.data] if asked.data else range(1, len(platform) // inter + 1):
+            if inter * data > len(platform):
+                continue
+            for size in asked.sizes:
+                if asked.batch % (data * size) == 0 and _too_long(asked, inter, size) is None:
+                    for offload in asked.offloads:
+                        for placement in placements if inter > 1 and data > 1 else placements[:1]:
+                            yield Config(inter, data, size, offload, placement)
+
+
+def work_bound(asked: GridProblem, config: Config) -> int:
+    """Return a time below which no plan of a configuration runs the batch, from its work alone.
+
+    With U(s) and P(s) of ``partition.drained`` a batch takes at least M U(s) + P(s) for every stage s. Work in all is
+    W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
+    the mean over the stages of M U(s) and the update after it, or M times the largest layer.
+    """
+    problem, count, p = asked.of(config), config.microbatches(asked.batch), config.inter
+    sums, platform = problem.chain.sums, problem.platform
+    speed = max(device.speed for device in platform.devices)
+    passes, step = int(sums.forward_ns[-1] + sums.backward_ns[-1]), int(sums.optimizer_ns[-1])
+    overlaps = problem.policy.coarsening is not None
+    work = passes + (Fraction(0) if overlaps else Fraction(step, count))
+    drain = work / (1 - Fraction(count - 1, count) ** p)
+    gradient = memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
+    rounds = Fraction(2 * (config.data - 1) * gradient * 10**9, config.data * platform.paths[0][0])
+    if overlaps:
+        rounds = max(rounds, Fraction(step) / speed)
+    largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
+    return ceil(max(drain / speed, (count * work / speed + rounds) / p, count * largest / speed))
+
+
+def limits(inter: int, microbatches: int) -> list[int]:
+    """Return the limits worth trying: p, between p and 2p - 1, and less for where memory is short."""
+    if inter == 1:
+        return [1]
+    if inter <= 4:
+        tried = [inter, 2 * inter - 1, *range(inter + 1, 2 * inter - 1), *range(inter - 1, 0, -1)]
+    else:
+        tried = [inter, 2 * inter - 1, inter * 5 // 4, inter * 3 // 2, inter * 3 // 4, inter // 2, inter // 4, 2, 1]
+    return list(dict.fromkeys(min(x, microbatches) for x in tried))

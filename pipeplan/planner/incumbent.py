@@ -1,0 +1,217 @@
+"""Judge: schedules allocations, remembers the best, and tells searches what each is worth.
+
+Searches propose allocations and never schedule; the judge schedules and never proposes. Contiguous allocations go to
+1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff. Where GPUs
+decide as they go there is no pattern, and the simulated run decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from ..check.validate import structure_violations
+from ..cost.group_bound import group_bound, may_reach
+from ..cost.stage_graph import StageGraph, stage_graph
+from ..plan import Allocation, Bound, Pattern, Schedule, Stage
+from ..problem import Problem
+from ..schedule.periodic.ilp import IlpStatus, Solver, schedule_ilp
+from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from .limits import Admission
+
+MARGIN = 1000
+Cost = Callable[[StageGraph, Pattern], int]
+
+
+def period_cost(graph: StageGraph, pattern: Pattern) -> int:
+    """Return the pattern's period: the cost of a plan that never drains."""
+    return pattern.period_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to schedule: the integer program's solver, its time limit for one allocation, and the caller's clock.
+
+    ``remaining_s`` tells how many seconds are left for everything; ``progress`` receives a line at each improvement.
+    """
+
+    solver: Solver = "cbc"
+    time_limit_s: float = 60.0
+    remaining_s: Callable[[], float] = lambda: inf
+    progress: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A scheduled allocation: its cost (ns), its pattern, and what the solver said (None for 1F1B*).
+
+    Without a pattern there is the ``schedule`` instead, its limit decided.
+    """
+
+    cost: int
+    allocation: Allocation
+    pattern: Pattern | None
+    status: IlpStatus | None = None
+    schedule: Schedule | None = None
+
+
+class Judge:
+    """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
+
+    With an ``admission`` they run without a pattern, and their cost is that of the limit that it chooses.
+
+    More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
+    run something that the model doesn't know.
+
+    ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
+    lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
+    ``stopped`` says whether the clock cut anything short, so that another run might find more. Searches leave the lower
+    bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
+    """
+
+    def __init__(
+        self, problem: Problem, settings: Settings, cost: Cost = period_cost, admission: Admission | None = None
+    ) -> None:
+        self.problem, self.settings, self.cost, self.admission = problem, settings, cost, admission
+        self.best: Verdict | None = None
+        self.rejected: Allocation | None = None
+        self._excess_bytes = 0  # of ``rejected``, with an admission
+        self.broken: str | None = None
+        self.stopped = False
+        self.bounds: list[Bound] = []
+        self.floor_ns: int | None = None
+        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were judged
+
+    @property
+    def expired(self) -> bool:
+        """Whether the caller's time is up; searches stop then, and ``stopped`` tells it."""
+        late = self.settings.remaining_s() <= 0
+        self.stopped |= late
+        return late
+
+    @property
+    def periodic(self) -> bool:
+        """Whether an allocation costs the period of its pattern, so that bounds on periods are bounds on costs."""
+        return self.cost is period_cost and self.admission is None
+
+    @property
+    def limit(self) -> int | None:
+        """Cost that an allocation must beat, or None while nothing fits."""
+        return None if self.best is None else self.best.cost
+
+    def promise(self, allocation: Allocation) -> int | None:
+        """Return a lower bound on the allocation's period, or None when it was judged or shall not be."""
+        if allocation.stages in self.seen or self._breaks_rules(allocation):
+            return None
+        graph = self._graph(allocation)
+        if self.admission is not None:
+            floor = self.admission.floor_ns(graph)
+            beaten = self.best is not None and floor >= self._to_beat(graph)
+            return None if beaten or self.admission.refuses(graph) else floor
+        if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
+            return graph.period_floor_ns if graph.contiguous else None
+        if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
+            return None
+        return group_bound(graph)
+
+    def improves(self, allocation: Allocation) -> bool:
+        """Judge an allocation and return whether it is the best so far."""
+        before = self.best
+        self(allocation)
+        return self.best is not before
+
+    def __call__(self, allocation: Allocation) -> int | None:
+        """Return the allocation's cost when it can run and was not judged before; None otherwise.
+
+        A non-contiguous allocation is scheduled only as far as it can become the best.
+        """
+        if allocation.stages in self.seen:
+            return None
+        self.seen[allocation.stages] = None
+        if self._breaks_rules(allocation):
+            return None
+        graph = self._graph(allocation)
+        verdict = self._decided(graph, allocation) if self.admission else self._patterned(graph, allocation)
+        if verdict is None:
+            return None
+        if self.best is None or verdict.cost < self._to_beat(graph):
+            self.best = verdict
+            if self.settings.progress:
+                bound = "" if self.floor_ns is None else f", no plan is below {self.floor_ns / 1e6:.3f} ms"
+                self.settings.progress(f"best so far {verdict.cost / 1e6:.3f} ms{bound}")
+        return verdict.cost
+
+    def _patterned(self, graph: StageGraph, allocation: Allocation) -> Verdict | None:
+        pattern, status = self._schedule(graph)
+        if pattern is not None:
+            return Verdict(self.cost(graph, pattern), allocation, pattern, status)
+        if status is None or status == "infeasible":
+            self.rejected = self.rejected or allocation
+        return None
+
+    def _decided(self, graph: StageGraph, allocation: Allocation) -> Verdict | None:
+        """Simulate an allocation that could become the best."""
+        assert self.admission is not None
+        refused = self.admission.refuses(graph)
+        if refused is not None:
+            self.broken = self.broken or refused
+            return None
+        if self.best is not None and self.admission.floor_ns(graph) >= self._to_beat(graph):
+            return None
+        choice = self.admission.choose(graph)
+        if choice is None:
+            excess = self.admission.excess_bytes(graph)
+            if self.rejected is None or excess < self._excess_bytes:
+                self.rejected, self._excess_bytes = allocation, excess
+            return None
+        return Verdict(choice.cost_ns, allocation, None, schedule=choice.schedule)
+
+    def _to_beat(self, graph: StageGraph) -> int:
+        assert self.best is not None
+        more = len(graph.stages) > len(self.best.allocation.stages)
+        return self.best.cost - self.best.cost // MARGIN if more else self.best.cost
+
+    def _breaks_rules(self, allocation: Allocation) -> bool:
+        problem = self.problem
+        found = structure_violations(problem.chain, problem.platform, problem.policy, allocation.stages)
+        if found and self.broken is None:
+            self.broken = found[0]
+        return bool(found)
+
+    def _graph(self, allocation: Allocation) -> StageGraph:
+        problem = self.problem
+        return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+
+    def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
+        if graph.contiguous:
+            return best_one_f_one_b_star(graph), None
+        cutoff = self._to_beat(graph) if self.periodic and self.best is not None else None
+        bound = group_bound(graph)
+        if bound is None:
+            return None, "infeasible"
+        if cutoff is not None and bound >= cutoff:
+            return None, "cutoff"
+        result = schedule_ilp(
+            graph,
+            solver=self.settings.solver,
+            time_limit_s=max(0.0, min(self.settings.time_limit_s, self.settings.remaining_s())),
+            cutoff_period_ns=cutoff,
+            lower_bound_ns=bound,
+        )
+        self.stopped |= result.status in ("time limit", "unproved")
+        return result.pattern, result.status
+
+
+Propose = Callable[[Problem, Judge], None]
+
+
+def run_search(propose: Propose, problem: Problem, judge: Judge, dispensable: bool = False) -> str | None:
+    """Let ``propose`` feed the judge; return why it stopped early, or None. A ``dispensable`` judge may end empty."""
+    try:
+        propose(problem, judge)
+    except KeyboardInterrupt:
+        if judge.best is None and not dispensable:
+            raise
+        return "interrupted"
+    return "time limit" if judge.stopped else None

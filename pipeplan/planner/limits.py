@@ -1,0 +1,93 @@
+"""Kinds of schedules in which GPUs decide as they go: how much to admit at once, and what stages cost then.
+
+Such a schedule has no pattern to place operations in; its limit is all that a planner decides, and its cost comes from
+its simulated run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..check.evaluate import evaluate_simulated, fits
+from ..cost.stage_graph import StageGraph
+from ..integers import smallest
+from ..plan import Schedule
+from ..problem import Platform
+from ..schedule.message_driven import default_limit
+from ..schedule.nf1b import default_mini_batches
+from ..schedule.program import not_one_each
+
+ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A schedule with its limit decided, and its cost in ns: nF1B's period, message-driven's makespan."""
+
+    cost_ns: int
+    schedule: Schedule
+
+
+def cost_and_fit(graph: StageGraph, schedule: Schedule, platform: Platform) -> tuple[int, bool]:
+    """Return the cost (ns) of stages under a simulated kind of schedule, and whether they fit every device's memory.
+
+    The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B.
+    """
+    result = evaluate_simulated(graph, schedule, platform)
+    return result.period_ns if result.makespan_ns is None else result.makespan_ns, fits(result)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A kind of schedule to plan for: ``schedule.limit`` is the user's, or None for the planner to choose."""
+
+    schedule: Schedule
+    platform: Platform
+
+    def refuses(self, graph: StageGraph) -> str | None:
+        """Return why ``graph`` cannot run under the schedule at all, or None."""
+        return not_one_each(graph, "nf1b") if self.schedule.kind == "nf1b" else None
+
+    def floor_ns(self, graph: StageGraph) -> int:
+        """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
+        floor = graph.period_floor_ns
+        return floor if self.schedule.kind == "nf1b" else (self.schedule.microbatches or 1) * (floor - 1)
+
+    def choose(self, graph: StageGraph) -> Choice | None:
+        """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.
+
+        Without a limit of the user's: the usual ones, the shortest cost of those that fit, and below them the largest
+        that fits. More admitted needs more memory, up to the interplay of arrivals, so this last one is a heuristic.
+        """
+        if self.schedule.limit is not None:
+            alone = self.schedule.kind == "message-driven" and len(graph.stages) == 1
+            return self._tried(graph, 1 if alone else self.schedule.limit)  # a stage alone has nothing to wait for
+        usual = self._usual(graph)
+        best: Choice | None = None
+        for limit in usual:
+            found = self._tried(graph, limit)
+            if found is not None and (best is None or found.cost_ns < best.cost_ns - best.cost_ns // ENOUGH):
+                best = found
+            if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
+                break
+        if best is None and usual[0] > 1:
+            found_less = smallest(lambda less: self._tried(graph, usual[0] - less), 1, usual[0] - 1)
+            best = None if found_less is None else found_less[1]
+        return best
+
+    def excess_bytes(self, graph: StageGraph) -> int:
+        """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
+        result = evaluate_simulated(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)
+        return max(use.peak_bytes - use.memory_bytes for use in result.devices)
+
+    def _usual(self, graph: StageGraph) -> tuple[int, ...]:
+        """Return the limits to try, least first: with transfers, which take their time, more has to be inside."""
+        if self.schedule.kind == "message-driven":
+            return (default_limit(graph),)
+        stages = len(graph.stages)
+        return tuple(dict.fromkeys((default_mini_batches(stages), max(default_limit(graph), stages))))
+
+    def _tried(self, graph: StageGraph, limit: int) -> Choice | None:
+        schedule = replace(self.schedule, limit=limit)
+        cost, fitting = cost_and_fit(graph, schedule, self.platform)
+        return Choice(cost, schedule) if fitting else None

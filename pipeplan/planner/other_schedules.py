@@ -1,0 +1,115 @@
+"""How does a plan run under a schedule that it wasn't made for?
+
+A schedule may need other stages than the plan has (several chunks per GPU, or one GPU per stage): then the model is cut
+again into balanced stages on the plan's GPUs. It also says how weights are kept, which decides memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..cost.stage_graph import StageGraph, stage_graph
+from ..errors import BadInput
+from ..partition.balance import balance
+from ..plan import Plan, Stage
+from ..problem import Platform, Policy, Problem
+from ..schedule.kinds import SIMULATED, graph_of, shown_microbatches
+from ..schedule.nf1b import DEFAULT_BATCH
+from ..schedule.program import Program, unroll
+from ..schedule.registry import SCHEDULES, loop
+
+
+def drains(plan: Plan, schedule: str) -> bool:
+    """Whether ``schedule`` empties the pipeline before every update."""
+    weights = SCHEDULES[schedule].weights
+    return (weights or plan.policy.weights) == "flush"
+
+
+def own_schedule(plan: Plan) -> str:
+    """Return the name of the schedule that a plan was made for: its pattern, or the kind that needs none."""
+    return plan.schedule.kind if plan.schedule.kind in SIMULATED else "pattern"
+
+
+def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[str, Any] | None = None) -> Program:
+    """Return the program that runs ``microbatches`` microbatches of ``plan`` under ``schedule``.
+
+    ``options`` that the schedule doesn't take are left out; those of the plan's own schedule are the plan's unless they
+    are given. BadInput says why a plan cannot run so.
+    """
+    entry = SCHEDULES[schedule]
+    given = {name: value for name, value in (options or {}).items() if name in entry.options and value is not None}
+    if entry.build is None:
+        if plan.pattern is None:
+            own = own_schedule(plan)
+            raise BadInput(
+                "the plan has no pattern; name a schedule" + (f" such as {own}, its own" if own != "pattern" else "")
+            )
+        return unroll(graph_of(plan), plan.pattern, microbatches)
+    if schedule == own_schedule(plan):
+        given = {"limit": plan.schedule.limit, **given}
+    if schedule == "nf1b":
+        given["batch"] = mini_batch(plan, schedule, options)
+    chunks = given.pop("chunks", 2)
+    return entry.build(
+        schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 1)), microbatches, **given
+    )
+
+
+def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
+    """Return how many microbatches one backward covers: nF1B's, given or the plan's own or 4; else 1."""
+    if schedule != "nf1b":
+        return 1
+    own = plan.schedule.microbatches if plan.schedule.kind == "nf1b" else None
+    return int((options or {}).get("batch") or own or DEFAULT_BATCH)
+
+
+def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 1) -> StageGraph:
+    """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
+    entry = SCHEDULES[schedule]
+    weights = entry.weights or plan.policy.weights
+    accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
+    synced = plan.policy.vertical_sync and schedule == own_schedule(plan)
+    policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=synced)
+    return stage_graph(plan.chain, plan.platform, policy, schedule_stages(plan, schedule, chunks))
+
+
+def schedule_stages(plan: Plan, schedule: str, chunks: int = 2) -> tuple[Stage, ...]:
+    """Return the stages that ``schedule`` runs, with the plan's recomputation wherever stages are cut anew."""
+    entry, own = SCHEDULES[schedule], plan.allocation.stages
+    straight = len({stage.devices for stage in own}) == len(own) == sum(stage.replicas for stage in own)
+    if entry.homes is None and (straight or not entry.one_each):
+        return own
+    devices = sorted({device for stage in own for device in stage.devices})
+    homes = [devices[i] for i in (entry.homes or loop)(len(devices), chunks if entry.homes else 1)]
+    return balanced_stages(plan, homes, schedule)
+
+
+def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage, ...]:
+    """Return stages of the plan's model, stage i on device ``homes[i]``, the longest as short as can be."""
+    if len(homes) > len(plan.chain):
+        raise BadInput(f"{schedule} cuts the model into {len(homes)} stages; it has {len(plan.chain)} layers")
+    platform = Platform(tuple(plan.platform.devices[d] for d in homes), plan.platform.levels)
+    problem = Problem(plan.chain, platform, Policy(), replicas=False, checkpointing="none")
+    allocation = next(iter(balance(problem)))
+    recomputed = [segment for stage in plan.allocation.stages for segment in stage.checkpoint]
+    return tuple(
+        Stage(
+            part.start,
+            part.stop,
+            (home,),
+            tuple(
+                (max(first, part.start), min(last, part.stop))
+                for first, last in recomputed
+                if first < part.stop and last > part.start
+            ),
+        )
+        for part, home in zip(allocation.stages, homes, strict=True)
+    )
+
+
+def default_microbatches(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
+    """Return how many microbatches to simulate: as many as show the plan's own schedule, in whole mini-batches."""
+    batch = mini_batch(plan, schedule, options)
+    return -(-shown_microbatches(plan) // batch) * batch

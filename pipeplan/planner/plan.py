@@ -1,0 +1,212 @@
+"""The composition: propose, schedule, keep the best, bound, and judge. Reads like the picture in the design.
+
+Takes and returns values; the clock belongs to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import __version__
+from ..check.bounds import any_bound
+from ..check.validate import check, class_violations
+from ..cost.stage_graph import stage_graph
+from ..errors import BadInput, Infeasible
+from ..partition import ALGORITHMS
+from ..partition.contiguous.contiguous import feasible
+from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
+from ..problem import Problem, Weights
+from ..schedule.kinds import too_long
+from ..schedule.pattern import most_in_flight, starts_of
+from .by_simulation import longer_periods, plan_drained, plan_nf1b
+from .explain import longest_period_ns, why_infeasible, why_not_admitted
+from .incumbent import Judge, Propose, Settings, Verdict, run_search
+from .portfolio import EFFORTS, propose_contiguous, search
+
+AUTO = "auto"
+KINDS: dict[Weights, tuple[ScheduleKind, ...]] = {  # of schedules that a weights policy goes with, the default first
+    "2bw": ("pattern",),
+    "stash": ("pattern",),
+    "flush": ("flush", "message-driven"),
+    "latest": ("nf1b", "pattern"),
+}
+
+
+def make_plan(
+    problem: Problem,
+    algorithm: str = AUTO,
+    options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
+    effort: str = "normal",
+    schedule: ScheduleKind | None = None,
+    limit: int | None = None,
+) -> Plan:
+    """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
+
+    ``options`` go to the algorithm. ``schedule`` is one of :data:`KINDS` for the weights policy, by default its first;
+    ``limit`` is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided
+    here: under 2bw as many microbatches as are in flight, four per device where mini-batches are drained, under nF1B
+    the best of :func:`_mini_batches`, otherwise one. A KeyboardInterrupt ends the search with the best plan so far, if
+    there is one.
+    """
+    kind = _kind(problem.policy.weights, schedule, limit)
+    _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
+    settings, options = settings or Settings(), dict(options or {})
+    if algorithm == AUTO:
+        settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
+    propose = _proposer(algorithm, options, effort)
+    widen = algorithm in (AUTO, "contiguous")
+    if kind == "pattern":
+        relaxed = widen and problem.policy.vertical_sync
+        problem, judge, status = _plan_pattern(problem, _synced(propose) if relaxed else propose, settings)
+    elif kind == "nf1b":
+        problem, judge, status = plan_nf1b(problem, propose, settings, widen, limit)
+    else:
+        problem, judge, status = plan_drained(problem, propose, settings, widen, kind, limit)
+    if judge.best is None:
+        if judge.admission is not None:
+            raise Infeasible(why_not_admitted(problem, judge.admission.schedule, judge.rejected, judge.broken))
+        raise Infeasible(why_infeasible(problem, judge.rejected, judge.broken))
+    allocation, pattern = _tidy(problem, judge.best.allocation), judge.best.pattern
+    plan = Plan(
+        chain=problem.chain,
+        platform=problem.platform,
+        policy=problem.policy,
+        allocation=allocation,
+        pattern=pattern,
+        lower_bounds=(*_class_bounds(judge), any_bound(problem)),
+        provenance=Provenance(
+            algorithm,
+            options if algorithm != AUTO else {**options, "effort": effort},
+            allocation.claimed_period_ns,
+            solver=None if judge.best.status is None else settings.solver,
+            solver_status=status or judge.best.status,
+            version=__version__,
+        ),
+        schedule=judge.best.schedule
+        or (Schedule("flush", problem.policy.accumulate) if kind == "flush" else Schedule()),
+    )
+    check(plan)
+    return plan
+
+
+def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:
+    """Return the kind of schedule to plan for; BadInput when ``wanted`` or ``limit`` doesn't go with the weights."""
+    kind = wanted or KINDS[weights][0]
+    if kind not in KINDS[weights]:
+        raise BadInput(f"schedule: {kind} doesn't go with weights {weights}; only {' and '.join(KINDS[weights])}")
+    if limit is not None and limit < 1:
+        raise BadInput(f"limit: {limit} is not positive")
+    if limit is not None and kind not in ("nf1b", "message-driven"):
+        raise BadInput(f"limit: a {kind} schedule holds what its order says; nf1b and message-driven have a limit")
+    return kind
+
+
+def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
+    """Raise BadInput where a stage on every GPU would take too long to simulate."""
+    stages = min(len(problem.platform), len(problem.chain))
+    endless = too_long(4 * stages - 2, schedule)
+    if endless is not None:
+        raise BadInput(f"--accumulate, --limit: on {stages} stages {endless}")
+
+
+def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
+    if algorithm == AUTO:
+        return lambda problem, judge: search(problem, judge, EFFORTS[effort])
+
+    def propose(problem: Problem, judge: Judge) -> None:
+        if algorithm == "contiguous":
+            found = propose_contiguous(problem, judge)
+        else:
+            found = ALGORITHMS[algorithm].partition(problem, **options)
+        for allocation in found:
+            judge(allocation)
+            if judge.expired:
+                return
+
+    return propose
+
+
+def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Problem, Judge, str | None]:
+    """Plan for the shortest period; decide ``accumulate`` from what the best plan has in flight and plan again with it.
+
+    Fewer updates per microbatch only make stages cheaper, so the first plan stays feasible in the second round, which
+    is left out when nothing would get cheaper.
+    """
+    if problem.policy.accumulate is None and problem.policy.weights != "2bw":
+        problem = problem.with_policy(replace(problem.policy, accumulate=1))
+    judge = Judge(problem, settings)
+    status = run_search(propose, problem, judge)
+    if problem.policy.accumulate is not None or judge.best is None:
+        return problem, judge, status
+    decided = problem.with_policy(replace(problem.policy, accumulate=_depth(problem, judge.best)))
+    if not _updates_cost_time(problem):
+        return decided, judge, status
+    again = Judge(decided, settings)
+    if status != "interrupted":
+        status = run_search(propose, decided, again) or status
+    again(judge.best.allocation)
+    return decided, again, status
+
+
+def _updates_cost_time(problem: Problem) -> bool:
+    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
+    sums = problem.chain.sums
+    return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
+
+
+def _depth(problem: Problem, best: Verdict) -> int:
+    assert best.pattern is not None
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
+    return most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
+
+
+def _on_less_memory(problem: Problem, share: int) -> Problem:
+    """Return the problem on devices with ``share`` sixteenths of their memory."""
+    platform = problem.platform
+    devices = tuple(replace(device, memory_bytes=device.memory_bytes * share // 16) for device in platform.devices)
+    return replace(problem, platform=replace(platform, devices=devices))
+
+
+def _synced(propose: Propose) -> Propose:
+    """Return ``propose``, then contiguous plans of periods up to that of the best, and for less memory; a heuristic.
+
+    Partitioners see one stage at a time, but under vertical sync the first one decides how many versions all keep. So
+    their split may run only at a long period where others, made for a longer one or with room to spare, fit.
+    """
+
+    def proposed(problem: Problem, judge: Judge) -> None:
+        propose(problem, judge)
+        longest = judge.limit or longest_period_ns(problem)
+        for period in longer_periods(any_bound(problem).period_ns, longest, 16):
+            if judge.expired or (judge.limit is not None and period >= judge.limit):
+                return
+            for share in range(16, 8, -2):
+                found = feasible(_on_less_memory(problem, share), period)
+                if found is not None:
+                    judge(found)
+
+    return proposed
+
+
+def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
+    """Return the allocation with equal devices on one level numbered by first use, which changes nothing else."""
+    platform = problem.platform
+    if len(platform.levels) > 1 or len(set(platform.devices)) > 1:
+        return allocation
+    names: dict[int, int] = {}
+    for stage in allocation.stages:
+        for device in stage.devices:
+            names.setdefault(device, len(names))
+    stages = (replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in allocation.stages)
+    return replace(allocation, stages=tuple(stages))
+
+
+def _class_bounds(judge: Judge) -> list[Bound]:
+    """Return the bounds that the search proved and whose class contains its best plan."""
+    assert judge.best is not None
+    if not judge.periodic:  # those are bounds on a period that never drains
+        return []
+    return [bound for bound in judge.bounds if not class_violations(bound, judge.best.allocation)]

@@ -1,0 +1,209 @@
+"""A plan's simulated run under one schedule or several, and its figures, for tables and scripts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from ..check.evaluate import Evaluation, evaluate
+from ..errors import BadInput
+from ..plan import Plan
+from ..schedule.simulate import jittered_ns, simulate
+from ..schedule.steady import SteadyRun, steady_nf1b
+from ..schedule.timeline import Timeline, flush_makespan_ns
+from ..schedule.weight_versions import live_versions, versions_used
+from .other_schedules import default_microbatches, drains, own_schedule, program_of
+
+Progress = Callable[[], None]  # called after each simulated run
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The timeline of a plan under a schedule; ``promised`` is what the plan's own pattern promises.
+
+    ``jitter_ns`` holds one time per microbatch for each seed under jitter, none without.
+    """
+
+    plan: Plan
+    schedule: str
+    promised: Evaluation
+    timeline: Timeline
+    jitter_ns: tuple[float, ...] = ()
+
+    @property
+    def own(self) -> bool:
+        """Whether the plan runs under the schedule that it was made for."""
+        return self.schedule == own_schedule(self.plan)
+
+    @property
+    def name(self) -> str:
+        """The schedule in words."""
+        return "the plan's pattern" if self.schedule == "pattern" else self.schedule
+
+    @property
+    def steady(self) -> SteadyRun | None:
+        """The steady state of nF1B; None for other schedules."""
+        program = self.timeline.program
+        if self.schedule != "nf1b" or program.limit is None:
+            return None
+        return steady_nf1b(program.graph, program.batch, program.limit)
+
+    def versions(self, vertical_sync: bool) -> list[int]:
+        """Return how many versions of its weights each stage keeps in this nF1B run."""
+        used = versions_used(self.timeline, vertical_sync)
+        return [live_versions(self.timeline, used, s) for s in range(len(self.timeline.program.graph.stages))]
+
+    @property
+    def drained(self) -> bool:
+        """Whether the run ends a mini-batch: the pipeline empties and weights are synchronised."""
+        return drains(self.plan, self.schedule)
+
+    @property
+    def makespan_ns(self) -> int:
+        """Time of the whole run; a drained one ends with its weight synchronisation."""
+        return flush_makespan_ns(self.timeline) if self.drained else self.timeline.makespan_ns
+
+    @property
+    def per_microbatch_ns(self) -> float:
+        """What a microbatch costs in the long run: its share of a drained run, or the steady period."""
+        if self.steady is not None:
+            return self.steady.period_ns
+        return per_microbatch_ns(self.timeline, self.drained)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device stays within its memory."""
+        memory = self.plan.platform.devices
+        return all(
+            self.timeline.peak_bytes(i) <= memory[lane.device].memory_bytes
+            for i, lane in enumerate(self.timeline.program.lanes)
+            if lane.device is not None and lane.steps
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return every figure under a name with its unit; ``period_ns`` is None when the run is too short to settle."""
+        timeline, plan = self.timeline, self.plan
+        lanes = timeline.program.lanes
+        own, steady = self.own, self.steady
+        found: dict[str, Any] = {
+            "schedule": self.schedule,
+            "microbatches": timeline.program.microbatches,
+            "makespan_ns": self.makespan_ns,
+            "fill_ns": timeline.fill_ns,
+            "period_ns": timeline.steady_period_ns(),
+            "per_microbatch_ns": self.per_microbatch_ns,
+            "pattern_period_ns": plan.pattern.period_ns if plan.pattern else None,
+            "longest_stage_bubble": timeline.longest_stage_bubble(),
+            "fits": self.fits,
+            "devices": [
+                {
+                    "device": lane.device,
+                    "busy_ns": timeline.busy_ns(i),
+                    "bubble": timeline.bubble(i),
+                    "in_flight": timeline.in_flight(i),
+                    "most_held": timeline.most_held(i),
+                    "peak_bytes": timeline.peak_bytes(i),
+                    "predicted_peak_bytes": self.promised.devices[lane.device].peak_bytes if own else None,
+                    "memory_bytes": plan.platform.devices[lane.device].memory_bytes,
+                }
+                for i, lane in enumerate(lanes)
+                if lane.device is not None
+            ],
+            "links": [
+                {"link": lane.name, "busy_ns": timeline.busy_ns(i), "use": timeline.busy_ns(i) / self.makespan_ns}
+                for i, lane in enumerate(lanes)
+                if lane.device is None
+            ],
+        }
+        if steady is not None:
+            found["nf1b"] = {
+                "batch": timeline.program.batch,
+                "limit": timeline.program.limit,
+                "steady_period_ns": steady.period_ns,
+                "settled": steady.settled,
+                "versions": self.versions(vertical_sync=False),
+                "versions_with_vertical_sync": self.versions(vertical_sync=True),
+            }
+        if self.jitter_ns:
+            found["jitter"] = {
+                "runs": len(self.jitter_ns),
+                "median_ns": statistics.median(self.jitter_ns),
+                "p95_ns": percentile_95(self.jitter_ns),
+            }
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A schedule that the plan cannot run under, and why."""
+
+    schedule: str
+    reason: str
+
+
+def per_microbatch_ns(timeline: Timeline, drained: bool) -> float:
+    """Return the share of a microbatch in a drained run, or the period of the steady middle of an endless one."""
+    steady = None if drained else timeline.steady_period_ns()
+    total = flush_makespan_ns(timeline) if drained else timeline.makespan_ns
+    return total / timeline.program.microbatches if steady is None else steady
+
+
+def percentile_95(values: Iterable[float]) -> float:
+    """Return the smallest of ``values`` that at least 95% of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[ceil(0.95 * len(ordered)) - 1]
+
+
+def simulate_plan(
+    plan: Plan,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Simulation:
+    """Return the simulated run of a valid plan under ``schedule``, by default its own.
+
+    By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: 16 times those
+    in flight, at least 64.
+    """
+    promised = evaluate(plan)
+    schedule = schedule or own_schedule(plan)
+    if microbatches is None:
+        microbatches = default_microbatches(plan, schedule, options)
+    return Simulation(plan, schedule, promised, simulate(program_of(plan, schedule, microbatches, options)))
+
+
+def under_jitter(simulation: Simulation, share: float, seeds: Iterable[int], done: Progress) -> Simulation:
+    """Return ``simulation`` with a time per microbatch for each seed, durations drawn around the planned ones.
+
+    Links carry what comes first, in every schedule alike; devices keep their order, unless they decide as they go.
+    """
+    program = simulation.timeline.program.first_come()
+    times = []
+    for seed in seeds:
+        timeline = simulate(program, jittered_ns(program, share, seed))
+        times.append(per_microbatch_ns(timeline, simulation.drained))
+        done()
+    return Simulation(simulation.plan, simulation.schedule, simulation.promised, simulation.timeline, tuple(times))
+
+
+def compare_schedules(
+    plan: Plan,
+    schedules: Iterable[str],
+    microbatches: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[list[Simulation], list[Refused]]:
+    """Return the runs of ``plan`` under each schedule, best first, and the schedules that it cannot run under.
+
+    Best: within memory first, then the least time per microbatch.
+    """
+    runs, refused = [], []
+    for schedule in schedules:
+        try:
+            runs.append(simulate_plan(plan, microbatches, schedule, options))
+        except BadInput as error:
+            refused.append(Refused(schedule, str(error)))
+    runs.sort(key=lambda run: (not run.fits, run.per_microbatch_ns))
+    return runs, refused

@@ -1,0 +1,162 @@
+"""Patterns and simulated runs in the terminal: Gantt charts with their figures, schedules side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..plan import Plan
+from ..planner.simulation import Refused, Simulation, percentile_95
+from ..units import format_bytes, format_ns
+from .gantt import Row, draw, panels, plan_window, timeline_rows
+from .tables import console, headline
+
+LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+WIDE = 100  # columns from which a comparison under jitter shows everything
+SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
+
+
+def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> None:
+    """Print one steady period of a plan, or its one drained mini-batch, as a Gantt chart with its legend."""
+    out = console(width)
+    window = plan_window(plan)
+    rows, start, end = window.rows, window.start_ns, window.end_ns
+    out.print(headline(plan))
+    out.print(
+        f"{window.title}; {LEGEND}{_shared(rows)}"
+        f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
+    )
+    for line in draw(_shown(rows, links), start, end, out.width):
+        out.print(line, no_wrap=True, crop=True)
+
+
+def print_simulation(simulation: Simulation, width: int | None = None, links: bool = False) -> None:
+    """Print a simulated run: Gantt, makespan, the period reached beside the plan's, one row per GPU and per link."""
+    out = console(width)
+    plan, timeline = simulation.plan, simulation.timeline
+    figures = simulation.figures()
+    rows = timeline_rows(timeline)
+    legend = SPLIT if timeline.program.split else LEGEND
+    out.print(f"{figures['microbatches']} microbatches, {simulation.name}; {legend}{_shared(rows)}")
+    shown = _shown(rows, links)
+    columns = out.width - max(len(row.name) for row in shown) - 1
+    for title, start, end in panels(timeline, columns):
+        out.print(f"[dim]{title}, {format_ns(start)} to {format_ns(end)}[/dim]")
+        for line in draw(shown, start, end, out.width):
+            out.print(line, no_wrap=True, crop=True)
+    out.print()
+    out.print(
+        f"makespan {format_ns(simulation.makespan_ns)} "
+        f"(fill {format_ns(timeline.fill_ns)}; "
+        f"{format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch), "
+        f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
+    )
+    reached = figures["period_ns"]
+    steady = simulation.steady
+    planned = f", {format_ns(plan.pattern.period_ns)} planned" if simulation.own and plan.pattern else ""
+    if steady is not None:
+        where = "in the steady state" if steady.settled else "on average of a long run, which finds no steady state"
+        out.print(f"period   {format_ns(steady.period_ns)} {where}")
+    elif reached is None:
+        out.print("period   too few microbatches for a steady state")
+    else:
+        out.print(f"period   {format_ns(reached)} reached in the middle{planned}")
+    if steady is not None:
+        kept = (", ".join(map(str, simulation.versions(sync))) for sync in (False, True))
+        out.print("weights  versions by stage: {}; with vertical sync {}".format(*kept))
+    if simulation.jitter_ns:
+        out.print(
+            f"jitter   {format_ns(statistics.median(simulation.jitter_ns))} per microbatch in the median of "
+            f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
+        )
+    out.print()
+    out.print(_device_table(simulation))
+    if figures["links"]:
+        table = _table("link", "use")
+        for row in figures["links"]:
+            table.add_row(escape(row["link"].removeprefix("link ")), f"{row['use']:.1%}")
+        out.print()
+        out.print(table)
+
+
+def print_comparison(
+    runs: Sequence[Simulation], refused: Sequence[Refused], plan: Plan, width: int | None = None
+) -> None:
+    """Print schedules side by side, best first: time per microbatch, makespan, bubble, in flight, memory, links."""
+    out = console(width)
+    count = runs[0].timeline.program.microbatches if runs else 0
+    out.print(headline(plan))
+    out.print(
+        f"{count} microbatches; time per microbatch in ms: a drained run's share with its weight synchronisation, else "
+        "the steady period"
+    )
+    out.print(
+        "held: microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest"
+    )
+    if any(run.jitter_ns for run in runs):
+        out.print(f"median and p95: the time under jitter, over {len(runs[0].jitter_ns)} runs")
+    out.print()
+    jitter = any(run.jitter_ns for run in runs)
+    shown = {"schedule": "left", "stages": "right", "weights": "left", "time": "right"}
+    shown |= {"median": "right", "p95": "right"} if jitter else {}
+    shown |= dict.fromkeys(("makespan", "bubble", "held", "peak", "links"), "right")
+    if jitter and out.width < WIDE:
+        shown = {name: side for name, side in shown.items() if name not in ("stages", "weights", "links")}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in shown.items():
+        table.add_column(name, justify="left" if side == "left" else "right", no_wrap=True)
+    for run in runs:
+        program, figures = run.timeline.program, run.figures()
+        peak = max(row["peak_bytes"] for row in figures["devices"])
+        cells = {
+            "schedule": run.schedule,
+            "stages": str(len(program.graph.stages)),
+            "weights": program.graph.policy.weights,
+            "time": f"{run.per_microbatch_ns / 1e6:.2f}",
+            "median": f"{statistics.median(run.jitter_ns) / 1e6:.2f}" if jitter else "",
+            "p95": f"{percentile_95(run.jitter_ns) / 1e6:.2f}" if jitter else "",
+            "makespan": f"{run.makespan_ns / 1e6:.2f}",
+            "bubble": f"{figures['longest_stage_bubble']:.1%}",
+            "held": str(max(row["most_held"] for row in figures["devices"])),
+            "peak": f"{peak / 1e9:.2f}" + (" " if run.fits else "[bold red]![/bold red]"),
+            "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+        }
+        table.add_row(*(cells[name] for name in shown))
+    out.print(table)
+    for refusal in refused:
+        out.print(f"{refusal.schedule}: not possible: {escape(refusal.reason)}")
+
+
+def _device_table(simulation: Simulation) -> Table:
+    """One row per GPU; the predicted peak is the plan's, for its own pattern."""
+    own = simulation.own
+    table = _table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
+    for row in simulation.figures()["devices"]:
+        table.add_row(
+            str(row["device"]),
+            f"{row['busy_ns'] / max(1, simulation.timeline.makespan_ns):.1%}",
+            f"{row['bubble']:.1%}",
+            ",".join(str(n) for _, n in sorted(row["in_flight"].items())),
+            format_bytes(row["peak_bytes"]),
+            *([format_bytes(row["predicted_peak_bytes"])] if own else []),
+            format_bytes(row["memory_bytes"]),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if name in ("schedule", "link", "weights") and i < 3 else "right")
+    return table
+
+
+def _shown(rows: Sequence[Row], links: bool) -> list[Row]:
+    return [row for row in rows if links or row.device is not None]
+
+
+def _shared(rows: Sequence[Row]) -> str:
+    return ", small letters a GPU's later stages" if any(bar.chunk for row in rows for bar in row.bars) else ""

@@ -1,0 +1,1 @@
+"""How do tensors travel between ranks?"""

@@ -1,0 +1,169 @@
+"""What all ranks, or the replicas of a stage, do together outside the pipeline: agree, measure links, sum, gather."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import RunFailed
+from ..device import Exchange
+from ..lowering.instructions import Edge
+from ..lowering.lowered_run import Script
+from ..model.network import TensorSpec
+from .links import Group, Links
+from .transport import exchanging
+
+PINGS = 10
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
+
+
+def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
+    """Raise RunFailed unless all ranks see the same tensor at every cut: nobody must receive what it doesn't expect."""
+    mine = [str(spec) for spec in boundaries]
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    with exchanging("the comparison of models at the start"):
+        dist.all_gather_object(everybodys, mine)
+    for index, (here, there) in enumerate(zip(mine, everybodys[0], strict=False)):
+        if here != there:
+            raise RunFailed(f"its model has {here} before layer {index}; rank 0's has {there}")
+    if len(mine) != len(everybodys[0]):
+        raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(everybodys[0]) - 1}")
+
+
+def replica_groups(script: Script, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
+    """Return the process group of each replicated stage."""
+    groups = stage_groups(script, [(s,) for s in range(len(script.plan.allocation.stages))], exchange, timeout)
+    return {s: group for (s,), group in groups.items()}
+
+
+def stage_groups(
+    script: Script, sets: Iterable[tuple[int, ...]], exchange: Exchange, timeout: timedelta
+) -> dict[tuple[int, ...], Group]:
+    """Return the process group of the ranks of each of ``sets`` of stages, if they are several.
+
+    All ranks make all groups, in one order, as torch wants it. gloo's take tensors of GPUs too, through the host.
+    """
+    backend = "nccl" if exchange == "nccl" else "gloo"
+    groups: dict[tuple[int, ...], Group] = {}
+    made: dict[tuple[int, ...], Group] = {}
+    with exchanging("the making of groups that sum gradients"):
+        for stages in sets:
+            ranks = tuple(sorted({rank for s in stages for rank in script.ranks_of(s)}))
+            if len(ranks) > 1:
+                if ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), timeout, backend)
+                groups[stages] = made[ranks]
+    return groups
+
+
+def pipeline_group(script: Script, rank: int, timeout: timedelta) -> Group:
+    """Return the process group in which ``rank`` sends and receives: its row of the grid of pipelines and replicas.
+
+    Where stages have different numbers of replicas there are no separate rows, and the group is everybody's. All ranks
+    make all groups, in one order, as torch wants it.
+    """
+    stages = [script.ranks_of(s) for s in range(len(script.plan.allocation.stages))]
+    rows = list(zip(*stages, strict=True)) if len(set(map(len, stages))) == 1 else [range(len(script.devices))]
+    own = None
+    with exchanging("the making of pipeline groups"):
+        for row in rows:
+            group = dist.new_group(sorted(set(row)), timeout, "gloo")
+            own = group if rank in row else own
+    return own
+
+
+def share_from(first: int, group: Group, tensors: Iterable[Tensor]) -> None:
+    """Give every rank of ``group`` the values that ``tensors`` have on rank ``first``."""
+    with exchanging("the sharing of initial weights"):
+        for tensor in tensors:
+            dist.broadcast(tensor, first, group=group)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank; all ranks ask together."""
+    flags = torch.tensor([int(flag)])
+    with exchanging("the agreement on an update"):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec], links: Links) -> dict[Edge, int]:
+    """Measure how long the tensors of each cut take one way: half of the fastest ping-pong between the first replicas.
+
+    The fastest, because a busy machine delays single ones at random. Cuts are measured one after the other; the
+    sender of each returns its times.
+    """
+    found: dict[Edge, int] = {}
+    for s in range(len(script.plan.allocation.stages) - 1):
+        here, there = script.ranks_of(s)[0], script.ranks_of(s + 1)[0]
+        if here == there or rank not in (here, there):
+            continue
+        tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype, device=links.device)
+        rounds = []
+        with exchanging(f"the measuring of the link between ranks {here} and {there}"):
+            for _ in range(PINGS + 1):  # the first connects
+                start = time.monotonic_ns()
+                links.ping(tensor, rank, here, there)
+                rounds.append(time.monotonic_ns() - start)
+        if rank == here:
+            found["F", s] = found["B", s + 1] = min(rounds[1:]) // 2
+    return found
+
+
+def clock_offset(rank: int, machine: str, clock: Callable[[], int] = time.monotonic_ns) -> int:
+    """Return what to add to this rank's ``clock`` to have rank 0's, in ns; 0 on rank 0's own ``machine``.
+
+    Elsewhere rank 0's clock is taken to be what it says in the middle of the fastest ping-pong; the error is at most
+    half of what that took.
+    """
+    machines: list[Any] = [None] * dist.get_world_size()
+    best: tuple[int, int] = (0, 0)
+    with exchanging("the comparison of clocks"):
+        dist.all_gather_object(machines, machine)
+        for other, its in enumerate(machines):
+            if its == machines[0] or rank not in (0, other):
+                continue
+            rounds = []
+            for _ in range(PINGS + 1):
+                now = torch.zeros(1, dtype=torch.int64)
+                start = clock()
+                if rank == other:
+                    dist.send(now, 0)
+                    dist.recv(now, 0)
+                    end = clock()
+                    rounds.append((end - start, int(now) - (start + end) // 2))
+                else:
+                    dist.recv(now, other)
+                    dist.send(now.fill_(clock()), other)
+            best = min(rounds, default=best)
+    return best[1]
+
+
+def this_machine() -> str:
+    """Return what tells machines with clocks of their own apart: the number of the boot, or the machine's address."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return f"{uuid.getnode():012x}"
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    with exchanging("the barrier before the run"):
+        dist.barrier()
+
+
+def gathered(rank: int, value: Any) -> list[Any] | None:
+    """Return everybody's ``value`` in rank order on rank 0, None elsewhere."""
+    values: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    with exchanging("the gathering of results"):
+        dist.gather_object(value, values, dst=0)
+    return values

@@ -1,0 +1,196 @@
+"""How a rank's tensors reach other ranks: gloo between CPUs, NCCL between GPUs, through the host between shared GPUs.
+
+NCCL has no tags: what one rank sends another is received in the order sent, and a message that is issued holds its
+place in a stream until the other end issues its own. Both ends issue in the program's total order, which cannot
+deadlock even if every message blocked everything (proved before the run). Each directed pair of ranks has a process
+group, so a communicator and a stream, of its own: messages overlap with passes and with those the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..device import Exchange, moved, new_stream, on_host, settle
+from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
+from ..lowering.lowered_run import Script
+from ..model.network import TensorSpec
+from .gloo import GlooTransport
+from .transport import Transport, exchanging
+
+Group = Any  # a process group; torch's type for it differs between versions
+Pair = tuple[int, int]  # sender, receiver
+
+
+@dataclass(frozen=True)
+class Links:
+    """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL.
+
+    ``timeout`` is for groups that are made later.
+    """
+
+    exchange: Exchange
+    device: torch.device
+    timeout: timedelta
+    pairs: Mapping[Pair, Group] = field(default_factory=dict)
+
+    def transport(
+        self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int
+    ) -> Transport:
+        """Return what moves the messages of ``instructions``."""
+        if self.exchange == "nccl":
+            return OrderedTransport(rank, specs, self.pairs, self.device)
+        return self.through_host(GlooTransport(instructions, specs, stages))
+
+    def through_host(self, between_hosts: Transport) -> Transport:
+        """Return what moves this device's messages over a transport between hosts."""
+        return between_hosts if self.exchange == "gloo" else StagedTransport(between_hosts, self.device)
+
+    def ping(self, tensor: Tensor, rank: int, here: int, there: int) -> None:
+        """Send ``tensor`` from ``here`` to ``there`` and back, and wait until it has arrived; both call this."""
+        group = self.pairs[here, there] if self.exchange == "nccl" else None
+        travels = on_host(tensor) if self.exchange == "staged" else tensor
+        settle(self.device)
+        for sender in (here, there):
+            if rank == sender:
+                dist.send(travels, there if rank == here else here, group=group)
+            else:
+                dist.recv(travels, sender, group=group)
+        if self.exchange == "staged":
+            tensor.copy_(travels, non_blocking=True)
+        settle(self.device)
+
+
+def open_links(
+    script: Script, rank: int, exchange: Exchange, device: torch.device, timeout: timedelta, backend: str = "nccl"
+) -> Links:
+    """Make what ``exchange`` needs; all ranks together, for all make all groups in one order, as torch wants it.
+
+    NCCL connects a pair at its first message, at which both ends wait for each other: so that is done here, in order.
+    """
+    if exchange != "nccl":
+        return Links(exchange, device, timeout)
+    found = {(r, x.peer) for r, orders in enumerate(script.instructions) for x in orders.kinds() if isinstance(x, Send)}
+    pairs: dict[Pair, Group] = {}
+    with exchanging("the connecting of GPUs"):
+        for pair in sorted(found):
+            group = dist.new_group(sorted(pair), timeout, backend)
+            if rank in pair:
+                pairs[pair] = group
+        for (sender, receiver), group in pairs.items():
+            greeting = torch.zeros(1, device=device)
+            if rank == sender:
+                dist.send(greeting, receiver, group=group)
+            else:
+                dist.recv(greeting, sender, group=group)
+            settle(device)
+    return Links(exchange, device, timeout, pairs)
+
+
+class OrderedTransport:
+    """Messages in the order of the instructions, with the group of their directed pair.
+
+    A receive is issued in a stream of its own, so that it doesn't wait for the passes queued before it; its buffer is
+    of that stream's memory, and given back once the passes that use it are over. ``take`` lets the passes' stream wait,
+    not the host. A send waits for the pass before it, and its tensor is kept until the edge's next send, for which
+    the passes' stream waits until it is through.
+    """
+
+    def __init__(
+        self, rank: int, specs: Mapping[Edge, TensorSpec], pairs: Mapping[Pair, Group], device: torch.device
+    ) -> None:
+        self._rank, self._specs, self._pairs, self._device = rank, specs, pairs, device
+        self._stream = new_stream(device)
+        self._coming: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
+        self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
+
+    def start(self) -> None:
+        """Nothing is received before its turn."""
+
+    def post(self, receive: Receive) -> None:
+        """Issue ``receive``."""
+        spec = self._specs[receive.edge]
+        with self._receiving():
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            with exchanging(sentence(receive)):
+                work = dist.irecv(tensor, receive.peer, group=self._pairs[receive.peer, self._rank])
+        assert work is not None, "this rank is of the pair"
+        self._coming[receive.edge, receive.microbatch] = receive, work, tensor
+
+    def take(self, edge: Edge, microbatch: int) -> Tensor:
+        """Return what comes along ``edge`` for ``microbatch``; what is queued from here on waits for it."""
+        receive, work, tensor = self._coming.pop((edge, microbatch))
+        with exchanging(sentence(receive)):
+            work.wait()
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
+
+    def look_ahead(self, edge: Edge) -> None:
+        """Nothing is received before its turn."""
+
+    def send(self, send: Send, tensor: Tensor) -> None:
+        """Issue the send of ``tensor``."""
+        self._await_send(send.edge)
+        tensor = tensor.contiguous()
+        with exchanging(sentence(send)):
+            work = dist.isend(tensor, send.peer, group=self._pairs[self._rank, send.peer])
+        assert work is not None, "this rank is of the pair"
+        self._sent[send.edge] = send, work, tensor
+
+    def finish(self) -> None:
+        """Wait for the last sends."""
+        for edge in list(self._sent):
+            self._await_send(edge)
+        settle(self._device)
+
+    def _await_send(self, edge: Edge) -> None:
+        if edge in self._sent:
+            send, work, _ = self._sent[edge]
+            with exchanging(sentence(send)):
+                work.wait()
+            del self._sent[edge]  # only now may its tensor go
+
+    def _receiving(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+class StagedTransport:
+    """Messages of a GPU over a transport between hosts: copied to the host before they go, and to the GPU on use."""
+
+    def __init__(self, between_hosts: Transport, device: torch.device) -> None:
+        self._between_hosts, self._device = between_hosts, device
+
+    def start(self) -> None:
+        """Begin."""
+        self._between_hosts.start()
+
+    def post(self, receive: Receive) -> None:
+        """Be ready for a message."""
+        self._between_hosts.post(receive)
+
+    def take(self, edge: Edge, microbatch: int) -> Tensor:
+        """Return a message on the GPU; the host waits for it."""
+        return moved(self._between_hosts.take(edge, microbatch), self._device)
+
+    def look_ahead(self, edge: Edge) -> None:
+        """Be ready for what comes next."""
+        self._between_hosts.look_ahead(edge)
+
+    def send(self, send: Send, tensor: Tensor) -> None:
+        """Send a message; the host waits for the pass that makes it."""
+        copy = on_host(tensor.contiguous())
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._between_hosts.send(send, copy)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._between_hosts.finish()

@@ -1,0 +1,248 @@
+"""Exchanges by threads: messages come in while the rank computes, and go out beside its work.
+
+gloo can be waited for, not polled, and its sends are rendezvous. So every peer that sends along an edge has a thread
+here that keeps receives posted ahead, and every peer that is sent to has one that waits until each message is through.
+A message is two tensors, its microbatch and what it carries: whoever receives need not know the sender's order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
+from ..model.network import TensorSpec
+from .transport import PeerLost, exchanging
+
+POSTED: Final = 2  # receives under way on each wire: the next message travels while this one is put away
+UNLIMITED: Final = timedelta(days=365)  # patience is counted where the rank itself waits, not while it computes
+
+Wire = tuple[Edge, int]  # an edge, and the rank at its other end
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """That something has come along ``edge`` for ``microbatch``, which can be used from ``at_ns`` on."""
+
+    edge: Edge
+    microbatch: int
+    at_ns: int
+
+
+class ThreadedTransport:
+    """One rank's exchanges in ``group`` (None: all ranks), by threads.
+
+    On each wire at most ``room`` messages wait to be used and as many to be sent; further ones wait at the sender, and
+    then in :meth:`send`. ``delay_ns`` emulates a slow link: every message takes so much longer, and those of a wire
+    follow each other. PeerLost where a wait for another rank takes longer than ``timeout_s``, or a rank has gone.
+    """
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        specs: Mapping[Edge, TensorSpec],
+        room: int,
+        timeout_s: float,
+        delay_ns: int = 0,
+        group: Any = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._specs, self._room, self._timeout_s, self._delay_ns = specs, room, timeout_s, delay_ns
+        self._group, self._clock = group, clock
+        self._place: dict[tuple[Edge, int], tuple[Wire, int]] = {}  # of each message: its wire, and the how manieth
+        self._expected: Counter[Wire] = Counter()
+        self._outgoing: dict[Wire, SimpleQueue[tuple[Send, Tensor] | None]] = {}
+        for x in instructions:
+            if isinstance(x, Receive):
+                wire = x.edge, x.peer
+                self._place[x.edge, x.microbatch] = wire, self._expected[wire]
+                self._expected[wire] += 1
+            elif isinstance(x, Send):
+                self._outgoing.setdefault((x.edge, x.peer), SimpleQueue())
+        # all of what follows is read and written under one lock, whose changes are announced
+        self._changed = threading.Condition()
+        self._allowed = Counter(dict.fromkeys(self._expected, room))  # messages that may have been received so far
+        self._taken: Counter[Wire] = Counter()
+        self._inbox: dict[tuple[Edge, int], tuple[int, Tensor]] = {}  # when it can be used, and what it is
+        self._news: list[Message] = []
+        self._unsent: Counter[Wire] = Counter()
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(self._receive_all, wire), daemon=True)
+            for wire in self._expected
+        ] + [
+            threading.Thread(target=self._guarded, args=(self._send_all, wire), daemon=True) for wire in self._outgoing
+        ]
+
+    def start(self) -> None:
+        """Begin to receive."""
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, receive: Receive) -> None:
+        """Let ``receive`` come in, and what is sent before it, whatever else waits to be used."""
+        wire, number = self._place[receive.edge, receive.microbatch]
+        with self._changed:
+            self._allowed[wire] = max(self._allowed[wire], number + 1)
+            self._changed.notify_all()
+
+    def take(self, edge: Edge, microbatch: int) -> Tensor:
+        """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
+        wire, _ = self._place[edge, microbatch]
+        self._wait(lambda: (edge, microbatch) in self._inbox, lambda: _next_on(wire))
+        with self._changed:
+            usable_ns, tensor = self._inbox.pop((edge, microbatch))
+            self._taken[wire] += 1
+        while (early_ns := usable_ns - self._clock()) > 0:
+            time.sleep(early_ns / 1e9)
+        return tensor
+
+    def look_ahead(self, edge: Edge) -> None:
+        """Let as many messages come in along ``edge`` as there is room for."""
+        with self._changed:
+            for wire, taken in self._taken.items():
+                if wire[0] == edge:
+                    self._allowed[wire] = max(self._allowed[wire], taken + self._room)
+            self._changed.notify_all()
+
+    def news(self, until_ns: int | None) -> list[Message]:
+        """Return the messages that have come since the last call; if there are none, wait for some until ``until_ns``.
+
+        Without a time to wait until, only messages can end the wait.
+        """
+        limit_s = self._timeout_s if until_ns is None else max(0.0, (until_ns - self._clock()) / 1e9)
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._error is not None or bool(self._news), limit_s)
+            self._check()
+            if not came and until_ns is None:
+                raise self._timed_out(" and ".join(_next_on(wire) for wire in sorted(self._expected)))
+            news, self._news = self._news, []
+            return news
+
+    def send(self, send: Send, tensor: Tensor) -> None:
+        """Send ``tensor`` beside what follows; waits only while ``room`` messages to the peer are not through."""
+        wire = send.edge, send.peer
+        self._wait(lambda: self._unsent[wire] < self._room, lambda: sentence(send))
+        with self._changed:
+            self._unsent[wire] += 1
+        self._outgoing[wire].put((send, tensor.contiguous()))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for wire, queue in self._outgoing.items():
+            self._wait_until_sent(wire)
+            queue.put(None)
+
+    # --- the rank itself, waiting ---
+
+    def _wait_until_sent(self, wire: Wire) -> None:
+        self._wait(lambda: not self._unsent[wire], lambda: f"what goes to rank {wire[1]}")
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._error is not None or ready(), self._timeout_s)
+            self._check()
+            if not came:
+                raise self._timed_out(what())
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _timed_out(self, what: str) -> PeerLost:
+        return PeerLost(f"{what}: nothing for {self._timeout_s:g} s")
+
+    # --- the threads ---
+
+    def _guarded(self, work: Callable[[Wire], None], wire: Wire) -> None:
+        """Do a thread's work on ``wire``; what goes wrong is the rank's failure."""
+        try:
+            work(wire)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _receive_all(self, wire: Wire) -> None:
+        posted: deque[_Receiving] = deque()
+        begun = usable_ns = 0
+        with exchanging(_next_on(wire)):
+            while begun < self._expected[wire] or posted:
+                while begun < self._expected[wire] and len(posted) < POSTED and self._may_receive(wire, begun, posted):
+                    posted.append(_Receiving(wire, self._specs[wire[0]], self._group))
+                    begun += 1
+                microbatch, tensor = posted.popleft().wait()
+                usable_ns = max(self._clock(), usable_ns) + self._delay_ns
+                with self._changed:
+                    self._inbox[wire[0], microbatch] = usable_ns, tensor
+                    self._news.append(Message(wire[0], microbatch, usable_ns))
+                    self._changed.notify_all()
+
+    def _may_receive(self, wire: Wire, number: int, posted: Sequence[object]) -> bool:
+        """Whether message ``number`` of ``wire`` has room, waited for unless there are receives to wait for instead."""
+        with self._changed:
+            if not posted:
+                self._changed.wait_for(lambda: number < self._allowed[wire])
+            return number < self._allowed[wire]
+
+    def _send_all(self, wire: Wire) -> None:
+        queue = self._outgoing[wire]
+        while (item := queue.get()) is not None:
+            send, tensor = item
+            header = torch.tensor([send.microbatch])
+            with exchanging(sentence(send)):
+                for work in [
+                    dist.isend(part, send.peer, group=self._group, tag=tag)
+                    for part, tag in zip((header, tensor), _tags(wire[0]), strict=True)
+                ]:
+                    _done(work)
+            with self._changed:
+                self._unsent[wire] -= 1
+                self._changed.notify_all()
+
+
+class _Receiving:
+    """A message whose receives have been posted."""
+
+    def __init__(self, wire: Wire, spec: TensorSpec, group: Any) -> None:
+        edge, peer = wire
+        self._header = torch.empty(1, dtype=torch.int64)
+        self._tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        self._works = [
+            dist.irecv(part, peer, group=group, tag=tag)
+            for part, tag in zip((self._header, self._tensor), _tags(edge), strict=True)
+        ]
+
+    def wait(self) -> tuple[int, Tensor]:
+        """Return microbatch and tensor, once they are there."""
+        for work in self._works:
+            _done(work)
+        return int(self._header), self._tensor
+
+
+def _done(work: dist.Work | None) -> None:
+    assert work is not None, "every rank is in its own group"
+    work.wait(UNLIMITED)
+
+
+def _tags(edge: Edge) -> tuple[int, int]:
+    """Return the tags of a message's microbatch and of its tensor. What has one tag stays in order."""
+    kind, stage = edge
+    first = 2 * (2 * stage + (kind == "B"))
+    return first, first + 1
+
+
+def _next_on(wire: Wire) -> str:
+    (kind, stage), peer = wire
+    what = "activations" if kind == "F" else "gradient"
+    return f"the next {what} from stage {stage} on rank {peer}"

@@ -1,0 +1,1 @@
+"""What does each rank do, in which order? Without torch."""

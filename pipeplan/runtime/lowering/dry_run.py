@@ -1,0 +1,96 @@
+"""What a run would do, told without starting it: the commands that start it on a cluster, and every rank's program."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from ...errors import BadInput
+from ...integers import ceil_div
+from ...problem import Platform
+from .instructions import Agree, Backward, Forward, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update
+from .lowered_run import Script
+
+PORT = 29500
+
+
+def torchrun_line(script: Script, arguments: Sequence[str]) -> str:
+    """Return the command that starts ``pipeplan`` with ``arguments`` on every node of the plan's platform."""
+    nodes, per_node = nodes_of(script.plan.platform, script.devices)
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node={per_node} -m pipeplan {shlex.join(arguments)}"
+    return (
+        f"torchrun --nnodes={nodes} --nproc-per-node={per_node} --rdzv-backend=c10d "
+        f"--rdzv-endpoint=FIRST_NODE:{PORT} -m pipeplan {shlex.join(arguments)}"
+    )
+
+
+def slurm_line(script: Script, arguments: Sequence[str]) -> str:
+    """Return the line for an ``sbatch`` script that does the same: one torchrun on every node."""
+    nodes, per_node = nodes_of(script.plan.platform, script.devices)
+    first = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+    return (
+        f"srun --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={per_node} torchrun --nnodes={nodes} "
+        f'--nproc-per-node={per_node} --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint={first}:{PORT} '
+        f"-m pipeplan {shlex.join(arguments)}"
+    )
+
+
+def nodes_of(platform: Platform, devices: Sequence[int]) -> tuple[int, int]:
+    """Return (nodes, processes on each) for ranks that play ``devices`` in order; a node is a lowest-level unit.
+
+    BadInput when nodes would get different numbers of processes, which torchrun doesn't do.
+    """
+    size = platform.levels[0].count if len(platform.levels) > 1 else len(platform)
+    counts = [sum(d // size == node for d in devices) for node in range(ceil_div(len(platform), size))]
+    used = {count for count in counts if count}
+    if len(used) > 1:
+        raise BadInput(
+            f"plan: uses {', '.join(map(str, counts))} devices of the platform's nodes; torchrun starts as many "
+            "processes on every node"
+        )
+    return sum(count > 0 for count in counts), used.pop()
+
+
+def program_lines(script: Script, most: int | None = None) -> list[str]:
+    """Return each rank's program in one line, cut after ``most`` instructions.
+
+    ``1F3v2`` is stage 1's forward of microbatch 3 with version 2 of its weights, ``0f3>1`` stage 0's send of its
+    output to rank 1, ``0b3<1`` its receive of the gradient, ``0U4`` the update that makes version 4, ``0R4`` the sum
+    over replicas before it, ``0+3R4`` that of the weights which stages 0 and 3 share, ``A4`` the agreement of all
+    ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7.
+    """
+    lines = []
+    for rank, (device, instructions) in enumerate(zip(script.devices, script.instructions, strict=True)):
+        words = [word(x) for x in instructions[:most]]
+        if most is not None and len(instructions) > most:
+            words.append(f"... ({len(instructions)} in all)")
+        lines.append(f"rank {rank}, GPU {device}: {' '.join(words)}")
+    return lines
+
+
+def word(instruction: Instruction) -> str:
+    """Return one instruction in the short form of :func:`program_lines`."""
+    match instruction:
+        case Forward(s, m, v):
+            return f"{s}F{m}v{v}"
+        case Backward(s, m, v, covers):
+            return f"{s}B{_span(m, covers)}v{v}"
+        case Send(kind, s, m, peer, covers):
+            return f"{s}{kind.lower()}{_span(m, covers)}>{peer}"
+        case Receive(kind, s, m, peer, covers):
+            return f"{s}{kind.lower()}{_span(m, covers)}<{peer}"
+        case Reduce(s, v):
+            return f"{s}R{v}"
+        case ReduceTied(stages, v):
+            return f"{'+'.join(map(str, stages))}R{v}"
+        case Update(s, v):
+            return f"{s}U{v}"
+        case Agree(v):
+            return f"A{v}"
+        case Save(step):
+            return f"S{step}"
+
+
+def _span(last: int, covers: int) -> str:
+    return str(last) if covers == 1 else f"{last - covers + 1}-{last}"

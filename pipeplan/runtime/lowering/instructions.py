@@ -1,0 +1,371 @@
+"""Instructions: what one rank does, in order, with the version of every pass and the place of every update decided.
+
+Made from the program alone, before the run and without torch; the executor only walks the list.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...errors import InvalidPlan
+from ...schedule.program import Program, RankOp, Step, lower
+from ...schedule.weight_policies import WeightPolicy
+
+Pass = Literal["F", "B"]
+Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), and the stage that sends them
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run a stage forward with weights ``version``."""
+
+    stage: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run a stage backward; ``version`` is what it differentiates (and recomputes) with.
+
+    What ``covers`` several microbatches, here and in exchanges of gradients, names the last of them.
+    """
+
+    stage: int
+    microbatch: int
+    version: int
+    covers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send what ``stage`` made in pass ``kind`` to rank ``peer``."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+    peer: int
+    covers: int = 1
+
+    @property
+    def edge(self) -> Edge:
+        """The edge that it uses."""
+        return self.kind, self.stage
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receive from rank ``peer`` what ``stage`` needs for pass ``kind``."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+    peer: int
+    covers: int = 1
+
+    @property
+    def edge(self) -> Edge:
+        """The edge that it uses."""
+        return edge_into(self.kind, self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum the gradients of a stage's replicas before it makes ``version``."""
+
+    stage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceTied:
+    """Sum the gradients of the weights that ``stages`` share, over all their replicas, before they make ``version``."""
+
+    stages: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Make ``version`` of a stage's weights from the gradient that has been accumulated."""
+
+    stage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Decide with all ranks, whose pipeline is empty, whether ``version`` can be made from the gradients."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint of the drained pipeline after ``step`` updates of all stages."""
+
+    step: int
+
+
+Instruction = Forward | Backward | Send | Receive | Reduce | ReduceTied | Update | Agree | Save
+
+
+def edge_into(kind: Pass, stage: int) -> Edge:
+    """Return the edge on which ``stage`` gets its input (``F``) or the gradient of its output (``B``)."""
+    return kind, stage - 1 if kind == "F" else stage + 1
+
+
+def sentence(instruction: Instruction) -> str:
+    """Return how messages name an instruction: ``the forward of microbatch 3 on stage 1``."""
+    match instruction:
+        case Forward(stage, microbatch, _):
+            return f"the forward of microbatch {microbatch} on stage {stage}"
+        case Backward(stage, microbatch, _, covers):
+            return f"the backward of {_which(microbatch, covers)} on stage {stage}"
+        case Send(kind, stage, microbatch, peer, covers):
+            return f"stage {stage}'s send of {_what(kind)} of {_which(microbatch, covers)} to rank {peer}"
+        case Receive(kind, stage, microbatch, peer, covers):
+            return f"stage {stage}'s receive of {_what(kind)} of {_which(microbatch, covers)} from rank {peer}"
+        case Reduce(stage, version):
+            return f"the gradient sum over the replicas of stage {stage} for update {version}"
+        case ReduceTied(stages, version):
+            return f"the gradient sum of what stages {' and '.join(map(str, stages))} share for update {version}"
+        case Update(stage, version):
+            return f"update {version} of stage {stage}"
+        case Agree(version):
+            return f"the agreement on update {version}"
+        case Save(step):
+            return f"the checkpoint after update {step}"
+
+
+def _what(kind: Pass) -> str:
+    return "the activations" if kind == "F" else "the gradient"
+
+
+def _which(last: int, covers: int) -> str:
+    return f"microbatch {last}" if covers == 1 else f"microbatches {last - covers + 1} to {last}"
+
+
+def lowered(
+    program: Program,
+    start_ns: Sequence[Sequence[int]],
+    policy: WeightPolicy,
+    interval: int,
+    ranks: Mapping[int, int],
+) -> list[list[Instruction]]:
+    """Return the instructions of every rank (``ranks``: device to rank) for ``program``, updates and versions included.
+
+    Mini-batch j is microbatches ``[j * interval, (j + 1) * interval)``. The order is the program's total order, which
+    ``start_ns[microbatch][position]`` gives: passes and exchanges as :func:`...schedule.program.lower` places them, and an
+    update on all replicas of a stage right after the stage's last backward of a mini-batch, wherever that ran. So
+    collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need
+    weights that are not made yet, or more versions than the policy keeps.
+    """
+    graph = program.graph
+    orders = lower(program, start_ns)
+    moments = {device: [_moment(program, start_ns, op) for op in operations] for device, operations in orders.items()}
+    entries: dict[int, list[tuple[_Moment, int, Instruction]]] = {device: [] for device in orders}
+    entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
+    common = _common_versions(program, start_ns, interval)
+    for s, stage in enumerate(graph.stages):
+        devices = graph.resources[stage.resource].devices
+        passes = sorted(
+            (moment, device, index)
+            for device in devices
+            for index, (moment, op) in enumerate(zip(moments[device], orders[device], strict=True))
+            if op.stage == s and op.kind in ("F", "B")
+        )
+        made = 0
+        used: dict[int, int] = {}  # microbatch -> version of its forward
+        finished: Counter[int] = Counter()
+        needs: list[tuple[int, int]] = []  # (updates made, version) of each pass in order
+        for moment, device, index in passes:
+            op = orders[device][index]
+            minibatch = op.microbatch // interval
+            if op.kind == "F":
+                used[op.microbatch] = version = policy.forward_version(
+                    minibatch, made, entered.get(op.microbatch, made)
+                )
+                entered.setdefault(op.microbatch, version)
+                entries[device].append((moment, index, Forward(s, op.microbatch, version)))
+            else:
+                version = policy.backward_version(used[op.microbatch], made, common(op.microbatch))
+                entries[device].append((moment, index, Backward(s, op.microbatch, version, op.covers)))
+                finished[minibatch] += op.covers
+            needs.append((made, version))
+            if op.kind == "B" and finished[minibatch] == interval:
+                made += 1
+                for replica in devices:
+                    place = len(orders[replica]) + 2 * made
+                    if len(devices) > 1:
+                        entries[replica].append((moment, place - 1, Reduce(s, made)))
+                    entries[replica].append((moment, place, Update(s, made)))
+        _check_versions(s, needs, policy, interval)
+    for device, operations in orders.items():
+        for index, (moment, op) in enumerate(zip(moments[device], operations, strict=True)):
+            if op.kind not in ("F", "B"):
+                assert op.peer is not None, "an exchange has a peer"
+                kind: Pass = "F" if op.kind.endswith("_F") else "B"
+                make = Send if op.kind.startswith("SEND") else Receive
+                entries[device].append((moment, index, make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)))
+    lists: list[list[Instruction]] = [[] for _ in ranks]
+    for device, rank in ranks.items():
+        in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
+        lists[rank] = _sends_before_updates(in_order)
+    return lists
+
+
+def _sends_before_updates(instructions: list[Instruction]) -> list[Instruction]:
+    """Return ``instructions`` with every update after the sends that follow it: others wait for those, not for it.
+
+    Between them only receives are posted, so no pass and no exchange changes its place.
+    """
+    for index in range(len(instructions) - 2, -1, -1):
+        if not isinstance(instructions[index], Update):
+            continue
+        last = index
+        for place in range(index + 1, len(instructions)):
+            if not isinstance(instructions[place], Send | Receive):
+                break
+            if isinstance(instructions[place], Send):
+                last = place
+        instructions.insert(last, instructions.pop(index))
+    return instructions
+
+
+def _common_versions(program: Program, start_ns: Sequence[Sequence[int]], interval: int) -> Callable[[int], int]:
+    """Return a function: microbatch -> the newest version that all stages have when the last begins its backward.
+
+    The first stage is the last to make a version.
+    """
+    first, last = program.position["B", 0], program.position["B", len(program.graph.stages) - 1]
+    ends = [row[first] + program.operations[first].duration_ns for row in start_ns]
+    made = sorted(max(ends[m : m + interval]) for m in range(0, len(ends), interval))
+    return lambda microbatch: bisect_right(made, start_ns[microbatch][last])
+
+
+_Moment = tuple[int, int, Step]
+
+
+def _moment(program: Program, start_ns: Sequence[Sequence[int]], op: RankOp) -> _Moment:
+    """Return the place in the total order of ``lower``: (start, duration, step) of the step that ``op`` belongs to."""
+    position_of = program.graph.position
+    match op.kind:
+        case "F" | "B":
+            position = position_of[op.kind, op.stage]
+        case "SEND_F" | "RECV_F":
+            sender = op.stage - (op.kind == "RECV_F")
+            position = position_of.get(("SEND_F", sender), position_of["F", sender])
+        case "SEND_B" | "RECV_B":
+            sender = op.stage + (op.kind == "RECV_B")
+            position = position_of.get(("SEND_B", sender), position_of["B", sender])
+    start = start_ns[op.microbatch][position]
+    return start, program.operations[position].duration_ns, Step(op.microbatch, position)
+
+
+def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: WeightPolicy, interval: int) -> None:
+    """Raise InvalidPlan unless every version exists when it is used and the policy keeps enough of them."""
+    last_use = {version: place for place, (_, version) in enumerate(needs)}
+    live: set[int] = set()  # versions that this pass or a later one uses
+    newest = -1
+    for place, (made, version) in enumerate(needs):
+        if version > made:
+            raise InvalidPlan([f"stage {stage} would need version {version} of its weights after {made} updates"])
+        while newest < made:
+            newest += 1
+            if last_use.get(newest, -1) >= place:
+                live.add(newest)
+        count = len(live | {newest})
+        if policy.most_versions is not None and count > policy.most_versions:
+            raise InvalidPlan(
+                [
+                    f"stage {stage} would need {count} weight versions at once, but {policy.most_versions} are kept; "
+                    f"{interval} microbatches per update are too few for what is in flight"
+                ]
+            )
+        if last_use[version] == place:
+            live.discard(version)
+
+
+def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule with all its updates at the end, behind one agreement on them.
+
+    The updates of a rank's stages keep their order, which is the same on all ranks.
+    """
+    updates = [x for x in instructions if isinstance(x, Reduce | Update)]
+    passes = [x for x in instructions if not isinstance(x, Reduce | Update)]
+    return [*passes, Agree(updates[0].version), *updates]
+
+
+def with_tied_sums(
+    instructions: Sequence[Instruction], tied: Sequence[tuple[int, ...]], own: Sequence[int]
+) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule on a rank with stages ``own``, sums of ``tied`` weights included.
+
+    A rank that holds any of them makes all its updates at the end, behind the sums, which come in the order of
+    ``tied``. The ranks of a device group hold the same stages. So all ranks' lists are parts of one total order: the
+    program's, with these sums, and then these updates in their order, after everything else. Nothing deadlocks.
+    """
+    sums = [stages for stages in tied if set(stages) & set(own)]
+    if not sums:
+        return list(instructions)
+    updates = [x for x in instructions if isinstance(x, Reduce | Update)]
+    others = [x for x in instructions if not isinstance(x, Reduce | Update)]
+    return [*others, *(ReduceTied(stages, updates[0].version) for stages in sums), *updates]
+
+
+def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruction]:
+    """Return the forwards and their exchanges alone, all with ``version``: a run that evaluates."""
+    kept: list[Instruction] = []
+    for x in instructions:
+        match x:
+            case Forward():
+                kept.append(replace(x, version=version))
+            case Send("F") | Receive("F"):
+                kept.append(x)
+    return kept
+
+
+def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
+    """Return ``instruction`` with microbatches and versions counted on by so many."""
+    match instruction:
+        case Forward() | Backward():
+            return replace(
+                instruction,
+                microbatch=instruction.microbatch + microbatches,
+                version=instruction.version + versions,
+            )
+        case Send() | Receive():
+            return replace(instruction, microbatch=instruction.microbatch + microbatches)
+        case Reduce() | ReduceTied() | Update() | Agree():
+            return replace(instruction, version=instruction.version + versions)
+        case Save(step):
+            return Save(step + versions)
+
+
+def version_uses(instructions: Sequence[Instruction], stage: int) -> Counter[int]:
+    """Return how many passes of ``stage`` use each version: when the last is over, the version can be overwritten."""
+    return Counter(x.version for x in instructions if isinstance(x, Forward | Backward) and x.stage == stage)
+
+
+def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
+    """Return how many versions of the weights of ``stage`` must be there at once: the newest, and those still used."""
+    left = version_uses(instructions, stage)
+    newest = min(left, default=0)
+    live, most = {newest}, 1
+    for x in instructions:
+        match x:
+            case Forward(s, _, version) | Backward(s, _, version) if s == stage:
+                left[version] -= 1
+            case Update(s, version) if s == stage:
+                newest = version
+                live.add(version)
+            case _:
+                continue
+        live = {version for version in live if left[version] or version == newest}
+        most = max(most, len(live))
+    return most

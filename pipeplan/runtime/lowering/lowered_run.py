@@ -1,0 +1,353 @@
+"""What a run will do, decided from the plan alone: ranks, every rank's instructions, and what should come of it.
+
+Without torch, so that a plan that cannot be run is refused before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import lcm
+
+from ...check.evaluate import evaluate
+from ...check.validate import tied_violations
+from ...cost.stage_graph import StageGraph, tied_stages
+from ...errors import BadInput
+from ...plan import Plan, Schedule
+from ...schedule.kinds import graph_of, program_of_kind
+from ...schedule.message_driven import default_limit
+from ...schedule.pattern import most_in_flight, starts_of
+from ...schedule.program import Decide, Program
+from ...schedule.simulate import simulate
+from ...schedule.timeline import Timeline, Times, flush_makespan_ns
+from ...schedule.weight_policies import weight_policy
+from .instructions import (
+    Agree,
+    Instruction,
+    Reduce,
+    ReduceTied,
+    Save,
+    Update,
+    agreed,
+    forwards,
+    lowered,
+    with_tied_sums,
+)
+from .repeats import Listing, Part, continued
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far training has come: updates made, microbatches consumed."""
+
+    step: int = 0
+    microbatch: int = 0
+
+
+FROM_THE_START = Position()
+LEAST = 64  # microbatches of a run that stands for longer ones, and more where many are in flight
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A run of ``plan`` over ``steps`` updates from position ``first`` on, each from ``interval`` microbatches.
+
+    ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
+    (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
+    schedule, otherwise the longest segment, or as much of it as tells the rest; ``timeline`` is its simulation with the
+    plan's times, whose order is run. ``tied`` are the sets of stages that share weights. With ``renews`` backwards use
+    other weights than the forwards did. With ``evaluates`` there are only forwards.
+    """
+
+    plan: Plan
+    graph: StageGraph
+    steps: int
+    interval: int
+    drains: bool
+    devices: tuple[int, ...]
+    program: Program
+    timeline: Timeline
+    instructions: tuple[Listing, ...]
+    segments: tuple[tuple[int, int], ...]
+    tied: tuple[tuple[int, ...], ...] = ()
+    renews: bool = False
+    first: Position = FROM_THE_START
+    evaluates: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the whole run."""
+        return self.steps * self.interval
+
+    @property
+    def last(self) -> Position:
+        """Where the run ends."""
+        return self.at(self.first.step + self.steps)
+
+    def at(self, step: int) -> Position:
+        """Return the position after ``step`` updates, of which this run makes those after its first."""
+        return Position(step, self.first.microbatch + (step - self.first.step) * self.interval)
+
+    def minibatch(self, instruction: Instruction) -> int:
+        """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
+        match instruction:
+            case Reduce(_, version) | ReduceTied(_, version) | Update(_, version) | Agree(version):
+                return version - 1
+            case Save(step):
+                return step - 1
+            case _:
+                return self.first.step + (instruction.microbatch - self.first.microbatch) // self.interval
+
+    @property
+    def round(self) -> int:
+        """Microbatches after which every stage's replicas have had equally many."""
+        return lcm(*(resource.replicas for resource in self.graph.resources))
+
+    def period_of(self, timeline: Timeline) -> float | None:
+        """Return ns per microbatch in the steady state of ``timeline``, None where the run is too short to have one."""
+        if self.drains:
+            return flush_makespan_ns(timeline) / self.interval
+        return timeline.steady_period_ns()
+
+    @property
+    def limit(self) -> int | None:
+        """Microbatches at most in each pipeline of a message-driven run, None for a run whose order is fixed."""
+        if self.plan.schedule.kind != "message-driven" or self.evaluates:
+            return None
+        assert self.program.limit is not None, "message-driven programs are limited"
+        return self.program.limit // self.plan.allocation.stages[0].replicas
+
+    def rule(self, rank: int) -> Decide:
+        """Return what decides the order of a rank of a message-driven run: the rule of its lane in the program."""
+        lane = next(lane for lane in self.program.lanes if lane.device == self.devices[rank])
+        assert lane.rule is not None, "the order of a message-driven run is decided by rules"
+        return lane.rule()
+
+    def most_held(self, rank: int) -> dict[int, int]:
+        """Return how many microbatches of each of its stages a rank of a message-driven run may hold at most.
+
+        As many as in the simulated run, and on a device with one stage as many as its memory has room for.
+        """
+        device = self.devices[rank]
+        lane = next(i for i, lane in enumerate(self.program.lanes) if lane.device == device)
+        held = self.timeline.in_flight(lane)
+        if len(held) == 1:
+            ((s, count),) = held.items()
+            free = self.plan.platform.devices[device].memory_bytes - self.timeline.peak_bytes(lane)
+            held[s] = count + max(0, free) // max(1, self.graph.stages[s].kept_bytes)
+        return held
+
+    @property
+    def planned_period_ns(self) -> float:
+        """What the plan promises: the pattern's period, or a drained mini-batch's share per microbatch."""
+        if self.drains:
+            return flush_makespan_ns(self.timeline) / self.interval
+        return evaluate(self.plan).period_ns
+
+    @property
+    def filled(self) -> int:
+        """Microbatches after which the pipeline has held as many as it ever will, on every replica.
+
+        Where the order is decided on the way, what it holds may differ; the first mini-batch stands for the others.
+        """
+        pattern = self.plan.pattern
+        if pattern is None:
+            if self.drains:
+                return self.interval
+            lanes = [index for index, lane in enumerate(self.program.lanes) if lane.device is not None]
+            return 2 * max(map(self.timeline.most_held, lanes)) + self.round
+        return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank, in chain order."""
+        device = self.devices[rank]
+        return [s for s, stage in enumerate(self.plan.allocation.stages) if device in stage.devices]
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Return the ranks of a stage's replicas, in replica order."""
+        return [self.devices.index(device) for device in self.plan.allocation.stages[stage].devices]
+
+
+def prepare(
+    plan: Plan, steps: int, *, every: int | None = None, first: Position = FROM_THE_START, evaluates: bool = False
+) -> Script:
+    """Return the script of a run of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
+
+    With ``every`` a checkpoint is written after each update whose number it divides, and after the last; the pipeline
+    drains before it. BadInput says what cannot be run, or not yet. The simulation proves that the order doesn't
+    deadlock. Linear in the microbatches of a mini-batch, or of the fill and a few rounds of an asynchronous pattern,
+    and in the checkpoints, whatever the number of updates between them.
+    """
+    if steps < 1:
+        raise BadInput(f"steps: {steps} is not a positive number of weight updates")
+    if steps <= first.step:
+        raise BadInput(f"steps: the checkpoint has {first.step} updates already, and the run is to end after {steps}")
+    policy = weight_policy(plan.policy)
+    _refuse(plan)
+    interval = (plan.schedule.microbatches if policy.drains else None) or plan.policy.accumulate
+    if interval is None:
+        raise BadInput("plan: policy.accumulate is not decided, so nothing says when weights are updated")
+    if not policy.drains:  # a replica has one microbatch of each mini-batch at least, as costs charge it
+        interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
+    graph = graph_of(plan)
+    devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
+    ranks = {device: rank for rank, device in enumerate(devices)}
+    on = {d: [s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in devices}
+    tied = tied_stages(plan.chain, plan.allocation.stages)
+    lengths = _lengths(first.step, steps, every)
+
+    def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
+        # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
+        program = program_of_kind(graph, plan.schedule, plan.pattern, microbatches).first_come()
+        timeline = simulate(program)
+        if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
+            program = timeline.program
+        return program, timeline, lowered(program, timeline.start_ns, policy, interval, ranks)
+
+    made: dict[int, tuple[Program, Timeline, list[Listing]]] = {}
+    for length in sorted(set(lengths), reverse=True):
+        if policy.drains:
+            program, timeline, lists = lists_of(interval)
+            if plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
+                lists = [agreed(instructions) for instructions in lists]
+            lists = [with_tied_sums(x, tied, on[device]) for x, device in zip(lists, devices, strict=True)]
+            made[length] = program, timeline, [Listing([Part(tuple(x), length, interval, 1)]) for x in lists]
+        else:
+            made[length] = _endless(plan, graph, lists_of, interval, length * interval)
+    joined: list[list[Part]] = [[] for _ in devices]
+    segments = []
+    step, microbatch = first.step, first.microbatch
+    for length in lengths:
+        segments.append((microbatch, length * interval))
+        for parts, listing in zip(joined, made[length][2], strict=True):
+            parts += listing.later(microbatch, step).parts
+        step += length
+        microbatch += length * interval
+        if every is not None:
+            for parts in joined:
+                parts.append(Part((Save(step),)))
+    if evaluates:
+        joined = [[_forward_alone(part, first.step) for part in parts] for parts in joined]
+    program, timeline, _ = made[max(lengths)]
+    return Script(
+        plan=plan,
+        graph=graph,
+        steps=steps - first.step,
+        interval=interval,
+        drains=policy.drains,
+        devices=devices,
+        program=program,
+        timeline=timeline,
+        instructions=tuple(map(Listing, joined)),
+        segments=tuple(segments),
+        tied=tied,
+        renews=policy.renews,
+        first=first,
+        evaluates=evaluates,
+    )
+
+
+def _endless(
+    plan: Plan,
+    graph: StageGraph,
+    lists_of: Callable[[int], tuple[Program, Timeline, list[list[Instruction]]]],
+    interval: int,
+    microbatches: int,
+) -> tuple[Program, Timeline, list[Listing]]:
+    """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
+
+    A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand for
+    it: once every start repeats itself over more microbatches than can be in the pipeline at once, it always will,
+    until the last microbatch has entered. Until that is so the shorter run is doubled. Without a pattern (nF1B) all is
+    listed.
+    """
+    pattern = plan.pattern
+    if pattern is None:
+        program, timeline, lists = lists_of(microbatches)
+        return program, timeline, list(map(Listing.of, lists))
+    replicas = lcm(*(resource.replicas for resource in graph.resources))
+    again = lcm(interval, replicas)  # microbatches of one round
+    held = 2 * most_in_flight(graph, starts_of(pattern), pattern.period_ns) + replicas + again
+    count = LEAST + 8 * held
+    while 4 * count < microbatches:
+        times = (microbatches - count) // again
+        short = microbatches - times * again
+        program, timeline, lists = lists_of(short)
+        if _repeats(timeline.start_ns, short // 2, held, again):
+            longer = lists_of(short + again)[2]
+            found = [continued(a, b, again, again // interval, times) for a, b in zip(lists, longer, strict=True)]
+            listings = [listing for listing in found if listing is not None]
+            if len(listings) == len(found):
+                return program, timeline, listings
+        count *= 2
+    program, timeline, lists = lists_of(microbatches)
+    return program, timeline, list(map(Listing.of, lists))
+
+
+def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
+    """Whether ``count`` microbatches from ``first`` on start everything as much after those ``again`` before them."""
+    gaps = {
+        here - before
+        for m in range(first, first + count)
+        for here, before in zip(start_ns[m], start_ns[m - again], strict=True)
+    }
+    return len(gaps) == 1
+
+
+def _forward_alone(part: Part, version: int) -> Part:
+    """Return the part of a run that evaluates, all with one version."""
+    return replace(part, instructions=tuple(forwards(part.instructions, 0)), versions=0, version=version)
+
+
+def message_driven_plan(plan: Plan, limit: int | None = None) -> Plan:
+    """Return ``plan``, which drains, with its devices running what arrives, ``limit`` microbatches in each pipeline.
+
+    Without a limit it is the plan's own, or the one that the schedule chooses. BadInput when the plan doesn't drain.
+    """
+    if plan.policy.weights != "flush":
+        raise BadInput(
+            f"plan: a message-driven pipeline drains before every update, which is --weights flush; this plan has "
+            f"{plan.policy.weights!r}"
+        )
+    count = plan.schedule.microbatches or plan.policy.accumulate
+    limit = limit or plan.schedule.limit or default_limit(graph_of(plan))
+    return replace(plan, pattern=None, schedule=Schedule("message-driven", count, limit))
+
+
+def _lengths(first: int, last: int, every: int | None) -> list[int]:
+    """Return the updates of each segment between updates ``first`` and ``last``."""
+    if every is None:
+        return [last - first]
+    ends = [first, *range((first // every + 1) * every, last, every), last]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _refuse(plan: Plan) -> None:
+    """Raise BadInput with one sentence for what the runtime doesn't do."""
+    if plan.schedule.kind == "message-driven":
+        _refuse_uneven(message_driven_plan(plan))
+    elif plan.pattern is None and plan.schedule.kind != "nf1b":
+        raise BadInput("plan: has no pattern, so nothing says when its operations run")
+    if plan.policy.precision == "mixed" and plan.chain.dtype not in HALVES:
+        raise BadInput(
+            f"plan: mixed precision runs in the 16 bits of its profile, but {plan.chain.name} was profiled in "
+            f"{plan.chain.dtype}, so its activations and times are others; profile it with --dtype bfloat16"
+        )
+    for parted in tied_violations(plan.chain, plan.policy, plan.allocation.stages):
+        raise BadInput(f"plan: {parted}")
+
+
+def _refuse_uneven(plan: Plan) -> None:
+    """Raise BadInput unless every replica gets equally many microbatches of a batch, as in a grid of pipelines."""
+    count = plan.schedule.microbatches
+    assert count is not None, "a plan that drains knows its batch"
+    for s, stage in enumerate(plan.allocation.stages):
+        fewer = count - count % stage.replicas
+        if fewer < count:
+            enough = " or ".join(str(n) for n in (fewer, fewer + stage.replicas) if n)
+            raise BadInput(
+                f"plan: a batch of {count} microbatches cannot be shared evenly by the {stage.replicas} replicas of "
+                f"stage {s}; {enough} can"
+            )

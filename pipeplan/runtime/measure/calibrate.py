@@ -1,0 +1,184 @@
+"""The simulation of a run's program with the run's own times: what is left to explain is the model's error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from ...integers import ceil_div
+from ...schedule.program import Program, make_program
+from ..lowering.instructions import Edge, Pass, edge_into
+from ..lowering.lowered_run import Script
+from .times import Activity, RankMeasurement, covers, median, settled
+
+
+def calibrated(
+    script: Script,
+    occupied: Mapping[tuple[Activity, int], int],
+    latency_ns: Mapping[Edge, int],
+    waits_ns: Sequence[int],
+) -> Program:
+    """Return the run's program, its devices in the same order (or under the same rules), as long as measured.
+
+    ``occupied`` is what each stage's passes and updates take of their process, sends included; a backward is charged
+    its share of the update, as costs charge it. ``latency_ns`` is how long after a send its message is there. As that
+    was measured beside everything else that travels, transfers don't wait for each other. ``waits_ns`` are each
+    stage's waits at updates: a drained mini-batch ends with them, otherwise backwards are charged their share.
+    """
+    program, interval, decides = script.program, script.interval, script.plan.schedule.kind == "message-driven"
+    graph = program.graph
+    stages = []
+    for s, cost in enumerate(graph.stages):
+        replicas = graph.resources[cost.resource].replicas
+        charged = occupied["UPDATE", s] + (0 if script.drains else waits_ns[s])
+        stages.append(
+            replace(
+                cost,
+                forward_ns=occupied["F", s],
+                backward_ns=occupied["B", s] + ceil_div(charged * replicas, max(replicas, interval)),
+                sync_period_ns=0,
+                update_ns=waits_ns[s] if script.drains else 0,
+            )
+        )
+    operations = []
+    resources = list(graph.resources[: 1 + max(cost.resource for cost in graph.stages)])
+    for op in graph.operations:
+        match op.kind:
+            case "F":
+                operations.append(replace(op, duration_ns=stages[op.stage].forward_ns))
+            case "B":
+                operations.append(replace(op, duration_ns=stages[op.stage].backward_ns))
+            case "SEND_F" | "SEND_B":
+                duration = latency_ns.get(("F" if op.kind == "SEND_F" else "B", op.stage), op.duration_ns)
+                operations.append(replace(op, duration_ns=duration, resource=len(resources)))
+                resources.append(graph.resources[op.resource])
+    measured = replace(  # stages that share weights wait for each other in what was measured
+        graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=()
+    )
+    lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
+    orders, rules = {}, {}
+    for index, resource in enumerate(resources):
+        for replica, device in enumerate(resource.devices if not resource.is_link else ()):
+            lane = lanes[device]
+            if decides and lane.rule is not None:
+                rules[index, replica] = lane.rule
+            else:
+                orders[index, replica] = lane.steps
+    limit = program.limit if decides else None
+    return make_program(measured, program.microbatches, orders, rules=rules, batch=program.batch, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Medians over ``count`` hand-overs to a receiver that waited: from the start and from the end of the send."""
+
+    whole_ns: int
+    after_send_ns: int
+    count: int
+
+
+def handed_over(script: Script, measurements: Sequence[RankMeasurement]) -> dict[Edge, HandOver]:
+    """Return how long hand-overs took on each edge where a receiver waited before the send began."""
+    sends = {
+        (t.activity, t.stage, t.microbatch): t
+        for x in measurements
+        for t in x.times
+        if t.activity in ("SEND_F", "SEND_B")
+    }
+    found: dict[Edge, list[tuple[int, int]]] = {}
+    first = settled(script)
+    for x in measurements:
+        for t in x.times:
+            if t.activity not in ("WAIT_F", "WAIT_B") or t.microbatch < first:
+                continue
+            kind: Pass = "F" if t.activity == "WAIT_F" else "B"
+            edge = edge_into(kind, t.stage)
+            send = sends.get(("SEND_F" if kind == "F" else "SEND_B", edge[1], t.microbatch))
+            if send is not None and t.start_ns <= send.start_ns:
+                found.setdefault(edge, []).append((t.end_ns - send.start_ns, max(0, t.end_ns - send.end_ns)))
+    return {
+        edge: HandOver(
+            median(whole for whole, _ in pairs) // covers(script, edge[0]),
+            median(after for _, after in pairs) // covers(script, edge[0]),
+            len(pairs),
+        )
+        for edge, pairs in found.items()
+    }
+
+
+def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
+    """Return how long a microbatch's passes and updates occupy each stage's process in the settled part (medians).
+
+    That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
+    sending of its result and what lies between; an update with the telling of it.
+    """
+    first = settled(script)
+    samples: dict[tuple[Activity, int], list[int]] = {}
+    early: dict[tuple[Activity, int], list[int]] = {}
+    for x in measurements:
+        spent: dict[tuple[Activity, int, int], int] = {}
+        before = 0  # the next pass
+        for t, following in zip_longest(x.times, x.times[1:]):
+            until = t.end_ns if following is None else max(t.end_ns, following.start_ns)  # a sum may have begun before
+            match t.activity:
+                case "WAIT_F" | "WAIT_B":
+                    before += until - t.end_ns
+                case "DATA":
+                    before += until - t.start_ns
+                case "F" | "B":
+                    spent[t.activity, t.stage, t.microbatch] = before + until - t.start_ns
+                    before = 0
+                case "SEND_F" | "SEND_B":
+                    kind: Activity = "F" if t.activity == "SEND_F" else "B"
+                    place = kind, t.stage, t.microbatch
+                    if place in spent:  # otherwise its pass is the last that a long run has forgotten
+                        spent[place] += until - t.start_ns
+                case "UPDATE":
+                    key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
+                    spent[key] = spent.get(key, 0) + until - t.start_ns
+        for (activity, stage, m), ns in spent.items():
+            counts = activity == "UPDATE" or first <= m
+            (samples if counts else early).setdefault((activity, stage), []).append(ns)
+    kinds: tuple[Activity, ...] = ("F", "B", "UPDATE")
+    stages = range(len(script.graph.stages))
+    return {
+        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
+        for kind in kinds
+        for s in stages
+    }
+
+
+def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) -> list[int]:
+    """Return how long an update keeps each stage's processes waiting, beside the optimizer's work (medians in ns).
+
+    That is for sums of gradients, as long as nothing else is done meanwhile, and for the agreement of all ranks. Of
+    each update it is the wait of the rank that came last, and so waited for nobody's work. What a device waits for an
+    agreement counts for its first stage.
+    """
+    sums: dict[tuple[int, int], list[int]] = {}  # of each stage and version, on each of its ranks
+    agreements: dict[int, list[int]] = {}
+    for x in measurements:
+        waited: dict[tuple[int, int], int] = {}
+        begun = until = 0  # of the sum at hand; of what came before it
+        summing = False
+        for t in x.times:
+            key = t.stage, t.microbatch
+            if t.activity == "REDUCE":  # of tied weights, and then over replicas
+                begun = begun if summing else t.start_ns
+                summing = True
+                waited.setdefault(key, 0)
+                continue
+            if t.activity == "UPDATE" and key in waited:
+                waited[key] += max(0, t.start_ns - max(begun, until))
+            elif t.activity == "AGREE":
+                agreements.setdefault(t.microbatch, []).append(t.duration_ns)
+            until, summing = t.end_ns, False
+        for key, ns in waited.items():
+            sums.setdefault(key, []).append(ns)
+    agreement = median(map(min, agreements.values()))
+    firsts = {script.stages_of(rank)[0] for rank in range(len(script.devices))}
+    return [
+        median(min(found) for (stage, _), found in sums.items() if stage == s) + (agreement if s in firsts else 0)
+        for s in range(len(script.graph.stages))
+    ]

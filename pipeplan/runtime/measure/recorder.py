@@ -1,0 +1,143 @@
+"""When things happen on a device, and what is to be done once they have.
+
+A CPU does what it is told at once. A GPU is told ahead of time: marks are CUDA events in its stream, read when it has
+passed them, oldest first. The host runs at most :data:`AHEAD` notes ahead, so what waits stays small: events, buffers
+for messages, losses that nobody has looked at. Of long runs the times in the middle are forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+import torch
+
+from .times import Activity, OpTime
+
+AHEAD: Final = 12  # about four passes with their data, waits and losses
+KEPT: Final = 60_000  # operations of the begin and as many of the end: 20 MB at most, some 17,000 microbatches
+
+
+class Times:
+    """When operations happened: all of a run's, or of a long one the first ``kept`` and the last."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._first: list[OpTime] = []
+        self._last: deque[OpTime] = deque(maxlen=kept)
+        self._count = 0
+
+    def add(self, time: OpTime) -> None:
+        """Keep ``time``, and forget one in the middle if there are too many."""
+        self._count += 1
+        (self._first if len(self._first) < self._kept else self._last).append(time)
+
+    @property
+    def forgotten(self) -> int:
+        """How many are not kept."""
+        return self._count - len(self._first) - len(self._last)
+
+    def __iter__(self) -> Iterator[OpTime]:
+        yield from self._first
+        yield from self._last
+
+
+class Recorder(Protocol):
+    """Marks on a device's time line, in the monotonic clock of rank 0's machine once they are read."""
+
+    def mark(self) -> Any:
+        """Return a mark at this moment of the device's work."""
+
+    def note(self, activity: Activity, stage: int, microbatch: int, start: Any) -> None:
+        """Note that an activity went on from the mark ``start`` until now."""
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Do ``action`` when the device has done what it was given so far; actions keep their order."""
+
+    def settle(self) -> Times:
+        """Wait for the device, do all that is left to be done, and return what was noted."""
+
+
+class HostRecorder:
+    """For a CPU: everything is done when the call returns. ``offset_ns`` is added to this machine's clock."""
+
+    def __init__(self, offset_ns: int = 0) -> None:
+        self._offset_ns = offset_ns
+        self._times = Times()
+
+    def mark(self) -> int:
+        """Return the time in ns."""
+        return time.monotonic_ns() + self._offset_ns
+
+    def note(self, activity: Activity, stage: int, microbatch: int, start: int) -> None:
+        """Note what has just ended."""
+        self._times.add(OpTime(activity, stage, microbatch, start, self.mark()))
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Do it now."""
+        action()
+
+    def settle(self) -> Times:
+        """Return what was noted."""
+        return self._times
+
+
+class CudaRecorder:
+    """For a GPU: events in the current stream of the process's device. ``offset_ns`` as for the host's."""
+
+    def __init__(self, offset_ns: int = 0, ahead: int = AHEAD) -> None:
+        self._ahead = ahead
+        self._times = Times()
+        self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
+        base = self.mark()
+        base.synchronize()
+        self._base = base, time.monotonic_ns() + offset_ns
+
+    def mark(self) -> Any:
+        """Return an event."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def note(self, activity: Activity, stage: int, microbatch: int, start: Any) -> None:
+        """Note what ends at an event recorded now."""
+        end = self.mark()
+
+        def read() -> None:
+            self._times.add(OpTime(activity, stage, microbatch, self._ns(start), self._ns(end)))
+
+        self._await(end, read)
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Do it when the GPU has passed an event recorded now."""
+        self._await(self.mark(), action)
+
+    def settle(self) -> Times:
+        """Wait for the last event."""
+        while self._waiting:
+            self._oldest()
+        return self._times
+
+    def _await(self, event: Any, action: Callable[[], None]) -> None:
+        self._waiting.append((event, action))
+        while len(self._waiting) > self._ahead:
+            self._oldest()
+
+    def _oldest(self) -> None:
+        event, action = self._waiting.popleft()
+        event.synchronize()
+        action()
+
+    def _ns(self, event: Any) -> int:
+        """Return an event's time. Distances are floats in ms, exact only when short: from one event to the next."""
+        base, base_ns = self._base
+        at: int = base_ns + round(base.elapsed_time(event) * 1e6)
+        self._base = event, at
+        return at
+
+
+def recorder_of(device: torch.device, offset_ns: int) -> Recorder:
+    """Return the recorder for ``device``; ``offset_ns`` is what this machine's clock lacks to rank 0's."""
+    return CudaRecorder(offset_ns) if device.type == "cuda" else HostRecorder(offset_ns)

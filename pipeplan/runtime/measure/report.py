@@ -1,0 +1,298 @@
+"""What a run measured, beside what the plan and the run's own times predict: the RunReport.
+
+Periods are in ns per microbatch. Nothing here needs torch, so that reports can be read anywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...cost import memory_model
+from ...cost.stage_graph import StageGraph
+from ...schedule.simulate import simulate
+from ..lowering.instructions import Forward, Pass, most_versions
+from ..lowering.lowered_run import Script
+from .calibrate import calibrated, handed_over, occupied, waits_at_updates
+from .times import Activity, OpTime, RankMeasurement, covers, median, settled
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, all else per microbatch).
+
+    ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't. ``exchange_ns`` is
+    what its process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
+    ``versions`` of the weights were live at once, ``planned_versions`` follow from the order.
+    """
+
+    stage: int
+    planned_forward_ns: int
+    planned_backward_ns: int
+    forward_ns: int
+    backward_ns: int
+    update_ns: int
+    data_ns: int
+    exchange_ns: int
+    versions: int
+    planned_versions: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceActivations:
+    """Most activation bytes that a device held: as simulated for the plan's order, and as accounted."""
+
+    device: int
+    rank: int
+    planned_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Most bytes that a GPU held for a rank's tensors, weights and all: as simulated, and as torch counted."""
+
+    device: int
+    rank: int
+    planned_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Most bytes of weights, gradients and optimizer state that a device, and its host for it, held: as the memory
+    model says, with a bucket for each stage where state is offloaded, and as counted."""
+
+    device: int
+    rank: int
+    planned_bytes: int
+    measured_bytes: int
+    planned_host_bytes: int
+    measured_host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
+
+    Measured from the start of the send to the end of the wait, the median over the ``count`` messages whose receiver
+    waited already; where ``count`` is 0, by a ping-pong before the run. Of a message for several microbatches, the
+    share of one.
+    """
+
+    kind: Literal["F", "B"]
+    stage: int
+    planned_ns: int
+    measured_ns: int
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A finished run. Periods are ns per microbatch, None where the run was too short to have a steady state.
+
+    ``planned_period_ns`` is the plan's; ``calibrated_period_ns`` is the simulation of the same program with the times
+    that the operations took in this run, so that what is left is the model's error; ``measured_period_ns`` is the
+    median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
+    value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
+    tensors travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``memory`` is of GPUs alone.
+    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32. Of a long run
+    ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out.
+    """
+
+    steps: int
+    microbatches: int
+    batch: int
+    seconds: float
+    planned_period_ns: float
+    calibrated_period_ns: float | None
+    measured_period_ns: float | None
+    mean_period_ns: float | None
+    losses: tuple[float, ...]
+    stages: tuple[StageTimes, ...]
+    activations: tuple[DeviceActivations, ...]
+    transfers: tuple[TransferTime, ...]
+    times: tuple[tuple[OpTime, ...], ...]
+    memory: tuple[DeviceMemory, ...] = ()
+    hardware: tuple[str, ...] = ()
+    exchange: str = "gloo"
+    states: tuple[DeviceState, ...] = ()
+    skipped: tuple[int, ...] = ()
+    loss_scale: float | None = None
+    forgotten: int = 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second in the steady state, over the whole run where there is none."""
+        if self.measured_period_ns is None:
+            return self.batch * self.microbatches / self.seconds
+        return self.batch * 1e9 / self.measured_period_ns
+
+    @property
+    def step_losses(self) -> tuple[float, ...]:
+        """Mean loss of the microbatches of each update."""
+        size = self.microbatches // self.steps
+        return tuple(statistics.fmean(self.losses[t * size : (t + 1) * size]) for t in range(self.steps))
+
+
+def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunReport:
+    """Return the report of a run of ``script`` from what its ranks measured, in rank order."""
+    plan, graph = script.plan, script.graph
+    losses = {m: loss for x in measurements for m, loss in sorted(x.losses.items())}
+    steps = len(losses) // script.interval
+    durations = _durations(script, measurements)
+    busy = occupied(script, measurements)
+    handed = handed_over(script, measurements)
+    idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
+    stages = tuple(
+        StageTimes(
+            stage=s,
+            planned_forward_ns=cost.forward_ns,
+            planned_backward_ns=cost.backward_ns,
+            forward_ns=durations["F", s],
+            backward_ns=durations["B", s],
+            update_ns=durations["UPDATE", s],
+            data_ns=durations["DATA", s],
+            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
+            versions=max(x.versions.get(s, 0) for x in measurements),
+            planned_versions=max(most_versions(script.instructions[rank].short(), s) for rank in script.ranks_of(s)),
+        )
+        for s, cost in enumerate(graph.stages)
+    )
+    lanes = {lane.device: index for index, lane in enumerate(script.program.lanes) if lane.device is not None}
+    measured, mean = _periods(script, measurements)
+    everything = [time for x in measurements for time in x.times]
+    spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
+    assert everything, "a run has operations"
+    passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
+    latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
+    again = calibrated(script, busy, latency_ns, waits_at_updates(script, measurements)) if passes else None
+    return RunReport(
+        steps=steps,
+        microbatches=len(losses),
+        batch=plan.chain.microbatch,
+        seconds=max(spans) / 1e9,
+        planned_period_ns=script.planned_period_ns,
+        calibrated_period_ns=None if again is None else script.period_of(simulate(again)),
+        measured_period_ns=measured,
+        mean_period_ns=mean,
+        losses=tuple(losses[m] for m in sorted(losses)),
+        stages=stages,
+        activations=tuple(
+            DeviceActivations(
+                device=device,
+                rank=rank,
+                planned_bytes=script.timeline.peak_activation_bytes(lanes[device]),
+                measured_bytes=measurements[rank].peak_activation_bytes,
+            )
+            for rank, device in enumerate(script.devices)
+            if passes
+        ),
+        transfers=tuple(
+            TransferTime(kind, stage, _planned_transfer(graph, kind, stage), ns)
+            if (kind, stage) not in handed
+            else TransferTime(
+                kind,
+                stage,
+                _planned_transfer(graph, kind, stage),
+                handed[kind, stage].whole_ns,
+                handed[kind, stage].count,
+            )
+            for (kind, stage), ns in sorted(idle.items())
+        ),
+        times=tuple(x.times for x in measurements),
+        memory=tuple(
+            DeviceMemory(device, rank, script.timeline.peak_bytes(lanes[device]), peak)
+            for rank, device in enumerate(script.devices)
+            if (peak := measurements[rank].peak_device_bytes) is not None
+        ),
+        hardware=tuple(x.device for x in measurements),
+        exchange=measurements[0].exchange,
+        states=tuple(
+            DeviceState(
+                device,
+                rank,
+                planned_bytes=script.timeline.weights_bytes(lanes[device]),
+                measured_bytes=measurements[rank].state_bytes,
+                planned_host_bytes=_host_bytes(graph, script.stages_of(rank)),
+                measured_host_bytes=measurements[rank].host_bytes,
+            )
+            for rank, device in enumerate(script.devices)
+            if measurements[rank].state_bytes
+        ),
+        skipped=measurements[0].skipped,
+        loss_scale=measurements[0].loss_scale,
+        forgotten=sum(x.forgotten for x in measurements),
+    )
+
+
+def _host_bytes(graph: StageGraph, stages: Sequence[int]) -> int:
+    return sum(
+        memory_model.host_bytes(graph.policy, graph.stages[s].weight_bytes, graph.stages[s].parameters) for s in stages
+    )
+
+
+def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
+    position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
+    return 0 if position is None else graph.operations[position].duration_ns
+
+
+def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
+    """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
+    first = settled(script)
+    samples: dict[tuple[Activity, int], list[int]] = {}
+    early: dict[tuple[Activity, int], list[int]] = {}
+    updates: Counter[tuple[int, int, int]] = Counter()  # one has a part for each chunk of the gradient
+    for x in measurements:
+        for t in x.times:
+            if t.activity == "UPDATE":
+                updates[x.rank, t.stage, t.microbatch] += t.duration_ns
+                continue
+            counts = t.activity in ("REDUCE", "AGREE", "SAVE") or first <= t.microbatch
+            (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
+    for (_, stage, _), duration in updates.items():
+        samples.setdefault(("UPDATE", stage), []).append(duration)
+    kinds: tuple[Activity, ...] = ("F", "B", "DATA", "UPDATE")
+    stages = range(len(script.graph.stages))
+    return {
+        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
+        for kind in kinds
+        for s in stages
+    }
+
+
+def _periods(script: Script, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:
+    """Return median and mean time per microbatch in the steady state, seen where microbatches leave the pipeline.
+
+    Windows span whole updates and whole rounds of the replicas, so both ends of each are read from one clock, and
+    none spans a checkpoint. A drained schedule repeats its mini-batch; the first one, which warms everything up, is
+    left out.
+    """
+    gaps: list[float] = []
+    if script.drains:
+        marks = _marks(measurements, "UPDATE", script.ranks_of(0)[0])
+        warm = script.first.step + 1
+        for first, size in script.segments:
+            start = script.minibatch(Forward(0, first, 0))
+            versions = range(max(start + 1, warm), start + size // script.interval)
+            gaps += [(marks[v + 1] - marks[v]) / script.interval for v in versions if v in marks and v + 1 in marks]
+        gaps = gaps[1:] or gaps
+    else:
+        marks = {}
+        for rank in script.ranks_of(0):
+            marks |= _marks(measurements, "B", rank)
+        window = -(-script.interval // script.round) * script.round
+        for first, count in script.segments:
+            begin = first + max(count // 4, min(script.filled, count // 2))
+            end = first + count - script.filled - window  # then the drain begins
+            gaps += [
+                (marks[m + window] - marks[m]) / window for m in range(begin, end) if m in marks and m + window in marks
+            ]
+    return (statistics.median(gaps), statistics.fmean(gaps)) if gaps else (None, None)
+
+
+def _marks(measurements: Sequence[RankMeasurement], activity: Activity, rank: int) -> dict[int, int]:
+    return {t.microbatch: t.end_ns for t in measurements[rank].times if t.stage == 0 and t.activity == activity}

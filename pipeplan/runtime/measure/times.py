@@ -1,0 +1,79 @@
+"""When a rank did what, and what its other figures are: what a run's report is made from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..lowering.instructions import Edge
+from ..lowering.lowered_run import Script
+
+Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """When a rank did something, in ns of the monotonic clock of rank 0.
+
+    DATA is making the input or target of a microbatch, SEND_F (SEND_B) a process's own work to send what a stage's
+    forward (backward) made, WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank sends. Of
+    REDUCE and UPDATE, of which there is one for each chunk of the gradient, and of AGREE ``microbatch`` is the version
+    that is made, of SAVE the updates of a checkpoint; AGREE and SAVE are of no stage. A REDUCE goes on beside others.
+    """
+
+    activity: Activity
+    stage: int
+    microbatch: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it took."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeasurement:
+    """What one rank reports: its operations, losses by microbatch, and peak activations.
+
+    ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
+    versions that were live at once. ``device`` and ``exchange`` name what it ran on and how its tensors travelled;
+    ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU. ``state_bytes`` is the most that weights,
+    gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
+    the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
+    run are not among ``times``.
+    """
+
+    rank: int
+    times: tuple[OpTime, ...]
+    losses: dict[int, float]
+    peak_activation_bytes: int
+    transfer_ns: dict[Edge, int]
+    versions: dict[int, int]
+    device: str = "cpu"
+    exchange: str = "gloo"
+    peak_device_bytes: int | None = None
+    state_bytes: int = 0
+    host_bytes: int = 0
+    skipped: tuple[int, ...] = ()
+    loss_scale: float | None = None
+    forgotten: int = 0
+
+
+def covers(script: Script, activity: Activity) -> int:
+    """Return how many microbatches an operation of this kind is for; times are reported for one of them."""
+    return script.program.batch if activity == "B" else 1
+
+
+def settled(script: Script) -> int:
+    """Return the first microbatch that counts: the first ones' accounting takes time of its own."""
+    return script.first.microbatch + max(script.microbatches // 4, min(script.filled, script.microbatches - 1))
+
+
+def median(values: Iterable[int]) -> int:
+    """Return the median in whole ns, 0 of nothing."""
+    values = list(values)
+    return round(statistics.median(values)) if values else 0

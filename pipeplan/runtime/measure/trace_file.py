@@ -1,0 +1,213 @@
+"""Measured runs as files: a Chrome trace of every operation, with the figures that a plan can be compared with.
+
+The trace opens in ui.perfetto.dev; its ``otherData`` is versioned and read back. Times in the events are microseconds,
+everywhere else ns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...cost import time_model
+from ...errors import BadInput
+from ...files.documents import digest, read_text
+from ...plan import Plan
+from ...problem import Chain
+
+if TYPE_CHECKING:
+    from .report import RunReport
+
+FORMAT = "pipeplan-measured/2"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStage:
+    """Median times of one stage in ns: per microbatch, and ``update_ns`` per update; weight versions live at once.
+
+    ``exchange_ns`` is what its process works beside passes, data and updates.
+    """
+
+    stage: int
+    forward_ns: int
+    backward_ns: int
+    update_ns: int
+    data_ns: int
+    exchange_ns: int
+    versions: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTransfer:
+    """How long the activations (``F``) or gradients (``B``) that ``stage`` sends take one way.
+
+    The median over ``count`` hand-overs of the run to a receiver that waited; by a ping-pong before the run if 0.
+    """
+
+    kind: str
+    stage: int
+    transfer_ns: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDevice:
+    """Most activation bytes that a device held."""
+
+    device: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured, as its trace keeps it. Periods are ns per microbatch, None for a short run.
+
+    ``profile`` is the digest of the plan's profile, ``cuts`` its (start, stop, devices), ``calibrated_period_ns``
+    the simulation with the run's own times.
+    """
+
+    profile: str
+    cuts: tuple[tuple[int, int, tuple[int, ...]], ...]
+    steps: int
+    microbatches: int
+    measured_period_ns: float | None
+    calibrated_period_ns: float | None
+    stages: tuple[MeasuredStage, ...]
+    transfers: tuple[MeasuredTransfer, ...]
+    devices: tuple[MeasuredDevice, ...]
+
+
+def measured_of(plan: Plan, report: RunReport) -> Measured:
+    """Return the figures of a run's report."""
+    return Measured(
+        profile=digest(plan.chain),
+        cuts=_cuts(plan),
+        steps=report.steps,
+        microbatches=report.microbatches,
+        measured_period_ns=report.measured_period_ns,
+        calibrated_period_ns=report.calibrated_period_ns,
+        stages=tuple(
+            MeasuredStage(x.stage, x.forward_ns, x.backward_ns, x.update_ns, x.data_ns, x.exchange_ns, x.versions)
+            for x in report.stages
+        ),
+        transfers=tuple(MeasuredTransfer(x.kind, x.stage, x.measured_ns, x.count) for x in report.transfers),
+        devices=tuple(MeasuredDevice(x.device, x.measured_bytes) for x in report.activations),
+    )
+
+
+def _cuts(plan: Plan) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    return tuple((stage.start, stage.stop, tuple(stage.devices)) for stage in plan.allocation.stages)
+
+
+def measured_trace(plan: Plan, report: RunReport) -> str:
+    """Return the JSON of a run's trace: one thread for each rank, every operation with its stage and microbatch.
+
+    A long run keeps those of its begin and its end.
+    """
+    devices = [x.device for x in report.activations]
+    origin = min(time.start_ns for times in report.times for time in times)
+    events: list[dict[str, Any]] = []
+    for rank, (device, times) in enumerate(zip(devices, report.times, strict=True)):
+        name = f"GPU {device} (rank {rank})"
+        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": rank, "args": {"name": name}})
+        sums = len(devices) + rank  # a thread of their own: they are beside what the rank does
+        if any(x.activity == "REDUCE" for x in times):
+            about_sums = {"name": f"{name}, sums of gradients"}
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": sums, "args": about_sums})
+        for x in times:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{x.stage if x.stage >= 0 else ''}{x.activity}{x.microbatch}",
+                    "cat": x.activity,
+                    "pid": 1,
+                    "tid": sums if x.activity == "REDUCE" else rank,
+                    "ts": (x.start_ns - origin) / 1000,
+                    "dur": x.duration_ns / 1000,
+                    "args": {"stage": x.stage, "microbatch": x.microbatch},
+                }
+            )
+    about = {"format": FORMAT, "forgotten_operations": report.forgotten, **asdict(measured_of(plan, report))}
+    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}) + "\n"
+
+
+def is_measured(text: str) -> bool:
+    """Whether ``text`` looks like a trace of a run, and not like a profile."""
+    return '"otherData"' in text[:200]
+
+
+def read_measured(path: str, text: str | None = None) -> Measured:
+    """Return the figures in a run's trace; BadInput when it is none, or of another version."""
+    try:
+        about = json.loads(read_text(path) if text is None else text)["otherData"]
+        if about["format"] != FORMAT:
+            raise BadInput(f"{path}: is of format {about['format']!r}; this version reads {FORMAT!r}")
+        return Measured(
+            profile=about["profile"],
+            cuts=tuple((start, stop, tuple(devices)) for start, stop, devices in about["cuts"]),
+            steps=about["steps"],
+            microbatches=about["microbatches"],
+            measured_period_ns=about["measured_period_ns"],
+            calibrated_period_ns=about["calibrated_period_ns"],
+            stages=tuple(MeasuredStage(**x) for x in about["stages"]),
+            transfers=tuple(MeasuredTransfer(**x) for x in about["transfers"]),
+            devices=tuple(MeasuredDevice(**x) for x in about["devices"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: is no trace of a run: {type(error).__name__} {error}") from error
+
+
+def check_same_plan(plan: Plan, run: Measured, path: str) -> None:
+    """Raise BadInput unless ``run`` trained by ``plan``: the same profile, stages and devices."""
+    if run.profile != digest(plan.chain):
+        raise BadInput(f"{path}: is the run of a plan that was made from another profile")
+    if run.cuts != _cuts(plan):
+        raise BadInput(f"{path}: is the run of a plan with other stages or devices")
+    if not any(stage.backward_ns for stage in run.stages):
+        raise BadInput(f"{path}: has no backwards; an evaluation cannot be compared with a plan to train")
+
+
+def recalibrated(plan: Plan, run: Measured) -> Chain:
+    """Return the plan's profile with every stage's layers scaled to the times that the run measured.
+
+    What a stage's forward, backward (without recomputation) and update took is shared among its layers as in the
+    profile, or evenly where the profile says 0; sums are exact. The new profile has the times of layers that run
+    beside each other, and of the plan's own cuts.
+    """
+    chain = plan.chain
+    layers = list(chain.layers)
+    for stage, found in zip(plan.allocation.stages, run.stages, strict=True):
+        own = range(stage.start, stage.stop)
+        forward = _shares([layers[i].forward_ns for i in own], found.forward_ns)
+        again = sum(forward[i - stage.start] for first, last in stage.checkpoint for i in range(first, last))
+        backward = _shares([layers[i].backward_ns for i in own], max(found.backward_ns - again, 0))
+        update = _shares([layers[i].optimizer_ns or layers[i].weight_bytes for i in own], found.update_ns)
+        for i, f, b, u in zip(own, forward, backward, update, strict=True):
+            part = layers[i].backward_weight_ns
+            if part is not None:
+                part = part * b // layers[i].backward_ns if layers[i].backward_ns else 0
+            layers[i] = replace(layers[i], forward_ns=f, backward_ns=b, optimizer_ns=u, backward_weight_ns=part)
+    source = f"{chain.source}; scaled to the stages of a run".removeprefix("; ")
+    return replace(chain, layers=tuple(layers), source=source)
+
+
+def _shares(weights: Sequence[int], total: int) -> list[int]:
+    """Split ``total`` in proportion to ``weights``, evenly when all are 0; the parts add up to it exactly."""
+    weights = weights if sum(weights) else [1] * len(weights)
+    whole, given, seen, shares = sum(weights), 0, 0, []
+    for weight in weights:
+        seen += weight
+        shares.append(total * seen // whole - given)
+        given += shares[-1]
+    return shares
+
+
+def predicted_updates(plan: Plan) -> list[int]:
+    """Return how long the plan thinks that one update of each stage takes, in ns."""
+    sums = plan.chain.sums.optimizer_ns
+    return [
+        int(time_model.scaled(int(sums[s.stop] - sums[s.start]), plan.platform.slowest(s.devices).speed))
+        for s in plan.allocation.stages
+    ]

@@ -1,0 +1,1 @@
+"""What is trained: any model as a network of layers."""

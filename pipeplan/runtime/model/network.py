@@ -1,0 +1,310 @@
+"""A network as code, one piece for each layer of its profile: what a layer reads, what it makes, and how it runs.
+
+Values are numbered: first the network's inputs, then what layers make. The loss is the last layer. A chain has one
+value between neighbours; a traced network (:mod:`.trace`) is a DAG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import BadInput
+
+Named = list[tuple[str, nn.Module]]
+Loss = Callable[[Any, Any], Tensor]
+LOSS_NAME = "loss"
+LOSS, TARGET = -1, -2  # the numbers of two values that aren't counted: what training minimises, and what it compares
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCode:
+    """One layer: ``run`` maps the values ``reads`` to the values ``makes``, and ``module`` holds its parameters.
+
+    ``place`` is how errors call it: ``layers[3] (block2)``.
+    """
+
+    name: str
+    place: str
+    module: nn.Module
+    run: Callable[..., Sequence[Tensor]]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+    def forward(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the layer; what fails, or changes its input in place, is BadInput."""
+        versions = [x._version for x in inputs]
+        try:
+            outputs = self.run(*inputs)
+        except BadInput:
+            raise
+        except Exception as error:
+            shapes = " and ".join(f"{tuple(x.shape)}, {x.dtype}" for x in inputs)
+            raise BadInput(f"{self.place} failed on an input of shape {shapes}: {error}") from error
+        if [x._version for x in inputs] != versions:
+            raise BadInput(f"{self.place} changes its input in place; a cut before it would lose the change")
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Layers in topological order, without the loss or, as the last layer, with it.
+
+    ``inputs`` are the tensors of values 0, 1, ..; ``outputs`` are the values that the loss reads, and ``structure``
+    makes of their tensors what the model returned. ``chain`` says that each layer reads its predecessor alone; of
+    other networks ``shapes`` has the shape and type of every value.
+    """
+
+    layers: tuple[LayerCode, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[int, ...]
+    structure: Callable[[Sequence[Tensor]], Any]
+    chain: bool
+    shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def last_reader(self) -> dict[int, int]:
+        """The last layer that reads each value; values that nobody reads are not in it."""
+        return {value: index for index, layer in enumerate(self.layers) for value in layer.reads}
+
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Return pairs (maker, reader) of layers."""
+        maker = {value: index for index, layer in enumerate(self.layers) for value in layer.makes}
+        pairs = {(maker[v], i) for i, layer in enumerate(self.layers) for v in layer.reads if v in maker}
+        return tuple(sorted(pairs))
+
+    def with_loss(self, loss: Loss, target: Any) -> Network:
+        """Return the network with ``loss(output, target)`` as its last layer."""
+
+        def run(*outputs: Tensor) -> tuple[Tensor]:
+            return (scalar_loss(loss, self.structure(outputs), target),)
+
+        made = 1 + max(value for layer in self.layers for value in (*layer.makes, *layer.reads))
+        code = LayerCode(LOSS_NAME, LOSS_NAME, nn.Identity(), run, self.outputs, (made,))
+        return replace(self, layers=(*self.layers, code))
+
+    def on(self, inputs: Sequence[Tensor]) -> Network:
+        """Return the network with other tensors as its inputs."""
+        return replace(self, inputs=tuple(inputs))
+
+
+def chain_network(layers: Any, example_input: Any) -> Network:
+    """Return the network of an ``nn.Sequential``, a list of modules or of (name, module) pairs, without its loss."""
+    named = named_layers(layers)
+    if not isinstance(example_input, Tensor):
+        raise BadInput(f"example_input is {kind_of(example_input)}, not one tensor")
+    return Network(chain_layers(named), (example_input,), (len(named),), only, chain=True)
+
+
+def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
+    """Return neighbouring layers of a chain, from layer ``first`` on: layer i reads value i and makes the next one."""
+    return tuple(
+        LayerCode(name, f"layers[{i}] ({name})", module, _one_to_one(i, name, module), (i,), (i + 1,))
+        for i, (name, module) in enumerate(named, first)
+    )
+
+
+def loss_layer(loss: Loss, outputs: tuple[int, ...], structure: Callable[[Sequence[Tensor]], Any]) -> LayerCode:
+    """Return the last layer of a network that is trained: the loss of its ``outputs`` against the target."""
+
+    def run(*values: Any) -> tuple[Tensor]:
+        return (loss_value(loss, structure(values[:-1]), values[-1]),)
+
+    return LayerCode(LOSS_NAME, LOSS_NAME, nn.Identity(), run, (*outputs, TARGET), (LOSS,))
+
+
+def _one_to_one(index: int, name: str, module: nn.Module) -> Callable[[Tensor], tuple[Tensor]]:
+    def run(x: Tensor) -> tuple[Tensor]:
+        out = module(x)
+        if not isinstance(out, Tensor):
+            raise BadInput(
+                f"layers[{index}] ({name}) returned {kind_of(out)}; a layer of a chain takes one tensor and returns "
+                "one. Return the whole model as one module instead of layers, and it is traced"
+            )
+        return (out,)
+
+    return run
+
+
+def only(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the one output of a chain."""
+    return outputs[0]
+
+
+def named_layers(layers: Any) -> Named:
+    """Return (name, module) pairs of an ``nn.Sequential``, a list of modules or such pairs.
+
+    Layers without a name are called by class and index.
+    """
+    if isinstance(layers, nn.Sequential):
+        # the table itself: named_children() leaves out a module that stands in it twice
+        layers = list(layers._modules.items())
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise BadInput(f"layers: expected an nn.Sequential or a list of modules, got {kind_of(layers)}")
+    if not layers:
+        raise BadInput("layers: there are none")
+    named = []
+    for index, entry in enumerate(layers):
+        name, module = entry if isinstance(entry, tuple) and len(entry) == 2 else ("", entry)
+        if not isinstance(module, nn.Module):
+            raise BadInput(f"layers[{index}]: {kind_of(module)} is not an nn.Module")
+        named.append((name if name and not name.isdigit() else f"{type(module).__name__.lower()}{index}", module))
+    return named
+
+
+def tied_layers(layers: Any) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of layers that share a parameter, each holder paired with the next one.
+
+    Parameters are the same when they are one object or two views of one storage.
+    """
+    modules = [x.module if isinstance(x, LayerCode) else x[1] for x in _entries(layers)]
+    holders: dict[int, list[int]] = {}
+    for index, module in enumerate(modules):
+        for key in {p.untyped_storage()._cdata for p in module.parameters()}:
+            holders.setdefault(key, []).append(index)
+    return tuple(sorted({pair for indices in holders.values() for pair in pairwise(indices)}))
+
+
+def _entries(layers: Any) -> Sequence[Any]:
+    return layers.layers if isinstance(layers, Network) else named_layers(layers)
+
+
+def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
+    """Return ``loss(output, target)``, computed in 32 bits where the output has 16: a mean over many terms needs them,
+    and so does the gradient of a scaled loss."""
+    return loss(_widened(output), _widened(target))
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, tuple | list):
+        return type(value)(_widened(x) for x in value)
+    if isinstance(value, dict):
+        return {key: _widened(x) for key, x in value.items()}
+    return value
+
+
+def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
+    """Return ``loss(output, target)``; BadInput unless it is a scalar that depends on something trained."""
+    try:
+        value = loss_value(loss, output, target)
+    except Exception as error:
+        raise BadInput(f"loss failed on {_shape(output)} against {_shape(target)}: {error}") from error
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+        raise BadInput(f"loss returned {shape}, not a scalar tensor")
+    if not value.requires_grad:
+        raise BadInput("loss does not depend on anything that can be trained")
+    return value
+
+
+def final_outputs(network: Network, device: str, release: bool) -> list[Tensor]:
+    """Run the layers forward one after the other, holding nothing longer than needed, and return the last values."""
+    values = dict(enumerate(network.inputs))
+    for index, layer in enumerate(network.layers):
+        with resident(layer.module, device, release):
+            outputs = layer.forward([values[v] for v in layer.reads])
+        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
+        drop(values, network, index)
+    return [values[v] for v in network.outputs]
+
+
+def drop(values: dict[int, Any], network: Network, index: int) -> None:
+    """Forget the values that no layer after ``index`` reads, except the network's outputs."""
+    last = network.last_reader
+    layer = network.layers[index]
+    for value in (*layer.reads, *layer.makes):
+        if last.get(value, -1) <= index and value not in network.outputs:
+            values.pop(value, None)
+
+
+@contextmanager
+def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
+    """Hold ``module`` on ``device``; with ``release`` only for the time being, so that one layer is there at once."""
+    home = next((t.device for t in (*module.parameters(), *module.buffers())), None)
+    place(module, device)
+    try:
+        yield
+    finally:
+        if release and home is not None and home != torch.device(device):
+            module.zero_grad(set_to_none=True)
+            module.to(home)
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
+    originals = [
+        (owner, name, buffer)
+        for module in dict.fromkeys(modules)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in originals:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in originals:
+            owner._buffers[name] = buffer
+
+
+def place(module: nn.Module, device: str) -> None:
+    """Move what is not there yet to ``device``; a module of fake tensors, which cannot be moved, is left alone."""
+    if any(t.device != torch.device(device) for t in (*module.parameters(), *module.buffers())):
+        module.to(device)
+
+
+def converted(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating-point parameters and buffers of ``module``; what was tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                setattr(part, name, made[id(parameter)])
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None and buffer.is_floating_point():
+                setattr(part, name, buffer.to(dtype))
+
+
+def leaf(output: Tensor) -> Tensor:
+    """Return the tensor as the start of a graph of its own, as it arrives at the next stage."""
+    return output.detach().requires_grad_(output.requires_grad)
+
+
+def kind_of(value: Any) -> str:
+    """Return how errors name what ``value`` is."""
+    return f"a {type(value).__name__}"
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else kind_of(value)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of the tensor that crosses a cut; both ends must agree before anything is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one such tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"

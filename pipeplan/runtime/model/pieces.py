@@ -1,0 +1,188 @@
+"""What a stage consists of, and what goes into it and comes out: pieces of layers, and cuts that values cross.
+
+Values are numbered as in :mod:`.network`. A cut is crossed by every value that is made before it and read behind it; in
+a chain that is one tensor, which travels as it is. In a DAG it may be several: they travel as the bytes of one message,
+and a stage that only passes a value on takes it from one message and puts it into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .network import LOSS, TARGET, LayerCode, TensorSpec, chain_layers, loss_layer, only
+from .spec import LoadedModel, Traced
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The ``values`` that cross between two stages, in order, and those whose gradients come back, the ``trained``."""
+
+    values: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    trained: tuple[int, ...]
+
+    @staticmethod
+    def of_chain(position: int, spec: TensorSpec) -> Cut:
+        """Return the cut before layer ``position`` of a chain."""
+        return Cut((position,), (spec,), (position,))
+
+    @cached_property
+    def forward(self) -> TensorSpec:
+        """What is sent forward."""
+        return message_spec(self.specs)
+
+    @cached_property
+    def backward(self) -> TensorSpec:
+        """What is sent back."""
+        return message_spec(self._trained_specs)
+
+    @cached_property
+    def _trained_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(self.spec(value) for value in self.trained)
+
+    def spec(self, value: int) -> TensorSpec:
+        """Return the shape and type of one of the values."""
+        return self.specs[self.values.index(value)]
+
+    def opened(self, message: Tensor) -> dict[int, Tensor]:
+        """Return the values that came in ``message``."""
+        return dict(zip(self.values, unpacked(message, self.specs), strict=True))
+
+    def opened_back(self, message: Tensor) -> dict[int, Tensor]:
+        """Return the gradients that came back in ``message``."""
+        return dict(zip(self.trained, unpacked(message, self._trained_specs), strict=True))
+
+
+def message_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
+    """Return what tensors of ``specs`` travel as."""
+    return specs[0] if len(specs) == 1 else TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8)
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the message of ``tensors``: a single one itself, otherwise the bytes of all."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Return the tensors in ``message``, each in memory of its own, so that none keeps the others."""
+    if len(specs) == 1:
+        return [message]
+    parts: Sequence[Tensor] = torch.split(message, [spec.nbytes for spec in specs])
+    return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring layers that are stored or recomputed together.
+
+    ``reads`` are the values that come in, without the target; ``makes`` those that go out, the loss alone if it is
+    among the layers. ``over[i]`` are the values that nobody needs once layer i has run.
+    """
+
+    layers: tuple[LayerCode, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    over: tuple[tuple[int, ...], ...]
+    recompute: bool
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.makes == (LOSS,)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the layers."""
+        return [layer.module for layer in self.layers]
+
+    @property
+    def trains(self) -> bool:
+        """Whether any weight gets a gradient here."""
+        return any(parameter.requires_grad for module in self.modules for parameter in module.parameters())
+
+    def run(self, entered: Sequence[Tensor], target: Any) -> list[Tensor]:
+        """Return the values that go out for those that come in."""
+        values: dict[int, Any] = dict(zip(self.reads, entered, strict=True))
+        del entered
+        values[TARGET] = target
+        for layer, over in zip(self.layers, self.over, strict=True):
+            outputs = layer.run(*[values[v] for v in layer.reads])
+            values.update(zip(layer.makes, outputs, strict=True))
+            del outputs
+            for value in over:
+                del values[value]
+        return [values[v] for v in self.makes]
+
+
+def pieces_of(
+    start: int,
+    layers: Sequence[Sequence[LayerCode]],
+    checkpoint: Sequence[tuple[int, int]],
+    leaving: Iterable[int],
+) -> tuple[Piece, ...]:
+    """Cut a stage whose first layer is ``start`` into stored and recomputed pieces.
+
+    Each of its ``layers`` is one of the plan's, and may consist of several of the network's. The values ``leaving`` are
+    read behind the stage.
+    """
+    stop = start + len(layers)
+    ranges: list[tuple[int, int, bool]] = []
+    position = start
+    for first, last in checkpoint:
+        ranges += [(position, first, False)] if position < first else []
+        ranges.append((first, last, True))
+        position = last
+    ranges += [(position, stop, False)] if position < stop else []
+    groups = [([x for group in layers[a - start : b - start] for x in group], again) for a, b, again in ranges]
+    pieces: list[Piece] = []
+    needed = {*leaving, LOSS}  # behind the piece
+    for codes, recompute in reversed(groups):
+        made = [v for code in codes for v in code.makes]
+        makes = tuple(v for v in made if v in needed)
+        reads = tuple(dict.fromkeys(v for code in codes for v in code.reads if v not in made and v != TARGET))
+        pieces.append(Piece(tuple(codes), reads, makes, _over(codes, reads, makes), recompute))
+        needed = (needed - set(makes)) | set(reads)
+    return tuple(reversed(pieces))
+
+
+def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    last = {v: i for i, code in enumerate(codes) for v in (*code.makes, *code.reads)}
+    return tuple(
+        tuple(v for v in dict.fromkeys((*code.reads, *code.makes)) if last[v] == i and v not in makes and v != TARGET)
+        for i, code in enumerate(codes)
+    )
+
+
+def cut_of(model: LoadedModel, position: int) -> Cut:
+    """Return the cut before layer ``position`` of ``model``."""
+    if model.traced is not None:
+        return traced_cut(model.traced, position)
+    return Cut.of_chain(position, model.boundaries[position])
+
+
+def traced_cut(traced: Traced, position: int) -> Cut:
+    """Return the cut before layer ``position`` of the plan."""
+    behind = {v for group in traced.groups[position:] for code in group for v in code.reads} - {TARGET}
+    made = {v for group in traced.groups[position:] for code in group for v in code.makes}
+    values = tuple(sorted(behind - made))
+    return Cut(values, tuple(traced.specs[v] for v in values), tuple(v for v in values if v in traced.trained))
+
+
+def stage_of(model: LoadedModel, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
+    """Return the pieces of layers ``start..stop`` of ``model``, the loss counted as the last one."""
+    if model.traced is not None:
+        groups = model.traced.groups[start:stop]
+        return pieces_of(start, groups, checkpoint, traced_cut(model.traced, stop).values)
+    count = len(model.layers)
+    layers = [*chain_layers(model.layers[start:stop], start)]
+    if stop > count:
+        return pieces_of(start, [(x,) for x in (*layers, loss_layer(model.loss, (count,), only))], checkpoint, ())
+    return pieces_of(start, [(x,) for x in layers], checkpoint, (stop,))

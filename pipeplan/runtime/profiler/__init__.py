@@ -1,0 +1,1 @@
+"""What does each layer of a model cost, measured or estimated?"""

@@ -1,0 +1,358 @@
+"""The profiler: what each layer of a torch model costs, measured layer by layer on this machine, or estimated.
+
+The profile it makes has one layer more than the model: the loss is the last one, named ``loss``, with no weights. So
+``chain.layers[i]`` is the model's layer i for i < L, and ``chain.layers[L]`` is the loss, which runs on the rank that
+holds the end of the chain.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ... import __version__
+from ...errors import BadInput
+from ...problem import Chain, Layer
+from ..model.contract import contract, is_whole
+from ..model.network import (
+    LayerCode,
+    Loss,
+    Network,
+    chain_network,
+    converted,
+    final_outputs,
+    kind_of,
+    named_layers,
+    scalar_loss,
+    tied_layers,
+)
+from .clock import Clock, DeviceClock
+from .saved import saved_values, sized_layers, whole_bytes
+from .steps import MakeOptimizer, Progress, Samples, all_at_once, one_at_a_time, trained_parameters
+
+Hold = Literal["auto", "all", "one"]
+standing_still: MakeOptimizer = partial(torch.optim.SGD, lr=0.0)  # a full step's work that leaves the weights alone
+FILL = 0.8  # share of the free memory that holding the whole model may need
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeasurement:
+    """One layer's costs, times as medians over the ``steps``, and how wide the middle half of the steps is."""
+
+    layer: Layer
+    steps: int
+    forward_spread_ns: int
+    backward_spread_ns: int
+    optimizer_spread_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device."""
+
+    chain: Chain
+    layers: tuple[LayerMeasurement, ...]
+    one_at_a_time: bool
+
+
+def profile_model(build: Callable[[int], Any], batch: int, **options: Any) -> Chain:
+    """Build a model by the model contract, measure it and return its profile; options as in :func:`measure_model`."""
+    return measure_model(build, batch, **options).chain
+
+
+def measure_model(
+    build: Callable[[int], Any],
+    batch: int,
+    *,
+    name: str,
+    date: str,
+    data: Callable[[int, int], tuple[Any, Any]] | None = None,
+    seed: int = 0,
+    steps: int = 10,
+    warmup: int = 3,
+    seconds: float | None = None,
+    optimizer: MakeOptimizer = standing_still,
+    split_backward: bool = False,
+    device: str = "cpu",
+    threads: int = 1,
+    dtype: torch.dtype | None = None,
+    hold: Hold = "auto",
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> Measured:
+    """Build a model by the model contract and measure it (:func:`profile_network`).
+
+    ``data(index, seed)`` gives the input and target to measure with; without it the build's example input is used, and
+    a target is made up where the loss takes class numbers or a tensor like the output. ``dtype`` converts the model
+    and its floating-point inputs. A model that is neither an ``nn.Sequential`` nor a list of modules is traced
+    (:func:`.trace.trace_module`), and its profile is a DAG. ``date`` goes into ``source``: the library reads no
+    calendar.
+    """
+    network, loss, target = built_network(build, batch, data=data, seed=seed, dtype=dtype, device=device)
+    measurements, one = profile_network(
+        network,
+        loss,
+        target=target,
+        steps=steps,
+        warmup=warmup,
+        seconds=seconds,
+        optimizer=optimizer,
+        split_backward=split_backward,
+        device=device,
+        threads=threads,
+        hold=hold,
+        clock=clock,
+        progress=progress,
+    )
+    how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
+    chain = network_chain(
+        network,
+        measurements,
+        name=name,
+        batch=batch,
+        device=device_name(device, threads),
+        source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
+    )
+    return Measured(chain, tuple(measurements), one)
+
+
+def built_network(
+    build: Callable[[int], Any],
+    batch: int,
+    *,
+    data: Callable[[int, int], tuple[Any, Any]] | None,
+    seed: int,
+    dtype: torch.dtype | None,
+    device: str,
+) -> tuple[Network, Loss, Any]:
+    """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
+    layers, example_input, loss = contract(build(batch))
+    target = None
+    if data is not None:
+        example_input, target = data(0, seed)
+    if dtype is not None:
+        example_input, target = _converted(example_input, dtype), _converted(target, dtype)
+        converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
+    if is_whole(layers):
+        from ..model.trace import trace_module
+
+        return trace_module(layers, example_input, device), loss, target
+    return chain_network(layers, example_input), loss, target
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_converted(x, dtype) for x in value)
+    if isinstance(value, dict):
+        return {key: _converted(x, dtype) for key, x in value.items()}
+    return value
+
+
+def network_chain(
+    network: Network, measurements: Sequence[LayerMeasurement], *, name: str, batch: int, device: str, source: str
+) -> Chain:
+    """Return the profile of a measured network: a chain, or a DAG with the edges of what layers read."""
+    whole = network.with_loss(lambda output, target: output, None)
+    dtypes = {str(p.dtype).removeprefix("torch.") for layer in network.layers for p in layer.module.parameters()}
+    return Chain(
+        name=name,
+        layers=tuple(x.layer for x in measurements),
+        input_bytes=sum(x.nbytes for x in network.inputs),
+        edges=None if network.chain else whole.edges(),
+        tied=tied_layers(network),
+        microbatch=batch,
+        dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
+        device=device,
+        source=source,
+    )
+
+
+def profile_layers(
+    layers: Any, example_input: Tensor, loss: Loss, *, target: Tensor | None = None, **options: Any
+) -> list[LayerMeasurement]:
+    """Measure each layer of a chain, and the loss as the last one; options as in :func:`profile_network`."""
+    return profile_network(chain_network(layers, example_input), loss, target=target, **options)[0]
+
+
+def profile_network(
+    network: Network,
+    loss: Loss,
+    *,
+    target: Any = None,
+    steps: int = 10,
+    warmup: int = 3,
+    seconds: float | None = None,
+    optimizer: MakeOptimizer = standing_still,
+    split_backward: bool = False,
+    device: str = "cpu",
+    threads: int = 1,
+    hold: Hold = "auto",
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[LayerMeasurement], bool]:
+    """Measure each layer, and the loss as the last one, in ``warmup`` + ``steps`` training steps on ``device``.
+
+    A step runs the whole network as a pipeline would with every layer a stage: forward layer by layer, each on the
+    detached outputs of those before; backward layer by layer from the loss; then one optimizer step per layer.
+    Gradients are fresh in every step. ``optimizer`` makes the optimizer of a layer from its parameters; the default is
+    plain SGD, at rate 0 so that the weights stay; batch norm statistics do move. A step of a lone scalar goes before
+    them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
+
+    ``hold="all"`` does that; all activations are on the device at once. ``hold="one"`` takes one layer at a time
+    through all its steps: its module moves to the device and back, its backward starts from a gradient of ones,
+    and only values that later layers read stay. ``auto`` takes ``all`` where weights, gradients and saved bytes
+    need at most :data:`FILL` of the free memory. After ``seconds`` of measuring no further step begins. The second
+    result says whether one layer at a time was held.
+
+    With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
+    alone, and the difference is the ``backward_weight_ns`` of a layer.
+
+    Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
+    and all other sizes are counted in a pass of their own (:mod:`.saved`). BadInput names a layer that
+    doesn't map one tensor to one, works on its input in place, or passes no gradient on.
+    """
+    if steps < 1 or warmup < 0:
+        raise BadInput(f"steps: {steps} measured steps after {warmup} of warm-up; at least 1 and 0 are needed")
+    say = progress or (lambda text: None)
+    for layer in network.layers:
+        layer.module.train()
+    network = network.on([x.detach().to(device) for x in network.inputs])
+    release = hold != "all"
+    with _steady(threads):
+        say(f"sizing {len(network)} layers")
+        if target is None:
+            target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
+        network = network.with_loss(loss, _moved(target, device))
+        saved, values = saved_values(network, device, release)
+        layers = sized_layers(network, saved, values)
+        needed = _needed_bytes(network, whole_bytes(saved, values))
+        one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
+        say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
+        clock = clock or DeviceClock(torch.device(device))
+        lone = nn.Parameter(torch.zeros(1, device=device))
+        lone.grad = torch.zeros_like(lone)
+        entry = optimizer([lone])
+        measure = one_at_a_time if one else all_at_once
+        samples = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say, seconds)
+    parts = zip(network.layers, layers, samples, strict=True)
+    measured = [_measurement(code, layer, sample) for code, layer, sample in parts]
+    return measured, one
+
+
+def _measurement(code: LayerCode, sized: Layer, samples: Samples) -> LayerMeasurement:
+    backward_weight_ns = None
+    if samples.inputs_only_ns:
+        backward = _median(samples.backward_ns)
+        rest = _median(samples.inputs_only_ns) if trained_parameters(code.module) else backward
+        backward_weight_ns = max(backward - rest, 0)
+    layer = replace(
+        sized,
+        forward_ns=_median(samples.forward_ns),
+        backward_ns=_median(samples.backward_ns),
+        backward_weight_ns=backward_weight_ns,
+        optimizer_ns=_median(samples.optimizer_ns),
+    )
+    return LayerMeasurement(
+        layer,
+        len(samples.forward_ns),
+        _spread(samples.forward_ns),
+        _spread(samples.backward_ns),
+        _spread(samples.optimizer_ns),
+    )
+
+
+def _made_up_target(output: Any, loss: Loss) -> Tensor:
+    """Return class numbers or zeros like the output, whichever the loss takes."""
+    if not isinstance(output, Tensor):
+        raise BadInput(f"the model returned {kind_of(output)}; no target can be made up for it: give data(index, seed)")
+    classes = partial(torch.zeros, dtype=torch.int64, device=output.device)
+    shapes = [shape for shape in (output.shape[:-1], output.shape[:1] + output.shape[2:]) if output.dim() > 1]
+    for target in (*map(classes, shapes), torch.zeros_like(output)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch only warns when a loss broadcasts shapes that don't fit
+            try:
+                scalar_loss(loss, output, target)
+            except BadInput:
+                continue
+            return target
+    raise BadInput(f"loss takes no made-up target for an output of shape {tuple(output.shape)}: give data(index, seed)")
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(x, device) for x in value)
+    if isinstance(value, dict):
+        return {key: _moved(x, device) for key, x in value.items()}
+    return value
+
+
+def _needed_bytes(network: Network, saved: int) -> int:
+    """Return the bytes of a whole step: parameters, their gradients, and everything saved."""
+    parameters = {id(p): p for layer in network.layers for p in layer.module.parameters()}
+    return saved + sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters.values())
+
+
+def free_bytes(device: str) -> int:
+    """Return the memory that is free on ``device``: of a CPU what the system can give without swapping."""
+    if torch.device(device).type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it for itself
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def device_name(device: str, threads: int) -> str:
+    """Return a readable name of ``device``: the CPU's model and the number of threads, or the GPU's name."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = (line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines())
+        model = next((value.strip() for key, _, value in lines if key.strip() == "model name"), model)
+    return f"{model}, {threads} thread{'s' * (threads > 1)}"
+
+
+@contextmanager
+def _steady(threads: int) -> Iterator[None]:
+    """Run with a fixed number of CPU threads and no garbage collection in between."""
+    before, collecting = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(threads)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if collecting:
+            gc.enable()
+
+
+def _median(values: list[int]) -> int:
+    return round(statistics.median(values))
+
+
+def _spread(values: list[int]) -> int:
+    if len(values) < 2:
+        return 0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return round(high - low)

@@ -1,0 +1,254 @@
+"""Training steps with a clock's marks around the work of each layer: all layers at once, or one at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import BadInput
+from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place, resident
+from .clock import Clock
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Samples:
+    """Times of one layer, one entry for each measured step."""
+
+    forward_ns: list[int] = field(default_factory=list)
+    backward_ns: list[int] = field(default_factory=list)
+    inputs_only_ns: list[int] = field(default_factory=list)
+    optimizer_ns: list[int] = field(default_factory=list)
+
+
+def all_at_once(
+    network: Network,
+    make_optimizer: MakeOptimizer,
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    steps: int,
+    warmup: int,
+    split_backward: bool,
+    device: str,
+    say: Progress,
+    seconds: float | None,
+) -> list[Samples]:
+    """Measure whole steps of the network."""
+    for layer in network.layers:
+        place(layer.module, device)
+    optimizers = [
+        make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
+    ]
+    samples = [Samples() for _ in network.layers]
+    for warm in _rounds(warmup, steps, seconds):
+        say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {steps}")
+        for inputs_only in (False, True) if split_backward else (False,):
+            run = _step(network, optimizers, entry, clock, inputs_only)
+            if not warm:
+                for index, sample in enumerate(samples):
+                    _add(sample, clock, run, index, inputs_only)
+    return samples
+
+
+def one_at_a_time(
+    network: Network,
+    make_optimizer: MakeOptimizer,
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    steps: int,
+    warmup: int,
+    split_backward: bool,
+    device: str,
+    say: Progress,
+    seconds: float | None,
+) -> list[Samples]:
+    """Measure each layer alone, with nothing but its own module, inputs, outputs and what it saves on the device."""
+    values = dict(enumerate(network.inputs))
+    home = "cpu" if torch.device(device).type == "cuda" else device
+    samples = []
+    for index, layer in enumerate(network.layers):
+        say(f"layer {index + 1} of {len(network)}: {layer.name}")
+        with resident(layer.module, device, release=True):
+            trained = trained_parameters(layer.module)
+            optimizers = [make_optimizer(trained) if trained else None]
+            inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
+            alone = Network((layer,), (), (), network.structure, network.chain)
+            sample = Samples()
+            for warm in _rounds(warmup, steps, None if seconds is None else seconds / len(network)):
+                for inputs_only in (False, True) if split_backward else (False,):
+                    leaves = dict(zip(layer.reads, map(leaf, inputs), strict=True))
+                    run = _step(alone, optimizers, entry, clock, inputs_only, leaves)
+                    if not warm:
+                        _add(sample, clock, run, 0, inputs_only)
+            outputs = layer.forward(list(map(leaf, inputs)))
+            for value, out in zip(layer.makes, outputs, strict=True):
+                values[value] = out.detach().to(home).requires_grad_(out.requires_grad)
+            del outputs, leaves, optimizers
+            layer.module.zero_grad(set_to_none=True)
+        samples.append(sample)
+        drop(values, network, index)
+    return samples
+
+
+def _rounds(warmup: int, steps: int, seconds: float | None) -> Iterator[bool]:
+    """Yield True for each round of warm-up, then False for each that counts, fewer when ``seconds`` have passed.
+
+    One of each stays, of warm-up if there is any. Warm-up takes a quarter of the time at most.
+    """
+    began = time.monotonic()
+
+    def passed(share: float) -> bool:
+        return seconds is not None and time.monotonic() - began > share * seconds
+
+    for count, warm, share in ((warmup, True, 0.25), (steps, False, 1.0)):
+        for index in range(count):
+            if index and passed(share):
+                break
+            yield warm
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One step: marks around each layer's work (None: there was none)."""
+
+    forward: list[tuple[Any, Any] | None]
+    backward: list[tuple[Any, Any] | None]
+    optimizer: list[tuple[Any, Any] | None]
+
+
+def _add(sample: Samples, clock: Clock, run: _Run, index: int, inputs_only: bool) -> None:
+    def between(pair: tuple[Any, Any] | None) -> int:
+        return clock.between(*pair) if pair else 0
+
+    if inputs_only:
+        sample.inputs_only_ns.append(between(run.backward[index]))
+        return
+    sample.forward_ns.append(between(run.forward[index]))
+    sample.backward_ns.append(between(run.backward[index]))
+    sample.optimizer_ns.append(between(run.optimizer[index]))
+
+
+def _step(
+    network: Network,
+    optimizers: Sequence[torch.optim.Optimizer | None],
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    inputs_only: bool,
+    leaves: dict[int, Tensor] | None = None,
+) -> _Run:
+    """Run one training step with marks around each layer.
+
+    ``leaves`` are the inputs of a network that is one layer alone; its backward then starts from ones. Gradients of
+    values are asked for, not left at leaves: there autograd would copy what several readers get.
+    """
+    count = len(network)
+    values = leaves if leaves is not None else dict(enumerate(network.inputs))
+    run = _Run([None] * count, [None] * count, [None] * count)
+    made: list[Sequence[Tensor]] = []
+    gradients: dict[int, Tensor | None] = {}
+    for layer in network.layers:
+        layer.module.zero_grad(set_to_none=True)
+    for index, layer in enumerate(network.layers):
+        inputs = [values[v] for v in layer.reads]
+        start = clock.mark()
+        outputs = layer.forward(inputs)
+        run.forward[index] = (start, clock.mark())
+        made.append(outputs)
+        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
+        if _is_loss(layer):
+            gradients[layer.makes[0]] = None  # a scalar's is 1
+        elif leaves is not None:
+            gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
+        del outputs, inputs
+    for index in reversed(range(count)):
+        layer, outputs = network.layers[index], made.pop()
+        run.backward[index] = _backward(network, layer, outputs, values, gradients, clock, inputs_only)
+        for value in layer.makes:
+            values.pop(value)
+            gradients.pop(value, None)
+        del outputs
+    entry.step()
+    for index, optimizer in enumerate(optimizers):
+        if optimizer is not None and not inputs_only:
+            start = clock.mark()
+            optimizer.step()
+            run.optimizer[index] = (start, clock.mark())
+    clock.settle()
+    return run
+
+
+def _backward(
+    network: Network,
+    layer: LayerCode,
+    outputs: Sequence[Tensor],
+    values: dict[int, Tensor],
+    gradients: dict[int, Tensor | None],
+    clock: Clock,
+    inputs_only: bool,
+) -> tuple[Any, Any] | None:
+    """Run the backward of one layer and add to ``gradients`` of what it reads; None if there is nothing to compute."""
+    roots = [
+        (out, gradients[value])
+        for value, out in zip(layer.makes, outputs, strict=True)
+        if out.requires_grad and value in gradients
+    ]
+    read = [v for v in layer.reads if values[v].requires_grad]
+    trained = [] if inputs_only else trained_parameters(layer.module)
+    if not roots or not (read or trained):
+        return None
+    tensors, starts = [out for out, _ in roots], [gradient for _, gradient in roots]
+    wanted = [*(values[v] for v in read), *trained]
+    start = clock.mark()
+    found = torch.autograd.grad(tensors, wanted, starts, allow_unused=True)
+    for value, gradient in zip(read, found, strict=False):
+        if gradient is not None:
+            before = gradients.get(value)
+            gradients[value] = gradient if before is None else before + gradient
+    end = clock.mark()
+    if network.chain and any(value not in gradients for value in read):
+        raise BadInput(f"{layer.place}: no gradient comes back to its input")
+    for parameter, gradient in zip(trained, found[len(read) :], strict=True):
+        parameter.grad = gradient
+    return start, end
+
+
+def _is_loss(layer: LayerCode) -> bool:
+    return layer.place == LOSS_NAME
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that get gradients."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's type of that name, such as ``bfloat16``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def check_device(device: str) -> None:
+    """Raise BadInput when ``device`` is a GPU and torch sees none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch sees no GPU here; measure on the CPU or use --estimate GPU")
+
+
+def optimizer_of(name: str, foreach: bool | None = None) -> MakeOptimizer:
+    """Return what makes the optimizer called ``sgd``, ``momentum`` or ``adam``, at rate 0: a step's work, no movement.
+
+    ``foreach`` forces one kernel over all tensors of a layer, as on a GPU.
+    """
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if name == "adam":
+            return torch.optim.Adam(parameters, lr=0.0, foreach=foreach)
+        return torch.optim.SGD(parameters, lr=0.0, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
+
+    return make

@@ -1,0 +1,1 @@
+"""What a rank keeps and does for its stages: weights, versions, updates, checkpoints."""

@@ -1,0 +1,331 @@
+"""One stage on one rank: forwards and backwards of microbatches, with recomputed segments and several in flight.
+
+A stage is cut into pieces: runs of stored layers and recomputed segments. Each piece has a graph of its own, so a
+backward goes piece by piece and frees each as soon as it is done, which is how the memory model counts (ALGORITHMS
+section 3). A recomputed piece keeps what it reads and the random state, and runs again in the backward. What a stage
+only passes on is nothing that it keeps; its gradient is added to that of the stage's own uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ...errors import RunFailed
+from ..device import CPU, on_host, random_state, with_random_state
+from ..measure.accounts import Account, Holding
+from ..model.network import LOSS, TensorSpec, buffers_kept
+from ..model.pieces import Cut, Piece, packed
+from .newest_weights import renewing
+from .versions import Versions
+
+
+@dataclass
+class Held:
+    """What a piece keeps of one microbatch.
+
+    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the random state.
+    ``gradients`` is where the gradients of the values that ``want`` one arrive.
+    """
+
+    want: tuple[int, ...]
+    ends: dict[int, GradientEdge] = field(default_factory=dict)
+    again: tuple[list[Tensor], Tensor] | None = None
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    holding: Holding = field(default_factory=dict)
+
+
+class _Entry(torch.autograd.Function):
+    """The identity at a piece's entry, which catches the gradient.
+
+    A leaf would do the same, but keep the input in memory even where no operation saves it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, caught: dict[int, Tensor], value: int) -> Tensor:
+        ctx.caught, ctx.value = caught, value
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.caught[ctx.value] = gradient
+        return None, None, None, None
+
+
+@dataclass
+class InFlight:
+    """What a stage keeps of one microbatch between its forward and its backward."""
+
+    version: int
+    target: Tensor | None
+    pieces: list[Held]
+    accounted: bool
+
+
+def _at_once(action: Callable[[], None]) -> None:
+    action()
+
+
+class StageModule:
+    """The ``pieces`` of a stage, the one with the loss last, between two ``cuts``; there is none behind the loss.
+
+    What comes in and goes out are the messages of the cuts. The gradient of the loss is divided by ``divisor``, the
+    microbatches of an update, so that updates see means, and multiplied by a loss scale if there is one. With
+    ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
+    stored activations, recomputed ones run again with the backward's version. The layers are on ``device``;
+    ``later(action)`` does what must wait until the device has computed what it was given so far.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        pieces: Sequence[Piece],
+        cuts: tuple[Cut, Cut | None],
+        versions: Versions,
+        account: Account,
+        divisor: int,
+        renews: bool = False,
+        device: torch.device = CPU,
+        later: Callable[[Callable[[], None]], None] = _at_once,
+    ) -> None:
+        self.index = index
+        self.versions = versions
+        self.losses: dict[int, float] = {}
+        self._account = account
+        self._device, self._later = device, later
+        self._divisor = divisor
+        self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
+        self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
+        self._input, self._output = cuts
+        self._pieces = pieces
+        leaving = self._output.values if self._output is not None else ()
+        # by piece, the values that are needed behind it
+        self._needed = [
+            {LOSS, *leaving, *(v for piece in pieces[i + 1 :] for v in piece.reads)} for i in range(len(pieces))
+        ]
+        self._renews = renews
+        self._fixed: set[int] | None = None  # storages of buffers and frozen weights
+        self._in_flight: dict[int, InFlight] = {}
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether the stage computes the loss."""
+        return self._pieces[-1].has_loss
+
+    def forward(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, accounted: bool) -> Tensor:
+        """Return what the stage puts out for ``x``; it keeps what the backward needs.
+
+        Of the loss it puts out the value, which also goes into :attr:`losses`.
+        """
+        values = self._opened(microbatch, x)
+        self.versions.install(version)
+        flight = InFlight(version, target, [], accounted)
+        # the stage before waits for gradients, whether or not it trains anything
+        wanted = set(self._input.trained) if self.index > 0 else set()
+        for number, piece in enumerate(self._pieces):
+            entered = [values[v] for v in piece.reads]
+            held = Held(tuple(v for v in piece.reads if v in wanted))
+            flight.pieces.append(held)
+            if piece.recompute:
+                held.again = entered, random_state(self._device)
+                if accounted:
+                    for tensor in entered:
+                        self._account.hold(held.holding, tensor)
+                with torch.no_grad():
+                    made = piece.run(entered, target)
+                passes_on = bool(held.want) or piece.trains
+                wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
+            else:
+                with self._renewing(held.holding, accounted) if self._renews else self._saving(held.holding, accounted):
+                    made = piece.run(self._entered(piece, entered, held), target)
+                held.ends = _ends(piece, made)
+                wanted |= held.ends.keys()
+                made = [out.detach() for out in made]  # from here on nothing but autograd keeps its graph
+            values.update(zip(piece.makes, made, strict=True))
+            del entered, made
+            self._forget(values, number)
+        self._in_flight[microbatch] = flight
+        self.versions.released(version)
+        if self.takes_targets:
+            self._keep_loss(microbatch, values[LOSS], trains=True)
+            self._seed = self._seed.to(values[LOSS].dtype)
+        return self._closed(microbatch, values)
+
+    def scale_loss(self, scale: float) -> None:
+        """Multiply the gradients of the backwards to come by ``scale``."""
+        self._seed = torch.tensor(scale / self._divisor, dtype=torch.float64, device=self._device)
+
+    def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None) -> Tensor:
+        """Return what the stage puts out for ``x`` without keeping anything; the modules are in evaluation mode."""
+        values = self._opened(microbatch, x)
+        self.versions.install(version)
+        with torch.no_grad():
+            for number, piece in enumerate(self._pieces):
+                made = piece.run([values[v] for v in piece.reads], target)
+                values.update(zip(piece.makes, made, strict=True))
+                del made
+                self._forget(values, number)
+        if self.takes_targets:
+            self._keep_loss(microbatch, values[LOSS], trains=False)
+        return self._closed(microbatch, values)
+
+    def backward(self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1) -> Tensor | None:
+        """Return the gradient of the stage's input (None for the first stage) from that of its output.
+
+        ``gradient`` is None where the stage computes the loss. Parameters' gradients are added to what is there. A
+        backward that ``covers`` several microbatches, up to ``microbatch``, takes and returns their gradients stacked.
+        It is one pass of autograd through all of them, unless the stage recomputes: then, for memory, one by one.
+        """
+        flights = [self._in_flight.pop(m) for m in range(microbatch - covers + 1, microbatch + 1)]
+        messages = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
+        known = [self._opened_back(message) for message in messages]
+        together = covers if not any(piece.recompute for piece in self._pieces) else 1
+        self.versions.install(version)
+        self.versions.attach_gradient(version)
+        for first in range(0, covers, together):
+            self._through(flights[first : first + together], known[first : first + together])
+        self.versions.detach_gradient(version)
+        self.versions.released(version)
+        if self.index == 0:
+            return None
+        found = [packed([self._gradient(gradients, v) for v in self._input.trained]) for gradients in known]
+        return found[0] if covers == 1 else torch.stack(found)
+
+    def _through(self, flights: Sequence[InFlight], gradients: Sequence[dict[int, Tensor]]) -> None:
+        """Run all pieces backward, each for all ``flights`` at once, and add to the ``gradients`` of values."""
+        for piece in reversed(self._pieces):
+            everybodys = [flight.pieces.pop() for flight in flights]
+            ends: list[GradientEdge] = []
+            starts: list[Tensor | None] = []
+            for flight, held, known in zip(flights, everybodys, gradients, strict=True):
+                found = held.ends if held.again is None else self._recomputed(piece, held, *held.again, flight)
+                held.ends = {}
+                for value in piece.makes:
+                    gradient = known.pop(value, None)
+                    if value in found and gradient is not None:
+                        ends.append(found[value])
+                        starts.append(gradient)
+                del found
+            if ends:
+                torch.autograd.backward(ends, starts)
+            del ends, starts
+            for held, known in zip(everybodys, gradients, strict=True):
+                for value, gradient in held.gradients.items():
+                    known[value] = known[value] + gradient if value in known else gradient
+                if held.want and not any(value in known for value in held.want):
+                    raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
+                self._account.release(held.holding)
+
+    def _recomputed(
+        self, piece: Piece, held: Held, entered: Sequence[Tensor], random: Tensor, flight: InFlight
+    ) -> dict[int, GradientEdge]:
+        """Run a piece again on what it read, with the randomness of the first time, and return its graph's ends."""
+        with (
+            with_random_state(random, self._device),
+            buffers_kept(piece.modules),
+            self._saving(held.holding, flight.accounted),
+        ):
+            made = piece.run(self._entered(piece, entered, held), flight.target)
+        return _ends(piece, made)
+
+    def _opened(self, microbatch: int, message: Tensor) -> dict[int, Tensor]:
+        self._check(microbatch, "gets", message, self._input.forward)
+        return self._input.opened(message)
+
+    def _closed(self, microbatch: int, values: Mapping[int, Tensor]) -> Tensor:
+        """Return the message of what goes out, or the loss."""
+        if self._output is None:
+            return values[LOSS]
+        for value, spec in zip(self._output.values, self._output.specs, strict=True):
+            self._check(microbatch, "puts out", values[value], spec)
+        return packed([values[value] for value in self._output.values])
+
+    def _opened_back(self, message: Tensor | None) -> dict[int, Tensor]:
+        if message is None:
+            return {LOSS: self._seed}
+        assert self._output is not None, "only where there is a stage behind does a gradient come"
+        return self._output.opened_back(message)
+
+    def _gradient(self, known: Mapping[int, Tensor], value: int) -> Tensor:
+        """Return the gradient of a value that came in; zeros where nothing depends on it."""
+        if value in known:
+            return known[value]
+        spec = self._input.spec(value)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+    def _forget(self, values: dict[int, Tensor], number: int) -> None:
+        """Keep of ``values`` those alone that are needed after piece ``number``."""
+        for value in values.keys() - self._needed[number]:
+            del values[value]
+
+    def _keep_loss(self, microbatch: int, x: Tensor, trains: bool) -> None:
+        """Read the value when it is there; on a GPU, waiting for it here would hold up what comes after."""
+        value = on_host(x)
+
+        def read() -> None:
+            found = self.losses[microbatch] = float(value)
+            if trains and not isfinite(found):
+                raise RunFailed(f"the loss is {found} for microbatch {microbatch}; a lower learning rate may help")
+
+        self._later(read)
+
+    def _entered(self, piece: Piece, tensors: Sequence[Tensor], held: Held) -> list[Tensor]:
+        return [
+            _Entry.apply(self._anchor, x, held.gradients, value) if value in held.want else x  # type: ignore[no-untyped-call]
+            for value, x in zip(piece.reads, tensors, strict=True)
+        ]
+
+    @contextmanager
+    def _saving(self, holding: Holding, accounted: bool) -> Iterator[None]:
+        if not accounted:
+            yield
+            return
+        with self._account.saving(holding, self._permanent()):
+            yield
+
+    @contextmanager
+    def _renewing(self, holding: Holding, accounted: bool) -> Iterator[None]:
+        if accounted and self._fixed is None:
+            self._fixed = {x.untyped_storage()._cdata for x in self._tensors() if not x.requires_grad}
+        permanent = self._fixed or set()
+
+        def hold(tensor: Tensor) -> None:
+            if accounted and tensor.untyped_storage()._cdata not in permanent:
+                self._account.hold(holding, tensor)
+
+        with renewing(self.versions, hold):
+            yield
+
+    def _permanent(self) -> set[int]:
+        """Return the storages of weights and buffers, which the account leaves out."""
+        return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for piece in self._pieces:
+            for module in piece.modules:
+                yield from module.parameters()
+                yield from module.buffers()
+
+    def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
+        """What is sent must be what the other end expects: gloo would reinterpret or abort."""
+        if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+            found = TensorSpec(tuple(x.shape), x.dtype)
+            raise RunFailed(
+                f"stage {self.index} {verb} {found} for microbatch {microbatch}; the model's example: {spec}"
+            )
+
+
+def _ends(piece: Piece, made: Sequence[Tensor]) -> dict[int, GradientEdge]:
+    """Return where the graphs of what a piece made end, for what has one."""
+    return {v: get_gradient_edge(out) for v, out in zip(piece.makes, made, strict=True) if out.requires_grad}
+
+
+def _names(piece: Piece) -> str:
+    return ", ".join(layer.name for layer in piece.layers)

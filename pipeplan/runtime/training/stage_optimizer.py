@@ -1,0 +1,323 @@
+"""The optimizer of one stage over its weights in full precision: in one step, or bucket by bucket with little memory.
+
+Of 16-bit weights ("mixed") a copy in 32 bits is what the optimizer works on; after its step the new values go to the
+16-bit ones. With ``offload`` that copy and the optimizer's state are in host memory, and one bucket at a time is
+fetched, stepped and sent back (Myelin section V-B). Elementwise optimizers give the same bits either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import BadInput
+from .buckets import Bucket, Piece
+from .optimizers import MakeOptimizer, MakeSchedule
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)  # each element's step depends on its own gradient and state alone
+
+
+def nothing() -> None:
+    """Observe nothing."""
+
+
+def is_elementwise(make_optimizer: MakeOptimizer) -> bool:
+    """Whether what ``make_optimizer`` makes is known to step every element by itself."""
+    return type(make_optimizer([nn.Parameter(torch.zeros(1))])) in ELEMENTWISE
+
+
+def check_elementwise(make_optimizer: MakeOptimizer, why: str) -> None:
+    """Raise BadInput unless the optimizer can be stepped in parts; ``why`` says what asks for it."""
+    made = make_optimizer([nn.Parameter(torch.zeros(1))])
+    if type(made) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise BadInput(
+            f"optimizer: {type(made).__name__} isn't known to step each element by itself, as {why} needs; {known} do"
+        )
+
+
+class StageOptimizer:
+    """One step over all weights: the full-precision ``masters``, their optimizer and its learning-rate schedule.
+
+    ``mixed`` says that gradients and weights outside have 16 bits; ``observed`` hears when memory is at its fullest.
+    """
+
+    offload = False
+
+    def __init__(
+        self,
+        masters: Sequence[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None,
+        mixed: bool,
+        observed: Callable[[], None],
+    ) -> None:
+        self._observed = observed
+        self.masters = list(masters)
+        self.mixed = mixed
+        self._optimizer = make_optimizer(self.masters) if self.masters else None
+        self._schedule = make_schedule(self._optimizer) if self._optimizer and make_schedule else None
+
+    @property
+    def parts(self) -> int:
+        """The number of steps that an update is made in."""
+        return 1 if self._optimizer else 0
+
+    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
+        """Step with ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
+        assert self._optimizer is not None, "otherwise there are no parts"
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            if gradient is not None and self.mixed:
+                gradient = gradient.to(master.dtype).mul_(1 / scale)
+            master.grad = gradient
+        self._optimizer.step()
+        if self.mixed:
+            for master, weight in zip(self.masters, weights, strict=True):
+                weight.copy_(master.data)
+        self._observed()
+        for master in self.masters:
+            master.grad = None
+
+    def finish(self) -> None:
+        """End an update: the schedule goes on."""
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
+        state = {} if self._optimizer is None else self._optimizer.state.get(self.masters[index], {})
+        return {key: value for key, value in state.items() if value is not None}
+
+    def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Let the optimizer remember ``state`` of the weight at ``index``, next to it."""
+        if self._optimizer is not None and state:
+            master = self.masters[index]
+            self._optimizer.state[master] = {key: self._at_home(key, x, master.device) for key, x in state.items()}
+
+    def _at_home(self, key: str, value: Any, home: torch.device) -> Any:
+        """Return an entry of the state where the optimizer wants it: a counter where it counts."""
+        assert self._optimizer is not None, "only optimizers have state"
+        group = self._optimizer.param_groups[0]
+        counts_there = group.get("capturable") or group.get("fused")
+        return value.to(home) if isinstance(value, Tensor) and (key != "step" or counts_there) else value
+
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield what the optimizer keeps, and whether it is in host memory for want of room on the device."""
+        for index, master in enumerate(self.masters):
+            yield master.data, False
+            if master.grad is not None:
+                yield master.grad, False
+            yield from ((value, False) for value in self.state_of(index).values() if _is_large(value))
+
+    @property
+    def groups(self) -> list[dict[str, Any]] | None:
+        """The optimizer's options as they are now, without weights; None for a stage that trains nothing."""
+        if self._optimizer is None:
+            return None
+        return [{key: x for key, x in group.items() if key != "params"} for group in self._optimizer.param_groups]
+
+    @property
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the learning-rate schedule, None without one."""
+        return None if self._schedule is None else self._schedule.state_dict()
+
+    def restore_rates(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
+        """Go on with the options and the schedule of another run's optimizer."""
+        if self._optimizer is not None and groups is not None:
+            for group, before in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(before)
+        if self._schedule is not None and schedule is not None:
+            self._schedule.load_state_dict(schedule)
+
+
+class BucketBuffers:
+    """Device memory for one bucket at a time, used again and again by all stages of a rank."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, device: torch.device, offset: int, size: int, room: int) -> Tensor:
+        """Return ``size`` elements from ``offset`` on of the buffer ``name``, made for ``room`` elements at least."""
+        key = name, dtype, device
+        if key not in self._tensors or self._tensors[key].numel() < room:
+            self._tensors.pop(key, None)
+            self._tensors[key] = torch.empty(room, dtype=dtype, device=device)
+        return self._tensors[key][offset : offset + size]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the buffers."""
+        yield from self._tensors.values()
+
+
+class BucketedOptimizer(StageOptimizer):
+    """The same in one step for each of ``buckets``; with ``offload`` masters of 16-bit weights and state on the host.
+
+    The optimizer must be elementwise. It sees the pieces of one bucket as its weights; what it remembers of them is
+    kept in tensors of the weights' shapes, so that no other bucket size makes a difference. Device memory beside
+    weights and gradient: one bucket of each thing that is on the host, and of the gradient in 32 bits.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None,
+        mixed: bool,
+        observed: Callable[[], None],
+        device: torch.device,
+        buckets: Sequence[Bucket],
+        offload: bool,
+        buffers: BucketBuffers,
+    ) -> None:
+        super().__init__(masters, make_optimizer, make_schedule, mixed, observed)
+        self.offload = offload
+        self._device = device
+        self._buckets = buckets
+        self._room = max((bucket.size for bucket in buckets), default=0)
+        self._buffers = buffers
+        self._state: list[dict[str, Any]] = [{} for _ in masters]
+        self._next: dict[int, dict[str, Any]] = {}  # counts, and what is new, of each weight after this update
+        groups = self._optimizer.param_groups if self._optimizer else []
+        self._group = {parameter: g for g, group in enumerate(groups) for parameter in group["params"]}
+        if offload and mixed:
+            for master in self.masters:
+                master.data = self._on_host(master.data)
+        for index, master in enumerate(self.masters):  # some optimizers begin with a state
+            self.restore_state(index, self._optimizer.state.pop(master, {}) if self._optimizer else {})
+
+    @property
+    def parts(self) -> int:
+        """The number of buckets."""
+        return len(self._buckets)
+
+    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
+        """Step bucket ``part`` with its part of ``gradients`` divided by ``scale``; see :class:`StageOptimizer`."""
+        assert self._optimizer is not None, "otherwise there are no buckets"
+        bucket = self._buckets[part]
+        offset = 0
+        stepped: list[tuple[Piece, int, nn.Parameter]] = []
+        for group in self._optimizer.param_groups:
+            group["params"] = []
+        self._optimizer.state.clear()
+        for piece in bucket.pieces:
+            gradient = gradients[piece.index]
+            master = self.masters[piece.index]
+            parameter = nn.Parameter(self._fetched("weights", piece.of(master.data), offset, self.mixed))
+            if gradient is not None:
+                found = piece.of(gradient if gradient.is_contiguous() else gradient.contiguous())
+                if self.mixed:
+                    copy = self._buffer("gradient", master.dtype, offset, piece.size)
+                    found = copy.copy_(found).mul_(1 / scale)
+                parameter.grad = found
+                state = self._fetched_state(piece, offset)
+                if state:
+                    self._optimizer.state[parameter] = state
+            self._optimizer.param_groups[self._group[master]]["params"].append(parameter)
+            stepped.append((piece, offset, parameter))
+            offset += piece.size
+        self._optimizer.step()
+        for piece, _, parameter in stepped:
+            master = self.masters[piece.index]
+            _returned(piece.of(master.data), parameter.data)
+            if self.mixed:
+                piece.of(weights[piece.index]).copy_(parameter.data)
+            self._keep(piece, self._optimizer.state.get(parameter, {}))
+        self._observed()
+
+    def _fetched_state(self, piece: Piece, offset: int) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key, value in self._state[piece.index].items():
+            if _is_large(value):
+                state[key] = self._fetched(key, piece.of(value), offset, True)
+            else:
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+        return state
+
+    def _keep(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Take back what the optimizer remembers of a piece; the next piece of the weight begins as this one did."""
+        kept, after = self._state[piece.index], self._next.setdefault(piece.index, {})
+        for key, value in state.items():
+            if value is None:
+                continue
+            if not _is_large(value):
+                after[key] = value
+                continue
+            if key not in kept and key not in after:
+                shape = self.masters[piece.index].shape
+                whole = torch.empty(shape, dtype=value.dtype, device=value.device if not self.offload else "meta")
+                after[key] = self._on_host(whole) if self.offload else whole
+            _returned(piece.of(kept[key] if key in kept else after[key]), value)
+
+    def finish(self) -> None:
+        """End an update: counts and the schedule go on."""
+        for index, after in self._next.items():
+            self._state[index].update(after)
+        self._next.clear()
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+        super().finish()
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """Return what the optimizer remembers of the weight at ``index``."""
+        return dict(self._state[index])
+
+    def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Let the optimizer remember ``state`` of the weight at ``index``."""
+        for key, value in state.items():
+            if _is_large(value):
+                shaped = value.view(self.masters[index].shape)
+                self._state[index][key] = self._on_host(shaped) if self.offload else shaped.to(self._device)
+            else:
+                self._state[index][key] = self._at_home(key, value, self._device)
+
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield what the optimizer keeps, and whether it is in host memory for want of room on the device."""
+        for master in self.masters:
+            yield master.data, self.offload and self.mixed
+        for state in (*self._state, *self._next.values()):
+            yield from ((value, self.offload) for value in state.values() if _is_large(value))
+        if self._optimizer is not None:  # one bucket of it while it is stepped, in the buffers but for the first time
+            states = self._optimizer.state.values()
+            if self.offload:
+                yield from ((x, False) for state in states for x in state.values() if _is_large(x))
+        yield from ((buffer, False) for buffer in self._buffers.tensors())
+
+    def _fetched(self, name: str, home: Tensor, offset: int, moves: bool) -> Tensor:
+        """Return ``home``, or its values in a buffer on the device where it isn't kept there."""
+        if not (self.offload and moves):
+            return home
+        return self._buffer(name, home.dtype, offset, home.numel()).copy_(home, non_blocking=True)
+
+    def _buffer(self, name: str, dtype: torch.dtype, offset: int, size: int) -> Tensor:
+        return self._buffers.take(name, dtype, self._device, offset, size, self._room)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy in host memory, which a GPU can read without the processor's help; of meta tensors the room."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+        return host if tensor.is_meta else host.copy_(tensor)
+
+
+def _returned(home: Tensor, value: Tensor) -> None:
+    """Bring ``value`` home unless it never left."""
+    if home.data_ptr() != value.data_ptr():
+        home.copy_(value, non_blocking=True)
+
+
+def _is_large(value: Any) -> bool:
+    """Whether an entry of an optimizer's state has an element for each of the weight's, and isn't a count."""
+    return isinstance(value, Tensor) and value.dim() > 0

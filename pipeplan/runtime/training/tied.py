@@ -1,0 +1,204 @@
+"""Weights that stages share: every stage has a copy of its own, and equal gradients keep the copies equal.
+
+Before an update the gradients of all copies, on whatever ranks, are added up, and each copy gets the sum. The copies
+begin equal, and their optimizers do the same with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import BadInput
+from ...problem import Chain
+from ..exchange.replica_sum import ChunkSum, Group, added
+from ..exchange.transport import exchanging
+from ..lowering.lowered_run import Script
+from ..measure.recorder import Recorder
+from ..model.network import tied_layers
+from ..model.spec import LoadedModel
+from .loss_scale import Scaling
+from .stage import StageModule
+from .state import own_layers
+
+Stages = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A trained weight that stages share: in each of them the layer that has it first, and its name there."""
+
+    places: Mapping[int, tuple[int, str]]
+
+    @property
+    def stages(self) -> Stages:
+        """The stages, in order."""
+        return tuple(sorted(self.places))
+
+    def copy_in(self, s: int, model: LoadedModel) -> nn.Parameter:
+        """Return the copy of stage ``s``, before any update of it."""
+        layer, name = self.places[s]
+        return model.layers[layer][1].get_parameter(name)
+
+
+def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
+    """Raise BadInput, naming the first difference, unless ``model`` shares weights as ``chain``, its profile, says.
+
+    Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers, but for
+    those that layers of a traced model only read.
+    """
+    found = tied_layers(model.layers)
+    known, real = _together(chain.tied), _together(found)
+    for one, other in found:
+        if known.get(one, one) != known.get(other, other):
+            raise BadInput(
+                f"model: {_layers(model, one, other)} share weights, which the plan's profile {chain.name} doesn't "
+                "say; profile the model again"
+            )
+    for one, other in chain.tied:
+        if real.get(one, one) != real.get(other, other):
+            raise BadInput(
+                f"model: {_layers(model, one, other)} share no weights; the plan's profile {chain.name} says they do"
+            )
+    stage_of = [sum(cut <= layer for cut in cuts) for layer in range(len(model.layers))]
+    first: dict[int, tuple[int, Tensor]] = {}  # storage -> who has it
+    for layer, (_, module) in enumerate(model.layers):
+        for tensor in (*module.parameters(), *(module.buffers() if model.traced is None else ())):
+            where, same = first.setdefault(tensor.untyped_storage()._cdata, (layer, tensor))
+            if stage_of[where] == stage_of[layer] or not tensor.numel():
+                continue
+            if same is not tensor or not isinstance(tensor, nn.Parameter):
+                what = "memory, but not one parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
+                raise BadInput(
+                    f"model: {_layers(model, where, layer)} share {what}; copies in stages {stage_of[where]} and "
+                    f"{stage_of[layer]} would not stay equal"
+                )
+
+
+def _layers(model: LoadedModel, one: int, other: int) -> str:
+    names = [model.layers[i][0] if i < len(model.layers) else "the loss" for i in (one, other)]
+    return f"layers {one} ({names[0]}) and {other} ({names[1]})"
+
+
+def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the first layer of those that each layer is connected with."""
+    first: dict[int, int] = {}
+    for pair in pairs:
+        ends = {first.get(layer, layer) for layer in pair}
+        first.update((layer, min(ends)) for layer in (*pair, *first) if first.get(layer, layer) in ends)
+    return first
+
+
+def ties_of(script: Script, model: LoadedModel) -> list[Tie]:
+    """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks."""
+    places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
+    for s in range(len(script.plan.allocation.stages)):
+        for i in own_layers(script, s, model):
+            for name, parameter in model.layers[i][1].named_parameters():
+                if parameter.requires_grad:
+                    places.setdefault(parameter, {}).setdefault(s, (i, name))
+    return [Tie(stages) for stages in places.values() if len(stages) > 1]
+
+
+def separated(script: Script, rank: int, model: LoadedModel) -> LoadedModel:
+    """Return ``model`` with stages of ``rank`` that share nothing: a later one has copies of its layers."""
+    layers = list(model.layers)
+    seen: set[nn.Parameter] = set()
+    for s in script.stages_of(rank):
+        own = own_layers(script, s, model)
+        modules = [layers[i][1] for i in own]
+        parameters = {parameter for module in modules for parameter in module.parameters()}
+        if parameters & seen:
+            for i, copy in zip(own, deepcopy(modules), strict=True):
+                layers[i] = layers[i][0], copy
+        seen |= parameters
+    traced = None if model.traced is None else model.traced.with_modules([module for _, module in layers])
+    return replace(model, layers=layers, traced=traced)
+
+
+def copies_added(script: Script, s: int, ties: Iterable[Tie]) -> int:
+    """Return how many gradients are added up, at most, for a weight of stage ``s``."""
+    replicas = [stage.replicas for stage in script.plan.allocation.stages]
+    return max([replicas[s], *(sum(replicas[x] for x in tie.stages) for tie in ties if s in tie.places)])
+
+
+def share_ties(
+    script: Script,
+    rank: int,
+    model: LoadedModel,
+    ties: Iterable[Tie],
+    groups: Mapping[Stages, Group],
+    masters: Mapping[nn.Parameter, Tensor],
+) -> None:
+    """Give all copies the weights, in full precision (``masters`` where there are any), of the first stage's."""
+    for tie in ties:
+        copies = [tie.copy_in(s, model) for s in script.stages_of(rank) if s in tie.places]
+        if not copies:
+            continue
+        value = masters.get(copies[0], copies[0].data).to(copies[0].device)
+        if tie.stages in groups:
+            with exchanging("the sharing of initial weights"):
+                dist.broadcast(value, script.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
+        for copy in copies:
+            masters.get(copy, copy.data).copy_(value)
+
+
+class TiedSums:
+    """Sums the gradients of ``ties`` over all their copies: those of the rank first, then over the ranks' group."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        ties: Iterable[Tie],
+        runners: Mapping[int, StageModule],
+        groups: Mapping[Stages, Group],
+        recorder: Recorder,
+        scaling: Scaling | None,
+    ) -> None:
+        self._runners, self._groups, self._recorder, self._scaling = runners, groups, recorder, scaling
+        self._own: list[tuple[Stages, list[tuple[int, int]]]] = []  # stages of a tie; which weight it is in its own
+        for tie in ties:
+            own = [(s, _index(runners[s], tie.copy_in(s, model))) for s in tie.stages if s in runners]
+            if own:
+                self._own.append((tie.stages, own))
+
+    def reduce(self, stages: Stages, version: int) -> None:
+        """Give all copies of the weights that some of ``stages`` share the sum of their gradients.
+
+        Every rank sums in the order of the ties, and so waits for no rank that waits for it.
+        """
+        if self._scaling is not None and self._scaling.skips:
+            return
+        for holders, own in self._own:
+            if not set(holders) <= set(stages):
+                continue
+            start = self._recorder.mark()
+            gradients = list(self._gradients(own))
+            total = gradients[0]
+            if len(gradients) > 1:
+                total.copy_(added(gradients))
+            if holders in self._groups:
+                flat = total.contiguous()
+                chunk = ChunkSum(flat.view(-1), self._groups[holders])
+                chunk.begin()
+                chunk.turn()
+                chunk.end()
+                if flat is not total:
+                    total.copy_(flat)
+            for gradient in gradients[1:]:
+                gradient.copy_(total)
+            self._recorder.note("REDUCE", own[-1][0], version, start)  # whose update comes first
+
+    def _gradients(self, own: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+        for s, index in own:
+            yield self._runners[s].versions.gradient(index)
+
+
+def _index(runner: StageModule, parameter: nn.Parameter) -> int:
+    index = runner.versions.place_of(parameter)
+    assert index is not None, "ties are of trained weights"
+    return index

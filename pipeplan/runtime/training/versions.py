@@ -1,0 +1,258 @@
+"""The weights of one stage in all the versions that are still needed, their gradient, and the optimizer.
+
+A version is a list of parameters of its own, put into the stage's modules before a pass that uses it; autograd keeps
+what a forward used, so passes of several versions can be in flight. Parameters of a version share storage with the
+optimizer's until an update would overwrite weights that are still needed; then the update works on a copy. Versions of
+16 bits are copies of what the optimizer works on. Device memory: needed versions, one gradient, the optimizer's state.
+
+With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
+version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
+the forward but looks them up (see ``renewal``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..device import CPU
+from .buckets import Bucket, FlatGradient, cut_into_buckets
+from .optimizers import MakeOptimizer, MakeSchedule
+from .stage_optimizer import BucketBuffers, BucketedOptimizer, StageOptimizer, nothing
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a stage keeps its weights, gradient and optimizer state.
+
+    ``masters`` has the 32-bit values of 16-bit weights. ``bucket`` is the number of parameters that are stepped at a
+    time, None for all; with ``offload`` what is not being stepped stays in host memory. ``flat`` gradients can be
+    summed over replicas in chunks; weights ``tied`` to other stages', which are summed otherwise, come last.
+    ``observed`` hears when memory is at its fullest.
+    """
+
+    masters: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    bucket: int | None = None
+    offload: bool = False
+    flat: bool = False
+    tied: Collection[nn.Parameter] = ()
+    buffers: BucketBuffers = field(default_factory=BucketBuffers)
+    observed: Callable[[], None] = nothing
+
+
+class Versions:
+    """Weight versions of the trainable parameters of ``modules``; version ``first`` is what they hold now.
+
+    ``uses`` counts the passes that each version will serve: a version that has served them all, and is not the newest,
+    gives its storage back for the next one. Tied parameters stay tied. Frozen ones are left alone.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        uses: Counter[int],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None = None,
+        first: int = 0,
+        shared: bool = False,
+        keeping: Keeping | None = None,
+    ) -> None:
+        keeping = keeping or Keeping()
+        slots: dict[tuple[nn.Module, str], nn.Parameter] = {}  # a module may stand in the stage twice
+        for module in modules:
+            for owner in module.modules():
+                for name, parameter in owner._parameters.items():
+                    if parameter is None or not parameter.requires_grad:
+                        continue
+                    slots[owner, name] = parameter
+        tied = set(keeping.tied)
+        leaves = sorted(dict.fromkeys(slots.values()), key=lambda leaf: leaf in tied)
+        index = {leaf: place for place, leaf in enumerate(leaves)}
+        if keeping.bucket is not None:
+            for leaf in leaves:
+                leaf.data = leaf.data.contiguous()  # so that pieces of it are views
+        self._slots = [(owner, name, index[leaf]) for (owner, name), leaf in slots.items()]
+        self._uses = Counter(uses)
+        if shared:  # so that storages tell weights apart
+            for leaf in leaves:
+                if leaf.untyped_storage().nbytes() != leaf.nbytes:
+                    leaf.data = leaf.data.clone()
+        self._shared = leaves if shared else None
+        self._leaves = {first: [nn.Parameter(leaf.data) for leaf in leaves] if shared else leaves}
+        self._newest = self._installed = first
+        self._places: dict[int, int] | None = None
+        device = leaves[0].device if leaves else CPU
+        self._mixed = bool(keeping.masters)
+        home = CPU if keeping.offload else device
+        masters = [nn.Parameter(keeping.masters[x].to(home) if self._mixed else x.data) for x in leaves]
+        self._masters = masters
+        self._spare: list[list[Tensor]] = []
+        self.own = sum(leaf not in tied for leaf in leaves)  # weights that no other stage has, which come first
+        self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket, len(leaves) - self.own)
+        self.optimizer = (
+            StageOptimizer(masters, make_optimizer, make_schedule, self._mixed, keeping.observed)
+            if keeping.bucket is None or not leaves
+            else BucketedOptimizer(
+                masters,
+                make_optimizer,
+                make_schedule,
+                self._mixed,
+                keeping.observed,
+                device,
+                self.buckets,
+                keeping.offload,
+                keeping.buffers,
+            )
+        )
+        self.flat = FlatGradient(leaves) if keeping.flat else None
+        self._gradients: list[Tensor | None] = [None] * len(leaves)
+        self._clear_gradients()
+        self._next: list[Tensor] = []  # storage of the version that is being made
+        self.most = 1  # versions that were live at once
+
+    def install(self, version: int) -> None:
+        """Put ``version`` into the modules. By assignment, which modules that keep lists of their weights notice."""
+        if version == self._installed:
+            return
+        leaves = self._leaves[version]
+        if self._shared is None:
+            for owner, name, index in self._slots:
+                setattr(owner, name, leaves[index])
+        else:
+            for shared, leaf in zip(self._shared, leaves, strict=True):
+                shared.data = leaf.data
+        self._installed = version
+        self._places = None
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The index of the parameter that the modules have now in each storage."""
+        if self._places is None:
+            self._places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(self.installed)}
+        return self._places
+
+    @property
+    def installed(self) -> Sequence[nn.Parameter]:
+        """The parameters that the modules have now."""
+        return self._leaves[self._installed] if self._shared is None else self._shared
+
+    def storages(self) -> set[int]:
+        """Return the identities of the storages of all live versions."""
+        return {leaf.untyped_storage()._cdata for leaves in self._leaves.values() for leaf in leaves}
+
+    def attach_gradient(self, version: int) -> None:
+        """Let backward passes through ``version`` add to the stage's one gradient."""
+        for leaf, gradient in zip(self._shared or self._leaves[version], self._gradients, strict=True):
+            leaf.grad = gradient
+
+    def detach_gradient(self, version: int) -> None:
+        """Take the gradient back from ``version``."""
+        for index, leaf in enumerate(self._shared or self._leaves[version]):
+            self._gradients[index] = leaf.grad
+            leaf.grad = None
+
+    def released(self, version: int) -> None:
+        """Count one pass of ``version`` as over."""
+        self._uses[version] -= 1
+        if not self._uses[version] and version != self._newest:
+            self._spare.append([leaf.data for leaf in self._leaves.pop(version)])
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the accumulated gradient; None where no pass has made any, but in a flat one."""
+        return self._gradients
+
+    def gradient(self, index: int) -> Tensor:
+        """Return the accumulated gradient of the weight at ``index``, to be changed; zeros where there was none."""
+        found = self._gradients[index]
+        if found is None:
+            found = self._gradients[index] = torch.zeros_like(self._leaves[self._newest][index])
+        return found
+
+    def begin_update(self) -> None:
+        """Find room for a new version: the newest one's own, or another if its passes aren't over."""
+        newest = self._leaves[self._newest]
+        self._next = [leaf.data for leaf in newest]
+        if self._uses[self._newest] > 0:
+            self._next = self._spare.pop() if self._spare else [torch.empty_like(leaf.data) for leaf in newest]
+            if not self._mixed:
+                for master, storage in zip(self._masters, self._next, strict=True):
+                    storage.copy_(master.data)
+                    master.data = storage
+
+    def step(self, part: int, scale: float = 1.0) -> None:
+        """Make one of the optimizer's parts of the new version from the gradient divided by ``scale``."""
+        self.optimizer.step(part, self._gradients, scale, self._next)
+
+    def end_update(self, version: int) -> None:
+        """Let what has been made be ``version``; the gradient is gone afterwards."""
+        self.optimizer.finish()
+        self._clear_gradients()
+        if self._uses[self._newest] > 0:
+            self._leaves[version] = [nn.Parameter(storage) for storage in self._next]
+            self._newest = version
+        else:
+            self._rename(version)
+        self._next = []
+        self.most = max(self.most, len(self._leaves))
+
+    def update(self, version: int, scale: float = 1.0) -> None:
+        """Make ``version`` from the newest one and the gradient divided by ``scale``, which is gone afterwards."""
+        self.begin_update()
+        for part in range(self.optimizer.parts):
+            self.step(part, scale)
+        self.end_update(version)
+
+    def skip_update(self, version: int) -> None:
+        """Let the newest version be ``version`` as well, and forget the gradient: nothing else changes."""
+        assert not self._uses[self._newest], "updates are skipped where the pipeline is empty"
+        self._clear_gradients()
+        self._rename(version)
+
+    def _rename(self, version: int) -> None:
+        old = self._newest
+        self._leaves[version] = self._leaves.pop(old)
+        self._installed = version if self._installed == old else self._installed
+        self._newest = version
+
+    def _clear_gradients(self) -> None:
+        if self.flat is None:
+            self._gradients = [None] * len(self._masters)
+        else:
+            self.flat.clear()
+            self._gradients = list(self.flat.views)
+
+    def install_newest(self) -> None:
+        """Put the newest version into the modules, where the run's result is read."""
+        self.install(self._newest)
+
+    def place_of(self, parameter: nn.Parameter) -> int | None:
+        """Return the index of a weight of the version that is installed, None for a frozen one."""
+        for index, leaf in enumerate(self.installed):
+            if leaf is parameter:
+                return index
+        return None
+
+    def master(self, index: int) -> Tensor:
+        """Return the weight at ``index`` as the optimizer has it: the newest version's, in full precision."""
+        return self._masters[index].data
+
+    def take_masters(self) -> None:
+        """Give the newest version, if it has 16 bits, the values of the full-precision weights."""
+        if self._mixed:
+            for leaf, master in zip(self._leaves[self._newest], self._masters, strict=True):
+                leaf.data.copy_(master.data)
+
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield all weights, gradients and optimizer state, and whether they are in host memory for want of room."""
+        for leaves in self._leaves.values():
+            yield from ((leaf.data, False) for leaf in leaves)
+        for leaves in [*self._leaves.values(), *([] if self._shared is None else [self._shared])]:
+            yield from ((leaf.grad, False) for leaf in leaves if leaf.grad is not None)
+        for storages in (*self._spare, self._next):
+            yield from ((storage, False) for storage in storages)
+        yield from ((gradient, False) for gradient in self._gradients if gradient is not None)
+        yield from self.optimizer.tensors()

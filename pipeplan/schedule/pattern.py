@@ -1,0 +1,140 @@
+"""What a periodic pattern holds: microbatches in flight, and the memory of each device in the steady state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..cost import memory_model
+from ..cost.stage_graph import StageGraph, versions_of_first
+from ..integers import ceil_div
+from ..plan import Pattern, TimedOp
+from ..problem import Platform
+
+# --- in flight and memory -------------------------------------------------------------------------------------------
+
+
+def starts_of(pattern: Pattern) -> list[int]:
+    """Return the absolute starts of a pattern's operations in path order."""
+    return [op.start_ns for op in pattern.operations]
+
+
+def make_pattern(graph: StageGraph, starts: Sequence[int], period: int) -> Pattern:
+    """Return the pattern of ``graph`` with ``starts`` (ns, in path order)."""
+    return Pattern(
+        period,
+        tuple(
+            TimedOp(op.kind, op.stage, start, op.duration_ns)
+            for op, start in zip(graph.operations, starts, strict=True)
+        ),
+    )
+
+
+def one_at_a_time(graph: StageGraph) -> Pattern:
+    """Return the pattern that starts a microbatch when the one before has left; valid when any pattern is."""
+    starts = [0]
+    for op in graph.operations[:-1]:
+        starts.append(starts[-1] + op.duration_ns)
+    return make_pattern(graph, starts, max(graph.path_ns, graph.period_floor_ns))
+
+
+def in_flight(graph: StageGraph, starts: Sequence[int], period: int, stage: int, at: int) -> int:
+    """Return how many microbatches of ``stage`` one replica holds at the absolute time ``at`` of the steady state.
+
+    Held from the start of F to the end of B; at equal instants releases come before acquisitions.
+    """
+    step = graph.resources[graph.stages[stage].resource].replicas * period
+    begin = starts[graph.position["F", stage]]
+    last = graph.position["B", stage]
+    end = starts[last] + graph.operations[last].duration_ns
+    return (at - begin) // step - (at - end) // step
+
+
+def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int:
+    """Return d: the most microbatches in flight at any stage over all its replicas; 2bw must accumulate as many."""
+    return max(
+        ceil_div(
+            starts[graph.position["B", s]] + stage.backward_ns - starts[graph.position["F", s]],
+            period,
+        )
+        for s, stage in enumerate(graph.stages)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Memory of one device in the steady state, in bytes; ``in_flight`` has one count for each stage on it."""
+
+    memory_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    in_flight: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Weights, activations at the worst instant, and buffers."""
+        return self.weights_bytes + self.activation_bytes + self.buffer_bytes
+
+
+def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource: int) -> DeviceUse:
+    """Return the memory of each device of a group under the pattern (ALGORITHMS section 3).
+
+    Peaks occur at forward starts, and at backward starts of stages that recompute.
+    """
+    stages = graph.stages_on(resource)
+    weights = buffers = 0
+    counts = []
+    needed = versions_of_first(graph, in_flight(graph, starts, period, 0, starts[graph.position["F", 0]]))
+    for s in stages:
+        stage = graph.stages[s]
+        count = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
+        counts.append(count)
+        weights += memory_model.weights_bytes(
+            graph.policy, stage.weight_bytes, stage.parameters, count, graph.resources[resource].replicas, needed
+        )
+        buffers += stage.buffer_bytes
+    instants = [starts[graph.position["F", s]] for s in stages]
+    instants += [
+        starts[graph.position["B", s]] for s in stages if graph.stages[s].peak_bytes > graph.stages[s].kept_bytes
+    ]
+    step = graph.resources[resource].replicas * period
+    activation = 0
+    for at in instants:
+        held = 0
+        for s in stages:
+            stage = graph.stages[s]
+            held += in_flight(graph, starts, period, s, at) * stage.kept_bytes
+            if (at - starts[graph.position["B", s]]) % step < max(1, stage.backward_ns):
+                held += stage.peak_bytes - stage.kept_bytes
+        activation = max(activation, held)
+    memory = graph.resources[resource].memory_bytes
+    assert memory is not None, "links hold nothing"
+    return DeviceUse(memory, weights, activation, buffers, tuple(counts))
+
+
+def memory_fits(graph: StageGraph, starts: Sequence[int], period: int) -> bool:
+    """Whether every device group stays within its memory."""
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            use = resource_use(graph, starts, period, index)
+            if use.peak_bytes > use.memory_bytes:
+                return False
+    return True
+
+
+def device_uses(graph: StageGraph, starts: Sequence[int], period: int, platform: Platform) -> list[DeviceUse]:
+    """Return the memory of every device of the platform; unused devices hold nothing."""
+    uses = [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            use = resource_use(graph, starts, period, index)
+            for d in resource.devices:
+                uses[d] = DeviceUse(
+                    platform.devices[d].memory_bytes,
+                    use.weights_bytes,
+                    use.activation_bytes,
+                    use.buffer_bytes,
+                    use.in_flight,
+                )
+    return uses

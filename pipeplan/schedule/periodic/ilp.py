@@ -1,0 +1,337 @@
+"""The best periodic pattern of any assignment of stages to devices, by integer linear programming (ALGORITHMS 6).
+
+Everything is divided by the period: with the frequency f = 1/T and X_v = start_v / T, the rules of a pattern are linear
+in f, X and the integer heights K, in-flight counts are linear in K, and no big constants are needed. The solver only
+chooses K; ``retime`` then computes period and starts exactly, and memory is checked again on integers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from math import ceil, lcm
+from typing import Any, Literal
+
+from ...cost import memory_model
+from ...cost.group_bound import device_bytes, group_bound, group_counts
+from ...cost.stage_graph import StageGraph
+from ...errors import PipeplanError
+from ...integers import ceil_div
+from ...plan import Pattern
+from ..pattern import memory_fits, one_at_a_time, starts_of
+from .retime import Order, retime
+
+Solver = Literal["cbc", "highs"]
+IlpStatus = Literal["optimal", "infeasible", "cutoff", "time limit", "unproved"]
+
+OBJECTIVE_SCALE = 1e4  # CBC drops improvements below 1e-5, which is a lot for a frequency in (0, 1]
+TOLERANCE = 1e-6  # what a solver's arithmetic is trusted to, relative; also the margin of the second attempt
+
+
+@dataclass(frozen=True, slots=True)
+class IlpResult:
+    """A pattern or None, why, and a lower bound (ns) on the period of every valid pattern of the graph.
+
+    ``optimal``: no pattern is shorter by more than the solver's tolerance (1e-6). ``infeasible``: no pattern at any
+    period. ``cutoff``: none below the cutoff. ``time limit``: stopped; the pattern, if any, is the best so far.
+    ``unproved``: rounding in the solver cost the proof; the pattern, if any, is valid all the same.
+    """
+
+    pattern: Pattern | None
+    status: IlpStatus
+    lower_bound_ns: int
+
+
+def schedule_ilp(
+    graph: StageGraph,
+    *,
+    solver: Solver = "cbc",
+    time_limit_s: float = 60,
+    cutoff_period_ns: int | None = None,
+    lower_bound_ns: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> IlpResult:
+    """Return the pattern of ``graph`` with the shortest period, by CBC (bundled with PuLP) or HiGHS (``highspy``).
+
+    Exact for any assignment of stages to devices, with replicas, recomputation, every weight policy and full-duplex
+    links, among 1-periodic schedules; exponential in the operations that share a device. Only periods below
+    ``cutoff_period_ns`` count; ``lower_bound_ns`` is a bound that the caller knows. Single-threaded, and deterministic
+    unless the time limit strikes. Raises PipeplanError when ``solver`` is not installed.
+    """
+    low = group_bound(graph)
+    if low is None:
+        return IlpResult(None, "infeasible", graph.period_floor_ns)
+    low = bound = max(low, lower_bound_ns or 0)
+    sequential = one_at_a_time(graph)
+    high = sequential.period_ns if cutoff_period_ns is None else min(sequential.period_ns, cutoff_period_ns - 1)
+    best = sequential if sequential.period_ns <= high else None
+    left = float(time_limit_s)
+    for margin in (0.0, TOLERANCE):
+        if low > high:
+            break
+        model = _Model.of(graph, low, high, margin)
+        if progress:
+            progress(f"{solver}: {len(graph.operations)} operations, {len(model.heights)} orders to choose")
+        answer = model.solve(solver, left)
+        left -= answer.seconds
+        if not margin:  # the second model is narrower: it proves nothing
+            bound = max(bound, min(high + 1, answer.bound_ns))
+        pattern = None if answer.order is None else retime(graph, answer.order, 1 if margin else 0)
+        if pattern is not None and pattern.period_ns <= high and _fits(graph, pattern):
+            best = pattern
+        target = high + 1 if best is None else best.period_ns
+        bound = min(bound, target)
+        if bound >= target * (1 - 2 * TOLERANCE):
+            break
+        if left <= 0 or not answer.proved:
+            return IlpResult(best, "time limit", bound)
+    else:
+        return IlpResult(best, "unproved", bound)
+    return IlpResult(best, "cutoff" if best is None else "optimal", bound)
+
+
+def _fits(graph: StageGraph, pattern: Pattern) -> bool:
+    return memory_fits(graph, starts_of(pattern), pattern.period_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the solver said: an order or None, whether its search ended, and what period no pattern can beat."""
+
+    order: Order | None
+    proved: bool
+    bound_ns: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The program in PuLP's terms; ``f`` counts in units of 1 / ``unit_ns``, so that it lies in (0, 1]."""
+
+    graph: StageGraph
+    problem: Any
+    f: Any
+    x: list[Any]
+    heights: dict[tuple[int, int], Any]
+    unit_ns: int
+
+    @staticmethod
+    def of(graph: StageGraph, low: int, high: int, margin: float) -> _Model:
+        """Return the model for periods in [low, high].
+
+        ``margin`` lengthens every operation by that part of ``low`` and takes that part of every memory away, which
+        keeps orders that only rounding allows out.
+        """
+        import pulp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
+            f = pulp.LpVariable("f", low / high * (1 - TOLERANCE), 1)
+            x = [pulp.LpVariable(f"x{v}", 0) for v in range(len(graph.operations))]
+            heights = {
+                (u, v): pulp.LpVariable(f"k{u}_{v}", least, most, pulp.LpInteger)
+                for (u, v), (least, most) in _height_bounds(graph, low, high).items()
+            }
+            model = _Model(graph, pulp.LpProblem("pattern", pulp.LpMaximize), f, x, heights, low)
+            model.problem.setObjective(OBJECTIVE_SCALE * f)
+            model.add_path(margin)
+            model.add_exclusivity(margin)
+            model.add_memory(margin)
+            model.add_updates()
+            model.add_nesting()
+            model.add_triangles()
+        return model
+
+    def height(self, u: int, v: int) -> Any:
+        """Return K_uv, which is 1 - K_vu."""
+        return self.heights[u, v] if u < v else 1 - self.heights[v, u]
+
+    def duration(self, v: int, margin: float) -> Any:
+        """Return d_v f: the part of a period that operation v takes."""
+        return (self.graph.operations[v].duration_ns / self.unit_ns + margin) * self.f
+
+    def add_path(self, margin: float) -> None:
+        """Each operation waits for the one before it, and never for more than R periods: R more are never needed."""
+        slack = lcm(*(resource.replicas for resource in self.graph.resources))
+        self.problem.addConstraint(self.x[0] == 0)
+        for v in range(len(self.x) - 1):
+            step = self.x[v + 1] - self.x[v] - self.duration(v, margin)
+            self.problem.addConstraint(step >= 0)
+            self.problem.addConstraint(step <= slack)
+
+    def add_exclusivity(self, margin: float) -> None:
+        """Moved by K_uv of their resource's periods, v starts after u ends and ends before u starts again."""
+        for (u, v), height in self.heights.items():
+            replicas = self.graph.resources[self.graph.operations[u].resource].replicas
+            gap = self.x[v] - self.x[u] + replicas * height
+            self.problem.addConstraint(gap >= self.duration(u, margin))
+            self.problem.addConstraint(gap <= replicas - self.duration(v, margin))
+
+    def in_flight(self, q: int, at: int) -> Any:
+        """Return how many microbatches of stage q its replica holds when operation ``at`` of its device starts."""
+        forward, backward = self.graph.position["F", q], self.graph.position["B", q]
+        if at in (forward, backward):
+            return self.height(backward, forward)
+        return self.height(backward, at) - self.height(forward, at)
+
+    def add_memory(self, margin: float) -> None:
+        """At the start of each forward, and of each backward that recomputes, a device holds at most its memory."""
+        import pulp
+
+        graph = self.graph
+        for index, resource in enumerate(graph.resources):
+            if resource.memory_bytes is None:
+                continue
+            stages = graph.stages_on(index)
+            fixed, versions = 0, pulp.LpAffineExpression()
+            for s in stages:
+                stage = graph.stages[s]
+                none, one = (
+                    memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
+                    for kept in (0, 1)
+                )
+                fixed += none + stage.buffer_bytes
+                if not memory_model.versions_grow(graph.policy):
+                    fixed += (one - none) * memory_model.versions(graph.policy, 1)
+                elif one > none:
+                    versions += (one - none) / resource.memory_bytes * self.versions(s)
+            room = 1 - margin - fixed / resource.memory_bytes
+            for s in stages:
+                transient = graph.stages[s].peak_bytes - graph.stages[s].kept_bytes
+                instants = [(graph.position["F", s], 0)]
+                if transient:
+                    instants.append((graph.position["B", s], transient))
+                for at, extra in instants:
+                    kept = [(q, graph.stages[q].kept_bytes / resource.memory_bytes) for q in stages]
+                    held = pulp.lpSum(part * self.in_flight(q, at) for q, part in kept)
+                    self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
+
+    def versions(self, s: int) -> Any:
+        """Return the weight versions of stage s, where they follow what is in flight: see :func:`costs.versions`.
+
+        Where they grow by one with each microbatch of the stage it is an expression, else a variable.
+        """
+        import pulp
+
+        graph, policy = self.graph, self.graph.policy
+        makers = sorted({0, s}) if policy.vertical_sync else [s]
+        counts = []
+        for q in makers:
+            replicas = graph.resources[graph.stages[q].resource].replicas
+            counts.append((replicas, policy.update_interval(replicas), self.in_flight(q, graph.position["F", q])))
+        replicas, interval, count = counts[0]
+        if len(counts) == 1 and replicas == interval:
+            return count + memory_model.versions(policy, 1, replicas) - 1
+        kept = pulp.LpVariable(f"versions{s}", lowBound=1, cat="Integer")
+        for replicas, interval, count in counts:
+            self.problem.addConstraint(interval * kept >= replicas * count - 1 + interval)
+        return kept
+
+    def add_updates(self) -> None:
+        """Updates of 2bw: at most ``accumulate`` microbatches are in flight at the first stage, so at any."""
+        policy = self.graph.policy
+        if policy.weights == "2bw" and policy.accumulate is not None:
+            self.problem.addConstraint(self.x[-1] + self.duration(len(self.x) - 1, 0) <= policy.accumulate)
+
+    def add_nesting(self) -> None:
+        """A stage holds what later ones hold (implied; not so where a later stage has fewer replicas)."""
+        graph = self.graph
+        for s in range(len(graph.stages) - 1):
+            here, there = (graph.resources[graph.stages[q].resource].replicas for q in (s, s + 1))
+            if here <= there:
+                one, other = (self.in_flight(q, graph.position["F", q]) for q in (s, s + 1))
+                self.problem.addConstraint(one >= other)
+
+    def add_triangles(self) -> None:
+        """Three operations of one resource follow each other in one of two cyclic orders (implied; helps the bound)."""
+        for indices in self.graph.on_resource:
+            for i, j, k in combinations(indices, 3):
+                turn = self.height(i, j) + self.height(j, k) + self.height(k, i)
+                self.problem.addConstraint(turn >= 1)
+                self.problem.addConstraint(turn <= 2)
+
+    def solve(self, solver: Solver, time_limit_s: float) -> _Answer:
+        """Return what ``solver`` finds within the time limit."""
+        import pulp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
+            try:
+                self.problem.solve(_SOLVERS[solver](pulp, max(0.01, time_limit_s)))
+            except pulp.PulpSolverError as error:
+                raise PipeplanError(f"the solver {solver} failed: {error}") from error
+        seconds = float(self.problem.solutionTime)
+        if self.problem.status == pulp.LpStatusInfeasible:
+            return _Answer(None, True, 2**62, seconds)
+        # PuLP's status calls a search that the clock ended "Optimal"; only sol_status tells, and the clock itself
+        status = self.problem.sol_status
+        proved = status == pulp.LpSolutionOptimal and seconds < time_limit_s
+        found = status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and self.f.value()
+        order = {pair: round(k.value() or 0) for pair, k in self.heights.items()} if found else None
+        frequency = 1.0
+        if proved:
+            frequency = self.f.value()
+        elif solver == "highs":
+            frequency = min(1.0, -self.problem.solverModel.getInfo().mip_dual_bound / OBJECTIVE_SCALE)
+        return _Answer(order, proved, ceil(self.unit_ns / frequency * (1 - TOLERANCE)), seconds)
+
+
+def _cbc(pulp: Any, time_limit_s: float) -> Any:
+    seeds = ["randomSeed 1", "randomCbcSeed 1"]
+    # no threads option: CBC is single-threaded without it, and with "threads 1" now and then waits 10 s for itself
+    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=0, gapAbs=0, options=seeds)
+    if not solver.available():
+        raise PipeplanError("the solver CBC, which PuLP 3 brings along, does not run on this machine; choose highs")
+    return solver
+
+
+def _highs(pulp: Any, time_limit_s: float) -> Any:
+    solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0, gapAbs=TOLERANCE, random_seed=1)
+    if not solver.available():
+        raise PipeplanError("the solver HiGHS is not installed: pip install highspy, or choose cbc")
+    return solver
+
+
+_SOLVERS = {"cbc": _cbc, "highs": _highs}
+
+
+def _height_bounds(graph: StageGraph, low: int, high: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the least and most value of each height K_uv that a shortest pattern with a period in [low, high] needs.
+
+    While a microbatch stays at a stage that memory limits to N in flight, less than N periods of the stage pass.
+    """
+    slack = lcm(*(resource.replicas for resource in graph.resources))
+    last = len(graph.operations) - 1
+    fewest, _ = group_counts(graph, high)
+    whole = ceil(graph.path_ns / low) + last * slack + 1
+    if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
+        whole = graph.policy.accumulate
+    stays = [(0, last, whole)]  # (first operation, last operation, periods T)
+    for s, stage in enumerate(graph.stages):
+        replicas = graph.resources[stage.resource].replicas
+        most = _most_in_flight(graph, s, fewest, ceil_div(whole, replicas))
+        stays.append((graph.position["F", s], graph.position["B", s], replicas * most))
+    bounds = {}
+    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
+        for u, v in combinations(indices, 2):
+            between = sum(op.duration_ns for op in graph.operations[u + 1 : v])
+            periods = ceil(between / low) + (v - u) * slack + 1
+            periods = min(periods, *(most for first, final, most in stays if first <= u and v <= final))
+            bounds[u, v] = 1 - ceil_div(periods, resource.replicas), 0
+    for s in range(len(graph.stages)):
+        pair = graph.position["F", s], graph.position["B", s]
+        bounds[pair] = bounds[pair][0], 1 - fewest[s]
+    return bounds
+
+
+def _most_in_flight(graph: StageGraph, stage: int, fewest: list[int], limit: int) -> int:
+    """Return how many microbatches of ``stage``, up to ``limit``, fit its device with the others at their fewest."""
+    resource = graph.stages[stage].resource
+    memory = graph.resources[resource].memory_bytes
+    assert memory is not None, "stages are on devices"
+    counts = [*fewest]
+    while counts[stage] < limit and device_bytes(graph, resource, counts) <= memory:
+        counts[stage] += 1
+    return counts[stage] if device_bytes(graph, resource, counts) <= memory else max(counts[stage] - 1, fewest[stage])

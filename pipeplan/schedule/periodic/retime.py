@@ -1,0 +1,116 @@
+"""The exact finish of a schedule: from the order of the operations alone to the smallest integer period and its starts.
+
+An order says, for each pair u < v of operations (in path order) of one resource, by how many of the resource's periods
+v is moved to come right after u: the height K_uv <= 0 of ALGORITHMS section 6, with K_vu = 1 - K_uv. Once it is fixed,
+the smallest period is a maximum cycle ratio, and the starts are longest paths. All arithmetic is on integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...cost.stage_graph import StageGraph
+from ...plan import Pattern
+from ..pattern import make_pattern
+
+Order = Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Precedence:
+    """``start[after] - start[before] >= gap_ns - height * period``."""
+
+    before: int
+    after: int
+    gap_ns: int
+    height: int
+
+
+def retime(graph: StageGraph, order: Order, separation_ns: int = 0) -> Pattern | None:
+    """Return the pattern with ``order`` of the smallest period, every operation as early as that period allows.
+
+    None when no period allows the order. The pattern obeys path, exclusivity, synchronisation and the policy's
+    ``accumulate``; memory depends on the order alone and is not looked at. (Where an operation takes no time, starts
+    may coincide and the order be lost; ``separation_ns`` 1 keeps them apart.) Exact: the period is the maximum cycle
+    ratio, rounded up; see :func:`smallest_period_of`.
+    """
+    rules = precedences(graph, order, separation_ns)
+    found = smallest_period_of(len(graph.operations), rules, max(1, graph.period_floor_ns))
+    return None if found is None else make_pattern(graph, found[1], found[0])
+
+
+def order_of(graph: StageGraph, starts: Sequence[int], period: int) -> dict[tuple[int, int], int]:
+    """Return the order of a valid pattern: the heights of all pairs of operations that share a resource."""
+    order = {}
+    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
+        step = resource.replicas * period
+        for i, u in enumerate(indices):
+            for v in indices[i + 1 :]:
+                order[u, v] = -((starts[v] - starts[u] - graph.operations[u].duration_ns) // step)
+    return order
+
+
+def precedences(graph: StageGraph, order: Order, separation_ns: int = 0) -> list[Precedence]:
+    """Return the rules of a valid pattern with ``order``, memory aside."""
+    duration = [op.duration_ns for op in graph.operations]
+    rules = [Precedence(v, v + 1, duration[v], 0) for v in range(len(duration) - 1)]
+    for (u, v), height in order.items():
+        replicas = graph.resources[graph.operations[u].resource].replicas
+        rules.append(Precedence(u, v, max(duration[u], separation_ns), replicas * height))
+        rules.append(Precedence(v, u, max(duration[v], separation_ns), replicas * (1 - height)))
+    if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
+        # the first stage holds a microbatch longest; at most ``accumulate`` of them are in flight
+        rules.append(Precedence(len(duration) - 1, 0, duration[-1], graph.policy.accumulate))
+    return rules
+
+
+def smallest_period_of(count: int, rules: Iterable[Precedence], lowest_ns: int) -> tuple[int, list[int]] | None:
+    """Return the smallest integer period at least ``lowest_ns`` that satisfies ``rules``, and the earliest starts.
+
+    Operation 0 starts at 0 and every other must be bound to it by a path of rules. None when no period will do.
+    Newton's method on the cycle ratio (sum of gaps over sum of heights): as long as a cycle of positive length remains
+    at the period, its ratio, rounded up, is the next period. Exact; each round costs O(count * rules).
+    """
+    rules = list(rules)
+    period = lowest_ns
+    while True:
+        weighted = [(r.before, r.after, r.gap_ns - r.height * period, i) for i, r in enumerate(rules)]
+        starts, cycle = _longest_paths(count, weighted)
+        if not cycle:
+            return period, starts
+        gap = sum(rules[i].gap_ns for i in cycle)
+        height = sum(rules[i].height for i in cycle)
+        if height <= 0:
+            return None  # longer periods don't shorten this cycle
+        period = -(-gap // height)
+
+
+def _longest_paths(count: int, edges: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int]]:
+    """Return (longest path from node 0 to each node, []), or (anything, the labels of a cycle of positive length).
+
+    Edges are (from, to, length, label). Bellman-Ford.
+    """
+    unreached = -(10**30)
+    longest = [0] + [unreached] * (count - 1)
+    entered: list[tuple[int, int]] = [(-1, -1)] * count  # (previous node, label of the edge taken)
+    changed = 0
+    for _ in range(count + 1):
+        changed = -1
+        for u, v, length, label in edges:
+            if longest[u] > unreached and longest[u] + length > longest[v]:
+                longest[v] = longest[u] + length
+                entered[v] = (u, label)
+                changed = v
+        if changed < 0:
+            return longest, []
+    node = changed
+    for _ in range(count):  # walk back far enough to be on the cycle
+        node = entered[node][0]
+    cycle = []
+    at = node
+    while True:
+        at, label = entered[at]
+        cycle.append(label)
+        if at == node:
+            return longest, cycle

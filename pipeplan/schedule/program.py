@@ -1,0 +1,310 @@
+"""Program: what each device and link does, in order; what unrolling a pattern or any other schedule gives.
+
+Simulator and runtime know programs only. A lane is the work of one device or one link: in a fixed order, or decided
+while the program runs by the lane's rule. That is all that a program says; times come from the simulator or from the
+real machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal
+
+from ..cost.stage_graph import StageGraph
+from ..plan import Pattern
+from .pattern import starts_of
+
+StepKind = Literal["F", "B", "W", "SEND_F", "SEND_B"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """One operation on one microbatch; ``position`` is its index in the program's operations.
+
+    A backward that covers several microbatches is the step of the last of them.
+    """
+
+    microbatch: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the steps of one position do: as an operation of the path, ``covers`` microbatches at a time.
+
+    In a program that splits the backward, ``B`` computes the gradient of the input and ``W`` those of the weights.
+    """
+
+    kind: StepKind
+    stage: int
+    duration_ns: int
+    resource: int
+    covers: int = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Arrival:
+    """A step that waits for its lane, and when all that it needs is there (which may lie in the future).
+
+    Until it is ``sure``, a transfer that it needs still waits for its link, and ``at_ns`` is the earliest that can be.
+    """
+
+    at_ns: int
+    step: Step
+    kind: StepKind
+    stage: int
+    sure: bool = True
+
+    def has_come(self, now_ns: int) -> bool:
+        """Whether the step can start at ``now_ns``."""
+        return self.sure and self.at_ns <= now_ns
+
+
+Decide = Callable[[int, Sequence[Arrival]], Arrival | None]
+"""What a lane does next: given the time and the steps announced to it, sorted by arrival, one that has come, or None to
+wait for the next arrival. A lane's ``rule`` makes one for each run, so that it may remember what it chose."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The steps of one device (``device`` is its platform index) or of one link (``device`` is None).
+
+    They run in this order, or, with a ``rule``, in the order that it decides.
+    """
+
+    name: str
+    device: int | None
+    steps: tuple[Step, ...]
+    rule: Callable[[], Decide] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Lanes that run ``microbatches`` microbatches through ``graph``; together they hold every step exactly once.
+
+    ``batch``: microbatches that one backward covers. ``split``: whether the backward's weight part is a step of its
+    own. ``limit``: how many batches may be between the first stage's first forward and last backward, None for what
+    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs.
+    """
+
+    graph: StageGraph
+    microbatches: int
+    lanes: tuple[Lane, ...]
+    batch: int = 1
+    split: bool = False
+    limit: int | None = None
+    weight_keeps: Fraction = Fraction(1)
+
+    @cached_property
+    def operations(self) -> tuple[Work, ...]:
+        """What each position does: the path, then the weight parts of all stages when the backward is split."""
+        return operations_of(self.graph, self.batch, self.split)
+
+    @cached_property
+    def position(self) -> dict[tuple[StepKind, int], int]:
+        """Position of each (kind, stage)."""
+        return {(work.kind, work.stage): i for i, work in enumerate(self.operations)}
+
+    @cached_property
+    def release(self) -> tuple[int, ...]:
+        """For each stage, the position of the step that frees its last activations: B, or W when split."""
+        return tuple(self.position["W" if self.split else "B", s] for s in range(len(self.graph.stages)))
+
+    def buffer_bytes(self, stage: int) -> int:
+        """Return the send and receive buffers of ``stage``, half for gradients: those of a batch are one message."""
+        return self.graph.stages[stage].buffer_bytes // 2 * (1 + self.batch)
+
+    def stages_of(self, lane: int) -> list[int]:
+        """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""
+        device, graph = self.lanes[lane].device, self.graph
+        if device is None:
+            return []
+        return [s for s, stage in enumerate(graph.stages) if device in graph.resources[stage.resource].devices]
+
+    def leader(self, microbatch: int) -> int:
+        """Return the microbatch whose steps are the backward of ``microbatch``: the last of its batch."""
+        return microbatch - microbatch % self.batch + self.batch - 1
+
+    def name(self, step: Step) -> str:
+        """Return ``2F5`` for stage 2's forward of microbatch 5; ``I`` is the input part of a split backward."""
+        work = self.operations[step.position]
+        kind = "I" if self.split and work.kind == "B" else work.kind
+        return f"{work.stage}{kind}{step.microbatch}"
+
+    def text(self) -> str:
+        """Return one row per device, ``0F0 0F1 0B0``: stage, kind, microbatch, as torch's pipelining writes them."""
+        rows = []
+        for lane in self.lanes:
+            if lane.device is not None:
+                rows.append(f"{lane.name}: " + " ".join(map(self.name, lane.steps)))
+        return "\n".join(rows) + "\n"
+
+    def first_come(self) -> Program:
+        """Return the program with links that carry what comes first, instead of in a fixed order."""
+        lanes = (
+            lane if lane.device is not None or lane.rule else replace(lane, rule=lambda: first_come)
+            for lane in self.lanes
+        )
+        return replace(self, lanes=tuple(lanes))
+
+
+def first_come(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
+    """Decide for what arrived first; at equal times for what comes first in the model, then for the older."""
+    return next((arrival for arrival in announced if arrival.has_come(now_ns)), None)
+
+
+def operations_of(graph: StageGraph, batch: int = 1, split: bool = False) -> tuple[Work, ...]:
+    """Return the operations of a program on ``graph``; times of what covers a batch are the sum over it."""
+    works = []
+    half = len(graph.operations) // 2
+    for position, op in enumerate(graph.operations):
+        covers = batch if position >= half else 1
+        duration = op.duration_ns
+        if split and op.kind == "B":
+            duration -= graph.stages[op.stage].backward_weight_ns
+        works.append(Work(op.kind, op.stage, covers * duration, op.resource, covers))
+    if split:
+        works += [
+            Work("W", s, batch * stage.backward_weight_ns, stage.resource, batch)
+            for s, stage in enumerate(graph.stages)
+        ]
+    return tuple(works)
+
+
+def device_of(graph: StageGraph, stage: int, microbatch: int) -> int:
+    """Return the device that runs ``microbatch`` of ``stage``: replica ``microbatch mod r`` (PipeDream 3.2)."""
+    devices = graph.resources[graph.stages[stage].resource].devices
+    return devices[microbatch % len(devices)]
+
+
+def not_one_each(graph: StageGraph, schedule: str) -> str | None:
+    """Return why ``schedule``, which needs one GPU per stage and one stage per GPU, cannot run ``graph``; or None."""
+    for index, resource in enumerate(graph.resources):
+        stages = graph.stages_on(index)
+        if len(stages) > 1:
+            return f"{schedule} gives each GPU one stage; {resource.name} has stages {stages} in this plan"
+        if stages and resource.replicas > 1:
+            return f"{schedule} gives each stage one GPU; stage {stages[0]} of this plan has {resource.replicas}"
+    return None
+
+
+def unroll(graph: StageGraph, pattern: Pattern, microbatches: int) -> Program:
+    """Return the program that runs ``microbatches`` microbatches in the pattern's order: fill, steady state, drain.
+
+    Microbatch m runs each operation at its start + m * period, so lanes are sorted by that time; operations of a valid
+    pattern tie on one lane only when the first of them takes no time.
+    """
+    starts = starts_of(pattern)
+    queues: dict[tuple[int, int], list[Step]] = {}
+    for m in range(microbatches):
+        for position, op in enumerate(graph.operations):
+            key = op.resource, m % graph.resources[op.resource].replicas
+            queues.setdefault(key, []).append(Step(m, position))
+
+    def when(step: Step) -> tuple[int, int, Step]:
+        start = starts[step.position] + step.microbatch * pattern.period_ns
+        return start, graph.operations[step.position].duration_ns, step
+
+    return make_program(graph, microbatches, {key: sorted(queue, key=when) for key, queue in queues.items()})
+
+
+def make_program(
+    graph: StageGraph,
+    microbatches: int,
+    orders: Mapping[tuple[int, int], Sequence[Step]],
+    *,
+    rules: Mapping[tuple[int, int], Callable[[], Decide]] = MappingProxyType({}),
+    batch: int = 1,
+    split: bool = False,
+    limit: int | None = None,
+    weight_keeps: Fraction = Fraction(1),
+) -> Program:
+    """Return the program whose lanes run ``orders``: (resource, replica) to steps in order; links have replica 0.
+
+    A lane without an order decides as it goes: as ``rules`` say for it, or for what comes first, as links do.
+    """
+    works = operations_of(graph, batch, split)
+    on: list[list[int]] = [[] for _ in graph.resources]
+    for position, work in enumerate(works):
+        on[work.resource].append(position)
+    lanes: list[Lane] = []
+    for index, resource in enumerate(graph.resources):
+        for replica in range(resource.replicas):
+            device = None if resource.is_link else resource.devices[replica]
+            name = resource.name if resource.is_link else f"device {device}"
+            order = orders.get((index, replica))
+            if order is not None:
+                lanes.append(Lane(name, device, tuple(order)))
+                continue
+            steps = tuple(
+                Step(m, position)
+                for m in range(replica, microbatches, resource.replicas)
+                for position in on[index]
+                if works[position].covers == 1 or m % batch == batch - 1
+            )
+            lanes.append(Lane(name, device, steps, rules.get((index, replica), lambda: first_come)))
+    lanes.sort(key=lambda lane: (lane.device is None, -1 if lane.device is None else lane.device))
+    return Program(graph, microbatches, tuple(lanes), batch, split, limit, weight_keeps)
+
+
+RankOpKind = Literal["F", "B", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankOp:
+    """What one process does next: compute ``stage`` on ``microbatch``, or exchange with ``peer`` (a platform device).
+
+    The stage of a SEND is the sender's, the stage of a RECV the receiver's. What ``covers`` several microbatches names
+    the last of them.
+    """
+
+    kind: RankOpKind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+    covers: int = 1
+
+
+def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list[RankOp]]:
+    """Return each device's operations with its sends and receives, in one total order of the whole program.
+
+    ``start_ns[microbatch][position]`` (a simulated timeline) gives the order. A send and its receive enter two lists
+    at the same moment, so under rendezvous semantics the earliest unfinished exchange can always proceed and nothing
+    deadlocks. Neighbours on different devices exchange even when their cut has no bytes.
+    """
+    graph, works = program.graph, program.operations
+    order = sorted(
+        (start_ns[step.microbatch][step.position], works[step.position].duration_ns, step)
+        for lane in program.lanes
+        for step in lane.steps
+    )
+    ranks: dict[int, list[RankOp]] = {lane.device: [] for lane in program.lanes if lane.device is not None}
+
+    def exchange(kind: Literal["F", "B"], sender: int, m: int) -> None:
+        receiver = sender + 1 if kind == "F" else sender - 1
+        covers = program.batch if kind == "B" else 1
+        here, there = device_of(graph, sender, m), device_of(graph, receiver, m)
+        ranks[here].append(RankOp("SEND_F" if kind == "F" else "SEND_B", sender, m, there, covers))
+        ranks[there].append(RankOp("RECV_F" if kind == "F" else "RECV_B", receiver, m, here, covers))
+
+    last = len(graph.stages) - 1
+    for _, _, step in order:
+        work, m = works[step.position], step.microbatch
+        match work.kind:
+            case "SEND_F":
+                exchange("F", work.stage, m)
+            case "SEND_B":
+                exchange("B", work.stage, m)
+            case "W":
+                ranks[device_of(graph, work.stage, m)].append(RankOp("W", work.stage, m, None, work.covers))
+            case "F" | "B":
+                ranks[device_of(graph, work.stage, m)].append(RankOp(work.kind, work.stage, m, None, work.covers))
+                neighbour = work.stage + (1 if work.kind == "F" else -1)
+                silent = 0 <= neighbour <= last and ("SEND_" + work.kind, work.stage) not in graph.position
+                if silent and graph.stages[neighbour].resource != graph.stages[work.stage].resource:
+                    exchange(work.kind, work.stage, m)
+    return ranks

@@ -1,0 +1,243 @@
+"""Jitter: random durations around the planned ones, to see which schedules stand unsteady machines."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+from ..errors import PipeplanError
+from .program import Arrival, Decide, Program, Step
+from .timeline import Timeline, Times
+
+
+def jittered_ns(program: Program, share: float, seed: int) -> Times:
+    """Return durations, ``[microbatch][position]`` in ns, each the planned one times 1 + ``share`` * N(0, 1).
+
+    Independent for every step, never negative, and the same for the same seed.
+    """
+    planned = np.array([work.duration_ns for work in program.operations], dtype=np.float64)
+    noise = np.random.default_rng(seed).standard_normal((program.microbatches, len(planned)))
+    drawn = np.rint(planned * np.maximum(0.0, 1.0 + share * noise)).astype(np.int64)
+    return tuple(map(tuple, drawn.tolist()))
+
+
+def simulate(program: Program, duration_ns: Times | None = None) -> Timeline:
+    """Return the as-soon-as-possible timeline of ``program``; ``duration_ns`` replaces the planned durations.
+
+    A step needs its predecessor on the path (the backward of a batch all of its microbatches' last forwards, the weight
+    part its input part), a place under the program's ``limit``, and its lane. A stage with replicas starts at most
+    ``update_interval`` forwards per ``update_interval * sync_period`` of its devices: their all-reduces overlap with
+    work but share one network. A lane that decides hears of steps as soon as their arrival is known. Raises
+    PipeplanError when the order deadlocks.
+    """
+    return _Run(program, duration_ns).timeline()
+
+
+class _Run:
+    """One simulation: for each step its earliest start so far and how many of its predecessors have not started.
+
+    Once the last of them has, the step's arrival is known. In a lane with a fixed order the previous step is one of
+    them, so it starts on arrival; a lane with a rule is asked at every arrival and at every end, in order of time.
+    """
+
+    def __init__(self, program: Program, duration_ns: Times | None) -> None:
+        self.program = program
+        self.length = len(program.operations)
+        self.total = self.length * program.microbatches
+        planned = tuple(work.duration_ns for work in program.operations)
+        self.given = duration_ns
+        self.durations = (
+            planned * program.microbatches
+            if duration_ns is None
+            else tuple(duration for row in duration_ns for duration in row)
+        )
+        self.starts = [0] * self.total
+        self.waiting = [0] * self.total
+        self.following = [-1] * self.total  # the next step of the same fixed lane
+        self.deciding = [-1] * self.total  # the lane, where it has a rule
+        self.queue: deque[int] = deque()
+        self.events: list[tuple[int, int]] = []  # (time, lane to ask)
+        self.announced: list[list[Arrival]] = [[] for _ in program.lanes]
+        self.expected: dict[int, Arrival] = {}  # steps whose last transfer waits for its link
+        self.ran: list[list[Step]] = [[] for _ in program.lanes]
+        self.steps = 0
+        self._prepare_lanes()
+        self._prepare_rules()
+
+    def _prepare_lanes(self) -> None:
+        listed = bytearray(self.total)
+        for number, lane in enumerate(self.program.lanes):
+            previous = -1
+            self.steps += len(lane.steps)
+            for step in lane.steps:
+                index = step.microbatch * self.length + step.position
+                if listed[index]:
+                    raise PipeplanError(f"the program runs {self.program.name(step)} twice")
+                listed[index] = 1
+                if lane.rule is not None:
+                    self.deciding[index] = number
+                elif previous >= 0:
+                    self.following[previous] = index
+                    self.waiting[index] += 1
+                previous = index
+        expected = sum(self.program.microbatches // work.covers for work in self.program.operations)
+        if self.steps != expected:
+            raise PipeplanError(f"the program runs {self.steps} steps; its microbatches have {expected}")
+
+    def _prepare_rules(self) -> None:
+        """List what a step's start sets off, as (position after, step in microbatches, delay from the start or None).
+
+        Index arithmetic keeps it independent of the microbatch, but for the first backward of a batch, which all its
+        microbatches' forwards set off.
+        """
+        program, graph, length, batch = self.program, self.program.graph, self.length, self.program.batch
+        path, half, count = len(graph.operations), len(graph.operations) // 2, program.microbatches
+        self.after: list[list[tuple[int, int | None]]] = [[] for _ in range(length)]
+        self.joins = half if batch > 1 else -1
+        needed = [0] * length  # predecessors of every microbatch's step
+        for position in range(path - 1):
+            if position + 1 != self.joins:
+                self.after[position].append((1, None))
+            needed[position + 1] = batch if position + 1 == self.joins else 1
+        for position in range(path, length):
+            source = program.position["B", program.operations[position].stage]
+            self.after[source].append((position - source, None))
+            needed[position] = 1
+        leaders = range(batch - 1, count, batch)
+        for position in range(length):
+            for m in range(count) if program.operations[position].covers == 1 else leaders:
+                self.waiting[m * length + position] += needed[position]
+        if program.limit is not None:
+            done = program.release[0]
+            for place in range(batch):
+                distance = program.limit * batch - (batch - 1) + place
+                self.after[done].append((distance * length - done, None))
+            for m in range(program.limit * batch, count):
+                self.waiting[m * length] += 1
+        for s, stage in enumerate(graph.stages):
+            period = graph.sync_periods_ns[stage.resource]
+            if period:
+                position, interval = graph.position["F", s], stage.update_interval
+                self.after[position].append((interval * length, period * interval))
+                for m in range(interval, count):
+                    self.waiting[m * length + position] += 1
+
+    def timeline(self) -> Timeline:
+        length, covers = self.length, [work.covers for work in self.program.operations]
+        rules: list[Decide | None] = [lane.rule() if lane.rule else None for lane in self.program.lanes]
+        for lane in self.program.lanes:
+            for step in lane.steps:
+                index = step.microbatch * length + step.position
+                if not self.waiting[index]:
+                    self._arrives(index)
+        done = self._settle()
+        free = [0] * len(rules)
+        while self.events:
+            now, number = heappop(self.events)
+            decide, announced = rules[number], self.announced[number]
+            if free[number] > now or not announced:
+                continue
+            assert decide is not None, "only lanes with a rule are asked"
+            chosen = decide(now, announced)
+            if chosen is None:
+                continue
+            assert chosen.has_come(now), "a rule may only choose what has come"
+            del announced[bisect_left(announced, chosen)]
+            index = chosen.step.microbatch * length + chosen.step.position
+            self.starts[index] = now
+            self.ran[number].append(chosen.step)
+            free[number] = now + self.durations[index]
+            heappush(self.events, (free[number], number))
+            self.queue.append(index)
+            done += self._settle()
+        if done < self.steps:
+            self._explain(done)
+        lanes = tuple(
+            lane if lane.rule is None else replace(lane, steps=tuple(order))
+            for lane, order in zip(self.program.lanes, self.ran, strict=True)
+        )
+        program, starts = self.program, self.starts
+        if program.batch > 1:
+            for m in range(program.microbatches):
+                for position in range(length):
+                    if covers[position] > 1:
+                        starts[m * length + position] = starts[program.leader(m) * length + position]
+        rows = tuple(tuple(starts[m * length : (m + 1) * length]) for m in range(program.microbatches))
+        return Timeline(replace(program, lanes=lanes), rows, self.given)
+
+    def _settle(self) -> int:
+        """Start everything whose start is known, and return how many steps that were."""
+        length, total, batch = self.length, self.total, self.program.batch
+        starts, waiting, durations, following = self.starts, self.waiting, self.durations, self.following
+        after, joins, queue = self.after, self.joins, self.queue
+        done = 0
+        while queue:
+            index = queue.popleft()
+            done += 1
+            position = index % length
+            start = starts[index]
+            end = start + durations[index]
+            other = following[index]
+            if other >= 0:
+                if starts[other] < end:
+                    starts[other] = end
+                waiting[other] -= 1
+                if not waiting[other]:
+                    self._arrives(other)
+            for step, delay in after[position]:
+                other = index + step
+                if other >= total:
+                    continue
+                earliest = end if delay is None else start + delay
+                if starts[other] < earliest:
+                    starts[other] = earliest
+                waiting[other] -= 1
+                if not waiting[other]:
+                    self._arrives(other)
+            if position + 1 == joins:
+                m = index // length
+                other = (m - m % batch + batch - 1) * length + joins
+                if starts[other] < end:
+                    starts[other] = end
+                waiting[other] -= 1
+                if not waiting[other]:
+                    self._arrives(other)
+        return done
+
+    def _arrives(self, index: int) -> None:
+        number = self.deciding[index]
+        if number < 0:
+            self.queue.append(index)
+            return
+        expected = self.expected.pop(index, None)
+        if expected is not None:
+            del self.announced[number][bisect_left(self.announced[number], expected)]
+        insort(self.announced[number], self._arrival(index, self.starts[index], True))
+        heappush(self.events, (self.starts[index], number))
+        if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
+            self._expect(index + 1, self.starts[index] + self.durations[index])
+
+    def _expect(self, index: int, at_ns: int) -> None:
+        number = self.deciding[index]
+        if number >= 0 and self.waiting[index] == 1:
+            self.expected[index] = self._arrival(index, at_ns, False)
+            insort(self.announced[number], self.expected[index])
+
+    def _arrival(self, index: int, at_ns: int, sure: bool) -> Arrival:
+        step = Step(*divmod(index, self.length))
+        work = self.program.operations[step.position]
+        return Arrival(at_ns, step, work.kind, work.stage, sure)
+
+    def _explain(self, done: int) -> None:
+        for lane in self.program.lanes:
+            for step in lane.steps:
+                if self.waiting[step.microbatch * self.length + step.position]:
+                    raise PipeplanError(
+                        f"the program deadlocks: {done} of {self.steps} steps can run; "
+                        f"{self.program.name(step)} waits for ever"
+                    )
+        raise PipeplanError("the program stops: a lane's rule waits although nothing else will arrive")

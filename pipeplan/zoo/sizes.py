@@ -1,0 +1,55 @@
+"""Sizes of published transformers, without torch: what closed formulas and the zoo build from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """Sizes of a GPT: ``layers`` blocks between an embedding and a head, which share their table when ``tied``."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    tied: bool = True
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one layer: 12 h^2 in four matrices, 13 h in their biases and two norms."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def table_parameters(self) -> int:
+        """Parameters of the token table, and of a head of its own."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token and position tables."""
+        return self.table_parameters + self.sequence * self.hidden
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of the last norm."""
+        return 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a shared table once."""
+        head = 0 if self.tied else self.table_parameters
+        return self.layers * self.block_parameters + self.embedding_parameters + self.norm_parameters + head
+
+
+TRANSFORMERS = {
+    "gpt2-small": Transformer(12, 768, 12, 1024, 50257),
+    "gpt2-medium": Transformer(24, 1024, 16, 1024, 50257),
+    "gpt2-large": Transformer(36, 1280, 20, 1024, 50257),
+    "gpt2-xl": Transformer(48, 1600, 25, 1024, 50257),
+    "myelin-12b": Transformer(48, 4512, 24, 512, 51200),  # Myelin, Table I
+    "myelin-24b": Transformer(48, 6336, 36, 512, 51200),
+    "myelin-50b": Transformer(96, 6528, 48, 512, 51200),
+    "myelin-100b": Transformer(96, 9360, 60, 512, 51200),
+}

@@ -1,0 +1,171 @@
+"""Measure what ``pipeplan run`` promises, on two processes of this machine: each part prints one table.
+
+    python scripts/bench/runtime.py [periods] [cuts] [torch] [--model NAME,BATCH]... [--steps N] [--pairs N]
+
+periods: measured period over the prediction with the run's own times, for a balanced, an uneven and a non-contiguous
+         plan of each model.
+cuts:    every cut of a model into two stages, planned and measured: is the planner's best cut the measured best?
+torch:   throughput with 2bw and stash against torch's own runtime with 1F1B, 8 microbatches per step, same cut and
+         model, in pairs that take turns. In the ideal 2bw wins (m + p - 1) / m = 1.125.
+
+Wants a quiet machine with two cores to spare; the load is printed beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipeplan import zoo
+from pipeplan.check.validate import check
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Chain, Platform, Policy, Weights
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.measure.report import RunReport
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.schedule.pattern import most_in_flight, starts_of
+from pipeplan.schedule.periodic.ilp import schedule_ilp
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+
+MODELS = ["gpt-tiny,8", "small-cnn,32", "gpt-tiny,blocks=8,4"]
+MICROBATCHES = 8
+LATENCY_NS = 500_000  # of a message between two processes that are both busy
+
+
+def main() -> None:
+    """Run the parts that are asked for, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="periods, cuts, torch; all by default")
+    parser.add_argument("--model", action="append", dest="models", metavar="NAME,BATCH")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=5)
+    arguments = parser.parse_args()
+    parts = {"periods": periods, "cuts": cuts, "torch": against_torch}
+    for name in arguments.parts or parts:
+        for text in arguments.models or MODELS:
+            model, _, batch = text.rpartition(",")
+            print(f"--- {name}: {model}, batch {batch}; load {os.getloadavg()[0]:.1f}")
+            parts[name](model, profiled(model, int(batch)), arguments)
+
+
+def profiled(name: str, batch: int) -> Chain:
+    """Return the measured profile of a zoo model."""
+    model = zoo.load(name)
+    return profile_model(model, batch, name=name, date="today", data=model.data(batch), steps=10, warmup=3)
+
+
+def plan_of(
+    chain: Chain,
+    stages: list[Stage],
+    weights: Weights = "2bw",
+    accumulate: int | None = None,
+    latency_ns: int = LATENCY_NS,
+) -> Plan:
+    """Return the plan of given stages, with 1F1B* or the integer program's order.
+
+    With a latency, as real processes have one, the order keeps a microbatch more in flight where a cut would wait.
+    """
+    count = 1 + max(d for stage in stages for d in stage.devices)
+    platform, policy = Platform.flat(count, 10**12, latency_ns=latency_ns), Policy(weights, accumulate)
+    graph = stage_graph(chain, platform, replace(policy, weights="flush", accumulate=accumulate or 1), stages)
+    pattern = best_one_f_one_b_star(graph) if graph.contiguous else schedule_ilp(graph).pattern
+    assert pattern is not None, "memory is no limit here"
+    in_flight = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    if accumulate is None or (weights == "2bw" and accumulate < in_flight):  # the update's share moves the order
+        return plan_of(chain, stages, weights, in_flight, latency_ns)
+    schedule = Schedule("flush", accumulate) if weights == "flush" else Schedule()
+    plan = Plan(chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("benchmark"), schedule)
+    check(plan)
+    return plan
+
+
+def two_stages(chain: Chain) -> Iterator[tuple[int, list[Stage]]]:
+    """Yield every cut with its two stages; the loss never stands alone."""
+    for cut in range(1, len(chain) - 1):
+        yield cut, [Stage(0, cut, (0,)), Stage(cut, len(chain), (1,))]
+
+
+def best_cut(chain: Chain) -> int:
+    """Return the cut of the shortest planned period."""
+    return min((plan_of(chain, stages).pattern.period_ns, cut) for cut, stages in two_stages(chain))[1]  # type: ignore[union-attr]  # plan_of makes one
+
+
+def trained(name: str, plan: Plan, steps: int, engine: str = "own") -> RunReport:
+    """Run ``plan`` and return its report."""
+    report = run_plan(plan, ModelSpec(name), steps=steps, lr=1e-3, engine=engine)  # type: ignore[arg-type]  # one of two
+    assert report is not None, "this is no rank of torchrun"
+    return report
+
+
+def periods(name: str, chain: Chain, arguments: argparse.Namespace) -> None:
+    """Print measured periods over predicted ones."""
+    cut, last = best_cut(chain), len(chain)
+    uneven = cut + 1 if cut + 1 < last - 1 else cut - 1
+    third = max(1, cut // 2)
+    layouts = {
+        "balanced": [Stage(0, cut, (0,)), Stage(cut, last, (1,))],
+        "uneven": [Stage(0, uneven, (0,)), Stage(uneven, last, (1,))],
+        "non-contiguous": [Stage(0, third, (0,)), Stage(third, last - 2, (1,)), Stage(last - 2, last, (0,))],
+    }
+    for kind, stages in layouts.items():
+        ratios, planned = [], []
+        for _ in range(arguments.pairs):
+            report = trained(name, plan_of(chain, stages), arguments.steps)
+            if report.measured_period_ns and report.calibrated_period_ns:
+                ratios.append(report.measured_period_ns / report.calibrated_period_ns)
+                planned.append(report.measured_period_ns / report.planned_period_ns)
+        print(
+            f"{kind:15} measured / calibrated {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f}); measured / planned {statistics.median(planned):.3f}"
+        )
+
+
+def cuts(name: str, chain: Chain, arguments: argparse.Namespace) -> None:
+    """Print planned and measured periods of every cut; rounds take turns, so that load hits all cuts alike."""
+    plans = {cut: plan_of(chain, stages) for cut, stages in two_stages(chain)}
+    measured: dict[int, list[float]] = {cut: [] for cut in plans}
+    for _ in range(arguments.pairs):
+        for cut, plan in plans.items():
+            period = trained(name, plan, arguments.steps).measured_period_ns
+            assert period is not None, "--steps are too few for a steady state"
+            measured[cut].append(period)
+    medians = {cut: statistics.median(values) for cut, values in measured.items()}
+    for cut, plan in plans.items():
+        assert plan.pattern is not None
+        print(f"cut {cut}: planned {plan.pattern.period_ns / 1e6:8.3f} ms, measured {medians[cut] / 1e6:8.3f} ms")
+    chosen, fastest = best_cut(chain), min(medians, key=lambda cut: medians[cut])
+    print(f"planner's cut {chosen} is {medians[chosen] / medians[fastest]:.3f} x the fastest, {fastest}")
+
+
+def against_torch(name: str, chain: Chain, arguments: argparse.Namespace) -> None:
+    """Print throughputs over that of torch's runtime; the three take turns in every round."""
+    cut = best_cut(chain)
+    stages = [Stage(0, cut, (0,)), Stage(cut, len(chain), (1,))]
+    plans = {
+        "2bw": plan_of(chain, stages, "2bw", MICROBATCHES),
+        "stash": plan_of(chain, stages, "stash", 1),
+        "own flush": plan_of(chain, stages, "flush", MICROBATCHES),
+    }
+    classic = plan_of(chain, stages, "flush", MICROBATCHES, 0)  # 1F1B as torch's Schedule1F1B orders it
+    ratios: dict[str, list[float]] = {kind: [] for kind in plans}
+    for _ in range(arguments.pairs):
+        torchs = trained(name, classic, arguments.steps, "torch").measured_period_ns
+        assert torchs is not None, "--steps are too few for a steady state"
+        for kind, plan in plans.items():
+            steps = arguments.steps * (MICROBATCHES if kind == "stash" else 1)
+            period = trained(name, plan, steps).measured_period_ns
+            assert period is not None, "--steps are too few for a steady state"
+            ratios[kind].append(torchs / period)
+    for kind, values in ratios.items():
+        print(
+            f"{kind:10} {statistics.median(values):.3f} x torch's throughput ({min(values):.3f} to {max(values):.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

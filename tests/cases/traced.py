@@ -1,0 +1,234 @@
+"""Models that are no lists of layers, and plain training of them to compare with. Ranks import them by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeplan.runtime.training.optimizers import optimizer_maker
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x):
+        return torch.relu(x + self.second(torch.relu(self.norm(self.first(x)))))
+
+
+class Residual(nn.Module):
+    """Two residual blocks, a skip over both, and one weight that nobody uses."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        self.enter = nn.Conv2d(1, channels, 3, padding=1)
+        self.one, self.other = Block(channels), Block(channels)
+        self.leave = nn.Linear(2 * channels, 3)
+        self.idle = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.full((channels, 1, 1), 0.5))
+        self.register_buffer("shift", torch.full((channels, 1, 1), 0.1), persistent=False)
+
+    def forward(self, x):
+        x = self.enter(x)
+        y = self.other(self.one(x) * self.scale + self.shift)
+        return self.leave(torch.cat((x, y * self.scale), dim=1).mean(dim=(2, 3)))
+
+
+def residual(batch):
+    torch.manual_seed(3)
+    return Residual(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
+
+
+def other_residual(batch):
+    """The same but for its second block, which is wider in the middle."""
+    module, x, loss = residual(batch)
+    module.other.first, module.other.norm = nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5)
+    module.other.second = nn.Conv2d(5, 4, 1)
+    return module, x, loss
+
+
+class Reconnected(Residual):
+    def forward(self, x):
+        x = self.enter(x)
+        z = self.one(x) * self.scale + self.shift
+        y = self.other(z)
+        return self.leave(torch.cat((z, y * self.scale), dim=1).mean(dim=(2, 3)))
+
+
+def reconnected(batch):
+    """The same layers with a skip from another place."""
+    return Reconnected(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
+
+
+def images(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return torch.randn(4, 1, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix, self.leave = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+
+    def forward(self, x, mask):
+        batch, length, width = x.shape
+        parts = self.mix(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (y.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for y in parts)
+        scores = (q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5).masked_fill(mask, float("-inf"))
+        y = (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(batch, length, width)
+        return x + self.leave(y)
+
+
+class Transformer(nn.Module):
+    """Tokens that are read at both ends, a mask of constants and of tokens, and a head that shares its weight."""
+
+    def __init__(self, width=8, vocabulary=11, length=5, blocks=2, tied=None):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Attention(width, 2) for _ in range(blocks))
+        self.again = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied is not None:
+            self.head.weight = getattr(self, tied).weight
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, width), requires_grad=False)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1) | (tokens == 0)[:, None, None, :]
+        mask = mask & ~torch.eye(length, dtype=torch.bool)
+        x = self.tokens(tokens) + self.positions(torch.arange(length))
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x * self.frozen + self.again(tokens))
+
+
+def text_loss(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def transformer(batch):
+    torch.manual_seed(5)
+    return Transformer(), torch.zeros(batch, 5, dtype=torch.int64), text_loss
+
+
+def tied_transformer(batch):
+    torch.manual_seed(5)
+    return Transformer(tied="again"), torch.zeros(batch, 5, dtype=torch.int64), text_loss
+
+
+def entwined(batch):
+    torch.manual_seed(5)
+    return Transformer(tied="tokens"), torch.zeros(batch, 5, dtype=torch.int64), text_loss
+
+
+def tokens(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return torch.randint(11, (4, 5), generator=generator), torch.randint(11, (4, 5), generator=generator)
+
+
+class TwoInputs(nn.Module):
+    """Two inputs of different types, two outputs, and a target of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.numbers = nn.Embedding(5, 6), nn.Linear(3, 6)
+        self.middle, self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 4)
+
+    def forward(self, words, numbers):
+        x = torch.tanh(self.words(words) + self.numbers(numbers))
+        y = torch.tanh(self.middle(x))
+        return {"one": self.one(y), "two": self.two(x * y)}
+
+
+def two_losses(output, target):
+    return functional.mse_loss(output["one"], target[0]) + functional.mse_loss(output["two"], target[1])
+
+
+def two_inputs(batch):
+    torch.manual_seed(7)
+    return TwoInputs(), (torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, 3)), two_losses
+
+
+def pairs(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    inputs = torch.randint(5, (4,), generator=generator), torch.randn(4, 3, generator=generator)
+    return inputs, (torch.randn(4, 2, generator=generator), torch.randn(4, 4, generator=generator))
+
+
+class SharedNorm(nn.Module):
+    """The statistics of one batch norm, which is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def norm(self, x):
+        return functional.batch_norm(x, self.mean, self.variance, training=True)
+
+    def forward(self, x):
+        return self.norm(self.two(self.norm(self.one(x))))
+
+
+def shared_norm(batch):
+    torch.manual_seed(1)
+    return SharedNorm(), torch.zeros(batch, 4), functional.mse_loss
+
+
+def vectors(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+DATA = {
+    residual: images,
+    transformer: tokens,
+    tied_transformer: tokens,
+    entwined: tokens,
+    two_inputs: pairs,
+    shared_norm: vectors,
+}
+
+
+def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=None):
+    """Train in one process; return (losses per microbatch, state).
+
+    ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, and
+    ``stage_of(name)`` the stage of a weight; without them, all updates before its own mini-batch.
+    """
+    module, _, loss = build(4)
+    module.train()
+    names = [name for name, _ in module.named_parameters()]
+    parameters = list(module.parameters())
+    newest = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters]
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+    stepper = optimizer_maker(optimizer, lr)([newest[i] for i in trained])
+    history = [[p.detach().clone() for p in newest]]
+    losses = []
+    for step in range(steps):
+        module.zero_grad()
+        for m in range(step * accumulate, (step + 1) * accumulate):
+            with torch.no_grad():
+                for i, p in enumerate(parameters):
+                    stage = stage_of(names[i]) if stage_of else None
+                    p.copy_(history[step if stage is None else version(stage, m)][i])
+            x, target = DATA[build](m, 0)
+            output = module(*x) if isinstance(x, tuple) else module(x)
+            value = loss(output, target)
+            losses.append(float(value.detach()))
+            (value / accumulate).backward()
+        for i in trained:
+            newest[i].grad = None if parameters[i].grad is None else parameters[i].grad.clone()
+        stepper.step()
+        history.append([p.detach().clone() for p in newest])
+    with torch.no_grad():
+        for p, value in zip(parameters, history[-1], strict=True):
+            p.copy_(value)
+    return losses, module.state_dict()

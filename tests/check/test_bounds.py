@@ -1,0 +1,236 @@
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, pairwise, product
+from math import ceil
+
+import pytest
+from cases.chains import random_chain, random_problem
+from cases.plans import fitted, graph_of, greedy_pattern, random_plan
+
+from pipeplan.check.bounds import any_bound, layer_bound, load_bound, memory_bound, work_ns
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.plan import Bound, Stage
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+
+
+def chain_of(*times, weights=0, size=0, saved=None):
+    return Chain("c", tuple(Layer(f"{i}", f, b, weights, size, saved) for i, (f, b) in enumerate(times)), size)
+
+
+def test_perfectly_shared_work():
+    chain = chain_of((3, 4), (5, 6))
+    assert work_ns(Problem(chain, Platform.flat(4, 100))) == 18
+    assert load_bound(Problem(chain, Platform.flat(4, 100))) == 5
+    mixed = Platform((Device(100), Device(100, Fraction(1, 2))), (Level(2, 1),))
+    assert load_bound(Problem(chain, mixed)) == 12
+    stepping = replace(chain, layers=tuple(replace(x, optimizer_ns=10) for x in chain.layers))
+    assert work_ns(Problem(stepping, mixed, Policy(accumulate=8))) == 18 + Fraction(20, 8)
+    assert work_ns(Problem(stepping, mixed, Policy())) == 38
+
+
+def test_the_largest_layer():
+    chain = chain_of((3, 4), (5, 6))
+    assert layer_bound(Problem(chain, Platform.flat(4, 100), replicas=False)) == 11
+    assert layer_bound(Problem(chain, Platform.flat(4, 100))) == 3
+    fast = Platform((Device(100), Device(100, Fraction(2))), (Level(2, 1),))
+    assert layer_bound(Problem(chain, fast, replicas=False)) == 6
+
+
+def test_activations_averaged_over_time():
+    """One layer saves 10 bytes for its 20 ns: 200 byte-ns per period, in 40 bytes of room, is 5 ns."""
+    chain = chain_of((8, 12), saved=10, weights=4)
+    problem = Problem(chain, Platform.flat(1, 40), Policy("flush"), checkpointing="none")
+    assert any_bound(problem).period_ns == 20  # one device: its work binds
+    wide = Problem(chain_of((8, 12), (0, 0), saved=10), Platform.flat(8, 2), Policy("flush"), checkpointing="none")
+    assert load_bound(wide) == 3
+    # 200 byte-ns for the first layer, nothing for the second, which takes no time: 16 bytes hold it in 13 ns
+    assert memory_bound(wide) == 13
+
+
+@pytest.mark.parametrize(
+    ("replicas", "checkpointing"), [(True, "none"), (True, "stages"), (False, "segments"), (False, "none")]
+)
+def test_a_bound_names_its_class(replicas, checkpointing):
+    problem = Problem(chain_of((3, 4)), Platform.flat(2, 100), Policy(), replicas, checkpointing)
+    bound = any_bound(problem)
+    assert bound == Bound("any", replicas, checkpointing, max(load_bound(problem), layer_bound(problem)))
+
+
+def class_of(plan):
+    """The narrowest flags whose class contains the plan."""
+    stages = plan.allocation.stages
+    replicas = any(stage.replicas > 1 for stage in stages)
+    if all(not stage.checkpoint for stage in stages):
+        return replicas, "none"
+    whole = all(stage.checkpoint in ((), ((stage.start, stage.stop),)) for stage in stages)
+    return replicas, "stages" if whole else "segments"
+
+
+def test_no_valid_plan_is_below_the_bound_of_its_class():
+    """Contiguous plans at their best period, the others at the best of some tries, on memory that they just fit."""
+    tight = binding = shared = 0
+    for seed in range(500):
+        rng = random.Random(seed)
+        plan = random_plan(
+            rng, weights=("stash", "latest", "2bw"), checkpoint=seed % 2 > 0, replicas=seed % 4 < 2, most_devices=4
+        )
+        graph, period = graph_of(plan), plan.pattern.period_ns
+        period = best_one_f_one_b_star(graph).period_ns if graph.contiguous else min(period, *shorter(rng, plan, graph))
+        replicas, checkpointing = class_of(plan)
+        problem = Problem(plan.chain, plan.platform, plan.policy, replicas, checkpointing)
+        bound = any_bound(problem)
+        assert bound.period_ns <= period
+        tight += bound.period_ns == period
+        binding += memory_bound(problem) > max(load_bound(problem), layer_bound(problem))
+        shared += not graph.contiguous
+    assert tight > 30
+    assert binding > 20
+    assert shared > 100
+
+
+def shorter(rng, plan, graph):
+    """Periods of other patterns of the same stages that fit the same memory."""
+    for period in range(graph.period_floor_ns, plan.pattern.period_ns):
+        pattern = greedy_pattern(rng, graph, period, slack=0)
+        if pattern is None:
+            continue
+        other = fitted(random.Random(0), plan.chain, plan.platform, plan.policy, plan.allocation.stages, pattern)
+        pairs = zip(other.platform.devices, plan.platform.devices, strict=True)
+        if all(need.memory_bytes <= has.memory_bytes for need, has in pairs):
+            yield period
+    yield plan.pattern.period_ns
+
+
+def allocations(problem):
+    """Every contiguous allocation, with all replica counts and recomputed segments that the problem allows."""
+    layers, devices = len(problem.chain), len(problem.platform)
+    for count in range(1, min(layers, devices) + 1):
+        for cuts in combinations(range(1, layers), count - 1):
+            parts = list(zip((0, *cuts), (*cuts, layers), strict=True))
+            menus = [segments(start, stop, problem.checkpointing) for start, stop in parts]
+            for spread in product(range(1, devices + 1 if problem.replicas else 2), repeat=count):
+                if sum(spread) <= devices:
+                    ends = [sum(spread[:i]) for i in range(count + 1)]
+                    homes = [tuple(range(a, b)) for a, b in pairwise(ends)]
+                    for choice in product(*menus):
+                        yield tuple(
+                            Stage(i, j, home, checkpoint)
+                            for (i, j), home, checkpoint in zip(parts, homes, choice, strict=True)
+                        )
+
+
+def activations_bind(rng, problem):
+    """The same without weights and with small cuts, on devices that hold less than one microbatch saves in all."""
+    layers = tuple(
+        replace(x, weight_bytes=0, saved_bytes=rng.randint(20, 60), output_bytes=rng.randint(0, 2))
+        for x in problem.chain.layers
+    )
+    chain = replace(problem.chain, layers=layers)
+    memory = max(*(x.saved_bytes for x in layers), int(chain.saved_bytes(0, len(chain)) * rng.uniform(0.4, 1))) + 10
+    devices = tuple(replace(d, memory_bytes=memory) for d in problem.platform.devices)
+    return replace(problem, chain=chain, platform=replace(problem.platform, devices=devices))
+
+
+def segments(start, stop, checkpointing):
+    if checkpointing == "none":
+        return [()]
+    if checkpointing == "stages":
+        return [(), ((start, stop),)]
+    found = []
+    for labels in product((0, 1, 2), repeat=stop - start):  # 0 stored; 1 and 2 alternate to part neighbours
+        runs, previous = [], 0
+        for layer, mark in enumerate(labels, start):
+            if mark and mark == previous:
+                runs[-1] = (runs[-1][0], layer + 1)
+            elif mark:
+                runs.append((layer, layer + 1))
+            previous = mark
+        found.append(tuple(runs))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointing):
+    """All allocations of small chains, each with its exactly best pattern; the bound is often the optimum itself."""
+    feasible = tight = binding = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        problem = random_problem(
+            rng,
+            3 if seed % 2 else rng.randint(1, 3),
+            3 if seed % 2 else rng.randint(1, 3),
+            weights=("stash", "latest", "2bw"),
+            checkpointing=checkpointing,
+            replicas=replicas,
+            edges=seed % 4 == 0,
+            saved=seed % 3 == 0,
+            latency=True,
+            speeds=seed % 5 == 0,
+            duplex=True,
+        )
+        if seed % 2:
+            problem = activations_bind(rng, problem)
+        patterns = (
+            best_one_f_one_b_star(stage_graph(problem.chain, problem.platform, problem.policy, stages))
+            for stages in allocations(problem)
+        )
+        best = min((pattern.period_ns for pattern in patterns if pattern is not None), default=None)
+        bound = any_bound(problem).period_ns
+        if best is None:
+            continue
+        assert bound <= best
+        feasible += 1
+        tight += bound == best
+        binding += memory_bound(problem) > max(load_bound(problem), layer_bound(problem))
+    assert feasible > 20
+    assert tight > 5
+    assert binding > (2 if checkpointing == "none" else 0)
+
+
+def test_more_memory_bandwidth_or_devices_never_raise_the_bound():
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = random_problem(
+            rng,
+            rng.randint(1, 6),
+            rng.randint(1, 5),
+            checkpointing=rng.choice(("none", "stages")),
+            replicas=seed % 2 > 0,
+        )
+        bound = any_bound(problem).period_ns  # with a memory bound of 0 no plan is possible, and nothing is claimed
+        platform = problem.platform
+        roomier = replace(platform, devices=tuple(Device(2 * d.memory_bytes, d.speed) for d in platform.devices))
+        quicker = replace(platform, levels=tuple(Level(x.count, 3 * x.bandwidth) for x in platform.levels))
+        level = platform.levels[0]
+        more = Platform((*platform.devices, platform.devices[0]), (Level(level.count + 1, level.bandwidth),))
+        for other in (roomier, quicker, *([more] if len(platform.levels) == 1 else [])):
+            if memory_bound(problem):
+                assert any_bound(replace(problem, platform=other)).period_ns <= bound
+
+
+def test_allowing_more_never_raises_the_bound():
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = random_problem(rng, rng.randint(1, 6), rng.randint(1, 5))
+        plain = replace(problem, replicas=False, checkpointing="none")
+        if memory_bound(plain) == 0:  # no plan is possible, and nothing is claimed
+            continue
+        plain = any_bound(plain).period_ns
+        assert any_bound(replace(problem, replicas=True, checkpointing="none")).period_ns <= plain
+        assert any_bound(replace(problem, replicas=False, checkpointing="stages")).period_ns <= plain
+
+
+def test_scaling_all_times_scales_the_load_bound():
+    for seed in range(30):
+        chain = random_chain(random.Random(seed), 5)
+        thrice = replace(
+            chain,
+            layers=tuple(replace(x, forward_ns=3 * x.forward_ns, backward_ns=3 * x.backward_ns) for x in chain.layers),
+        )
+        platform = Platform.flat(3, 10**6)
+        exact = Fraction(work_ns(Problem(chain, platform)), 3)
+        assert load_bound(Problem(chain, platform)) == ceil(exact)
+        assert load_bound(Problem(thrice, platform)) == ceil(3 * exact)

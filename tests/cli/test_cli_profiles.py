@@ -1,0 +1,222 @@
+"""The commands on profiles: ``profile`` measures, estimates and merges; ``diff`` compares and carries plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+pytest.importorskip("torch")
+
+MODEL = """
+import torch
+from torch import nn
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.leave(x + self.inner(x).relu())
+
+def build(batch):
+    return Residual(), torch.randn(batch, 8), nn.functional.cross_entropy
+
+def data(index, seed):
+    return torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)
+
+def untraceable(batch):
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+    return Branch(), torch.randn(batch, 8), nn.functional.mse_loss
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mymodel.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    sys.modules.pop("mymodel", None)
+    return tmp_path
+
+
+def layers(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["layers"]
+    return found
+
+
+def test_a_measured_profile_and_its_table(folder: Path, pipeplan: Command) -> None:
+    code, out, err = pipeplan(
+        "profile", "zoo:gpt-tiny,blocks=2,tied=true", "--batch", "2", "--steps", "2", "-o", "p.json"
+    )
+    assert (code, out) == (0, "6 layers written to p.json\n")
+    assert "holding it all takes 0.00 GB" in err
+    assert "embedding" in err
+    assert "note: embedding and head share weights, which each of them counts" in err
+    form = json.loads((folder / "p.json").read_text())
+    assert form["tied"] == [[0, 4]]
+    assert form["source"].startswith("measured by pipeplan")
+    code, out, _ = pipeplan("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--algorithm", "contiguous")
+    assert code == 0
+
+
+def test_any_module_becomes_a_dag_that_can_be_planned(folder: Path, pipeplan: Command) -> None:
+    code, out, err = pipeplan(
+        "profile", "mymodel:build", "--data", "mymodel:data", "--batch", "4", "--steps", "1", "-q", "-o", "p.json"
+    )
+    assert (code, err) == (0, "")
+    form = json.loads((folder / "p.json").read_text())
+    assert [x["name"] for x in form["layers"]] == ["enter", "inner", "relu", "add", "leave", "loss"]
+    assert form["edges"] == [[0, 1], [0, 3], [1, 2], [2, 3], [3, 4], [4, 5]]
+    assert pipeplan("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--algorithm", "contiguous")[0] == 0
+    for granularity, count in (("articulation", 4), ("99%", 1), ("0.0001%", 6)):
+        code, out, _ = pipeplan(
+            "profile",
+            "mymodel:build",
+            "--batch",
+            "4",
+            "--steps",
+            "1",
+            "-q",
+            "--granularity",
+            granularity,
+            "-o",
+            "q.json",
+        )
+        assert (code, out) == (0, f"{count} layers written to q.json\n")
+
+
+def test_what_cannot_be_traced_is_one_sentence(folder: Path, pipeplan: Command) -> None:
+    code, _, err = pipeplan("profile", "mymodel:untraceable", "--quiet")
+    assert code == 2
+    assert err.startswith("error: Branch cannot be traced: ")
+    assert "nn.Sequential" in err
+    assert "Traceback" not in err
+
+
+def test_an_estimate_takes_type_and_optimizer(folder: Path, pipeplan: Command) -> None:
+    common = ("profile", "zoo:gpt-tiny,blocks=2", "--estimate", "a100", "-q", "-o")
+    assert pipeplan(*common, "a.json")[0] == 0
+    assert pipeplan(*common, "b.json", "--dtype", "bfloat16", "--optimizer", "adam")[0] == 0
+    a, b = json.loads((folder / "a.json").read_text()), json.loads((folder / "b.json").read_text())
+    assert a["device"] == b["device"] == "NVIDIA A100 SXM 80GB (estimated)"
+    assert (a["dtype"], b["dtype"]) == ("float32", "bfloat16")
+    assert a["layers"][1]["weight_bytes"] == 2 * b["layers"][1]["weight_bytes"]
+    assert b["layers"][1]["optimizer_ns"] > a["layers"][1]["optimizer_ns"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--estimate", "z9"), "no accelerator is named 'z9'; known are a10, a100"),
+        (("--estimate", "v100", "--dtype", "bfloat16"), "no peak is known for bfloat16"),
+        (("--estimate", "v100", "--device", "cpu"), "--estimate needs no device"),
+        (("--granularity", "fine"), "'fine' is not node, articulation or a share such as 1%"),
+        (("--granularity", "100%"), "'100%' is not node"),
+    ],
+)
+def test_wrong_options(options: tuple[str, ...], message: str, pipeplan: Command) -> None:
+    code, _, err = pipeplan("profile", "zoo:gpt-tiny,blocks=1", "-q", *options)
+    assert code == 2
+    assert message in err
+
+
+def test_cuda_without_a_gpu_says_what_else_there_is(pipeplan: Command) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, err = pipeplan("profile", "zoo:gpt-tiny", "--device", "cuda")
+    assert code == 2
+    assert "torch sees no GPU here" in err
+    assert "--estimate" in err
+
+
+@pytest.fixture
+def two(folder: Path, pipeplan: Command) -> None:
+    for batch, name in ((4, "a.json"), (4, "same.json"), (64, "large.json")):
+        code, _, _ = pipeplan("profile", "zoo:gpt-tiny", "--batch", str(batch), "--estimate", "v100", "-q", "-o", name)
+        assert code == 0
+    code, _, _ = pipeplan(
+        "plan",
+        "a.json",
+        "--gpus",
+        "2",
+        "--mem",
+        "40MB",
+        "--algorithm",
+        "contiguous",
+        "--no-replicas",
+        "-o",
+        "plan.json",
+    )
+    assert code == 0
+
+
+@pytest.mark.usefixtures("two")
+def test_diff_shows_what_moved_and_whether_a_plan_holds(pipeplan: Command) -> None:
+    code, out, _ = pipeplan("diff", "a.json", "same.json", "--plan", "plan.json")
+    assert code == 0
+    assert "no layer differs" in out
+    assert "rank correlation of the layers' times: 1.000" in out
+    assert "the plan holds for B: period" in out
+    assert "(+0.0%), same stages, same order, within memory" in out
+
+    code, out, _ = pipeplan("diff", "a.json", "large.json", "--plan", "plan.json")
+    assert code == 1
+    assert "note: microbatches of 4 and 64 samples" in out
+    assert "the plan does not hold for B:" in out
+    assert "device 0 needs" in out
+
+    code, out, _ = pipeplan("diff", "a.json", "large.json", "--json", "--plan", "plan.json")
+    assert code == 1
+    form = json.loads(out)
+    assert form["plan"]["holds"] is False
+    assert 15.9 < form["totals"][1]["saved_bytes"] / form["totals"][0]["saved_bytes"] <= 16
+    assert [x["name"] for x in form["layers"]][-1] == "loss"
+
+    code, out, _ = pipeplan("diff", "a.json", "same.json", "--gpus", "2", "--mem", "40MB", "--json")
+    assert (code, json.loads(out)["plan"]["holds"]) == (0, True)
+
+
+@pytest.mark.usefixtures("two")
+def test_diff_needs_a_plan_of_the_first_profile(pipeplan: Command) -> None:
+    code, _, err = pipeplan("diff", "large.json", "a.json", "--plan", "plan.json")
+    assert code == 2
+    assert "the plan was made from another profile than gpt-tiny" in err
+    code, _, err = pipeplan("diff", "a.json", "a.json", "--gpus", "2")
+    assert code == 2
+    assert "say either --plan, or --gpus and --mem" in err
+
+
+MEMORY = """
+import resource, sys, torch
+from torch import nn
+from pipeplan.runtime.profiler.measure import profile_layers
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8)) for _ in range(24)]
+profile_layers(layers, torch.randn(1024, 8), lambda y, t: y.square().mean(), steps=1, warmup=1, hold=sys.argv[1])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_one_layer_at_a_time_needs_the_memory_of_one_layer() -> None:
+    """24 layers save 34 MB each; held one at a time, the process peaks far below where it does with all of them."""
+
+    def peak(hold: str) -> int:
+        command = [sys.executable, "-c", MEMORY, hold]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+    saved_by_one = 1024 * 4096 * 4 * 2
+    assert peak("all") - peak("one") > 18 * saved_by_one

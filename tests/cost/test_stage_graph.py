@@ -1,0 +1,246 @@
+import random
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from cases.plans import graph_of, greedy_pattern, random_plan
+from oracles.schedules import overlaps, peak_activations, unrolled, weights_table
+
+from pipeplan.cost import memory_model
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.plan import Pattern, Stage, TimedOp
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy
+from pipeplan.schedule.pattern import (
+    DeviceUse,
+    device_uses,
+    in_flight,
+    make_pattern,
+    memory_fits,
+    most_in_flight,
+    resource_use,
+    starts_of,
+)
+
+LAYERS = tuple(Layer(f"{i}", 10 + i, 20 + i, 100 * (i + 1), 6 * (i + 1)) for i in range(4))
+CHAIN = Chain("c", LAYERS, 5)  # cuts of 5, 6, 12, 18, 0 bytes
+FLAT = Platform.flat(6, 1000, 2 * 10**9)  # 2 bytes per ns
+
+
+def path(graph):
+    return [f"{op.kind}{op.stage}" for op in graph.operations]
+
+
+def test_the_path_of_one_microbatch():
+    graph = stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (2,))])
+    assert path(graph) == ["F0", "SEND_F0", "F1", "SEND_F1", "F2", "B2", "SEND_B2", "B1", "SEND_B1", "B0"]
+    assert [op.duration_ns for op in graph.operations] == [10, 3, 23, 9, 13, 23, 9, 43, 3, 20]
+    assert [r.name for r in graph.resources] == ["device 0", "device 1", "device 2", "link 0 - 1", "link 1 - 2"]
+    assert graph.path_ns == 156
+    assert graph.period_floor_ns == 66
+    assert graph.contiguous
+    assert [graph.position["B", s] for s in range(3)] == [9, 7, 5]
+
+
+def test_neighbours_on_one_device_and_cuts_without_bytes_need_no_transfer():
+    graph = stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 1, (0,)), Stage(1, 2, (0,)), Stage(2, 4, (1,))])
+    assert path(graph) == ["F0", "F1", "SEND_F1", "F2", "B2", "SEND_B2", "B1", "B0"]
+    assert not graph.contiguous
+    assert graph.stages_on(0) == [0, 1]
+    assert [stage.buffer_bytes for stage in graph.stages] == [0, 24, 24]
+    silent = Chain("c", (LAYERS[0], Layer("b", 1, 1, 0, 0), LAYERS[2]), 5)
+    graph = stage_graph(silent, FLAT, Policy(), [Stage(0, 2, (0,)), Stage(2, 3, (1,))])
+    assert path(graph) == ["F0", "F1", "B1", "B0"]
+    assert len(graph.resources) == 2
+    assert [stage.buffer_bytes for stage in graph.stages] == [0, 0]
+
+
+def test_one_link_per_pair_of_groups_and_one_per_direction_in_full_duplex():
+    stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2,)), Stage(2, 3, (0, 1)), Stage(3, 4, (2,))]
+    graph = stage_graph(CHAIN, FLAT, Policy(), stages)
+    assert [r.name for r in graph.resources] == ["devices 0,1", "device 2", "link 0,1 - 2"]
+    assert [r.replicas for r in graph.resources] == [2, 1, 1]
+    assert [path(graph)[i] for i in graph.on_resource[2]] == [
+        "SEND_F0",
+        "SEND_F1",
+        "SEND_F2",
+        "SEND_B3",
+        "SEND_B2",
+        "SEND_B1",
+    ]
+    duplex = Platform(FLAT.devices, FLAT.levels, full_duplex=True)
+    graph = stage_graph(CHAIN, duplex, Policy(), stages)
+    assert [r.name for r in graph.resources[2:]] == ["link 0,1 -> 2", "link 2 -> 0,1"]
+    assert [path(graph)[i] for i in graph.on_resource[2]] == ["SEND_F0", "SEND_F2", "SEND_B2"]
+    assert [path(graph)[i] for i in graph.on_resource[3]] == ["SEND_F1", "SEND_B3", "SEND_B1"]
+    assert stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 4, (0, 1, 2, 3))]).resources[0].name == "devices 0-3"
+
+
+def test_levels_set_the_pace_of_transfers_and_of_synchronisation():
+    platform = Platform((Device(1000),) * 4, (Level(2, 2 * 10**9), Level(2, 10**9, 7)))
+    inside = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
+    across = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (1,)), Stage(2, 4, (2,))])
+    wide = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (0, 1)), Stage(2, 4, (2,))])
+    assert [g.operations[1].duration_ns for g in (inside, across, wide)] == [6, 19, 19]
+    assert inside.stages[0].sync_period_ns == 0
+    assert wide.stages[0].sync_period_ns == 75  # 2(2-1)/2 * 300 bytes at 2 bytes/ns, every second microbatch
+    spread = stage_graph(CHAIN, platform, Policy(), [Stage(0, 4, (0, 1, 2, 3))])
+    assert spread.stages[0].sync_period_ns == 375  # 2*3/4 * 1000 bytes at 1 byte/ns, every fourth microbatch
+    assert spread.stages[0].update_interval == 4
+    assert spread.period_floor_ns == 375
+
+
+def test_replicas_share_the_load_and_the_slowest_sets_the_pace():
+    devices = (Device(900, Fraction(2)), Device(700), Device(1000, Fraction(1, 2)))
+    platform = Platform(devices, (Level(3, 10**12),))
+    graph = stage_graph(CHAIN, platform, Policy(accumulate=60), [Stage(0, 1, (0,)), Stage(1, 4, (1, 2))])
+    assert [op.duration_ns for op in graph.operations if op.kind == "F"] == [5, 72]
+    assert [op.duration_ns for op in graph.operations if op.kind == "B"] == [132, 10]
+    assert graph.resources[1].memory_bytes == 700
+    assert graph.period_floor_ns == 102  # (72 + 132) / 2
+
+
+def test_recomputation_is_part_of_the_backward():
+    graph = stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 4, (0,), ((1, 3),))])
+    stage = graph.stages[0]
+    assert (stage.forward_ns, stage.backward_ns) == (46, 86 + 23)
+    assert (stage.kept_bytes, stage.peak_bytes) == memory_model.activations(CHAIN, 0, 4, ((1, 3),))[:2]
+
+
+def test_every_cost_of_random_stages():
+    for seed in range(150):
+        plan = random_plan(random.Random(seed))
+        graph, chain = graph_of(plan), plan.chain
+        for s, (stage, cost) in enumerate(zip(plan.allocation.stages, graph.stages, strict=True)):
+            layers = chain.layers[stage.start : stage.stop]
+            kept, peak, again = memory_model.activations(chain, stage.start, stage.stop, stage.checkpoint)
+            assert (cost.kept_bytes, cost.peak_bytes) == (kept, peak)
+            assert cost.weight_bytes == sum(x.weight_bytes for x in layers)
+            assert cost.parameters == sum(x.parameter_count for x in layers)
+            step = sum(x.optimizer_ns for x in layers) * stage.replicas
+            work = sum(x.backward_ns for x in layers) + again + -(-step // max(stage.replicas, plan.policy.accumulate))
+            speed = min(plan.platform.devices[d].speed for d in stage.devices)
+            assert cost.backward_ns == -(-work // speed)
+            assert cost.forward_ns == -(-sum(x.forward_ns for x in layers) // speed)
+            assert graph.resources[cost.resource].devices == stage.devices
+            buffers = 0
+            for edge, other in ((stage.start, s - 1), (stage.stop, s + 1)):
+                if 0 <= other < len(graph.stages) and plan.allocation.stages[other].devices != stage.devices:
+                    buffers += 2 * chain.cut_bytes[edge]
+            assert cost.buffer_bytes == buffers
+        for early, late in pairwise(graph.operations):
+            assert early.stage == late.stage or abs(early.stage - late.stage) == 1
+
+
+# --- in flight and memory --------------------------------------------------------------------------------------------
+
+
+def test_releases_come_before_acquisitions_at_one_instant():
+    graph = stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 4, (0,))])  # F 46 ns, B 86 ns
+    starts = [0, 46]
+    assert [in_flight(graph, starts, 132, 0, at) for at in (-1, 0, 131, 132)] == [1, 1, 1, 1]
+    assert [in_flight(graph, starts, 140, 0, at) for at in (0, 131, 132, 139, 140)] == [1, 1, 0, 0, 1]
+    assert [in_flight(graph, starts, 131, 0, at) for at in (130, 131, 132)] == [1, 2, 1]
+    assert most_in_flight(graph, starts, 132) == 1
+    assert most_in_flight(graph, starts, 131) == 2
+
+
+def test_in_flight_is_a_count_of_microbatches():
+    for seed in range(60):
+        plan = random_plan(random.Random(seed))
+        graph, starts, period = graph_of(plan), starts_of(plan.pattern), plan.pattern.period_ns
+        most = 0
+        for s, stage in enumerate(graph.stages):
+            r = graph.resources[stage.resource].replicas
+            begin, end = starts[graph.position["F", s]], starts[graph.position["B", s]] + stage.backward_ns
+            reach = range(-end // period - 3 * r, 3 * r)
+            for at in range(2 * period):
+                held = [m for m in reach if begin + m * period <= at < end + m * period]
+                assert in_flight(graph, starts, period, s, at) == sum(m % r == 0 for m in held)
+                most = max(most, len(held))
+        assert most_in_flight(graph, starts, period) == most
+
+
+def test_memory_of_random_patterns_equals_an_unrolled_sweep():
+    """Also of patterns whose operations overlap: memory is judged whether or not the order is good."""
+    transients = overlapping = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        plan = random_plan(rng)
+        graph, starts, period = graph_of(plan), starts_of(plan.pattern), plan.pattern.period_ns
+        if rng.random() < 0.4:
+            delay, moved = 0, []
+            for start in starts:
+                delay += rng.choice((0, 0, 0, rng.randint(1, 2 * period)))
+                moved.append(start + delay)
+            starts = moved
+            overlapping += bool(overlaps(graph, starts, period))
+        swept = peak_activations(graph, starts, period)
+        entered = in_flight(graph, starts, period, 0, starts[graph.position["F", 0]])
+        first = entered, graph.resources[graph.stages[0].resource].replicas
+        for index, resource in enumerate(graph.resources):
+            if resource.is_link:
+                continue
+            use = resource_use(graph, starts, period, index)
+            assert use.activation_bytes == swept[index]
+            stages = graph.stages_on(index)
+            counts = [in_flight(graph, starts, period, s, starts[graph.position["F", s]]) for s in stages]
+            assert use.in_flight == tuple(counts)
+            assert use.weights_bytes == sum(
+                weights_table(
+                    graph.policy, graph.stages[s].weight_bytes, graph.stages[s].parameters, n, resource.replicas, first
+                )
+                for s, n in zip(stages, counts, strict=True)
+            )
+            assert use.buffer_bytes == sum(graph.stages[s].buffer_bytes for s in stages)
+            assert use.peak_bytes == use.weights_bytes + use.activation_bytes + use.buffer_bytes
+            one_by_one = sum(
+                memory_model.held_bytes(graph.stages[s].kept_bytes, graph.stages[s].peak_bytes, n)
+                for s, n in zip(stages, counts, strict=True)
+            )
+            assert use.activation_bytes <= one_by_one
+            if len(stages) == 1:
+                assert use.activation_bytes == one_by_one
+            transients += any(graph.stages[s].peak_bytes > graph.stages[s].kept_bytes for s in stages)
+    assert transients > 50
+    assert overlapping > 20
+
+
+def test_every_device_of_the_platform_is_listed():
+    platform = Platform((Device(700), Device(900), Device(800)), (Level(3, 10**9),))
+    graph = stage_graph(CHAIN, platform, Policy("flush"), [Stage(0, 4, (0, 2))])
+    uses = device_uses(graph, [0, 46], 200, platform)
+    assert [use.memory_bytes for use in uses] == [700, 900, 800]
+    assert uses[1] == DeviceUse(900, 0, 0, 0, ())
+    assert uses[0].peak_bytes == uses[2].peak_bytes == 2000 + 41
+    assert not memory_fits(graph, [0, 46], 200)
+    roomy = Platform((Device(2041),) * 3, (Level(3, 10**9),))
+    assert memory_fits(stage_graph(CHAIN, roomy, Policy("flush"), [Stage(0, 4, (0, 2))]), [0, 46], 200)
+
+
+def test_make_pattern_and_starts_of_are_inverse():
+    graph = stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 4, (0,))])
+    pattern = make_pattern(graph, [3, 50], 140)
+    assert pattern == Pattern(140, (TimedOp("F", 0, 3, 46), TimedOp("B", 0, 50, 86)))
+    assert starts_of(pattern) == [3, 50]
+    with pytest.raises(ValueError, match="zip"):
+        make_pattern(graph, [3], 140)
+
+
+def test_the_floor_is_reached_by_loads_alone():
+    """No pattern is shorter than the floor, and a single stage's pattern reaches it."""
+    for seed in range(60):
+        plan = random_plan(random.Random(seed), shared=True)
+        graph = graph_of(plan)
+        below = graph.period_floor_ns - 1
+        synced = {
+            r: sum(x.sync_period_ns for x in graph.stages if x.resource == r) for r in range(len(graph.resources))
+        }
+        assert graph.sync_periods_ns == tuple(synced.values())
+        if below >= 1 and max(synced.values()) <= below:
+            assert greedy_pattern(random.Random(0), graph, below, slack=0) is None
+        loads: dict[int, int] = {}
+        for (resource, _), begin, end, _, m in unrolled(graph, [0] * len(graph.operations), 1):
+            if m == 0:
+                loads[resource] = loads.get(resource, 0) + end - begin
+        floor = max(-(-load // graph.resources[r].replicas) for r, load in loads.items())
+        assert graph.period_floor_ns == max(floor, *synced.values())

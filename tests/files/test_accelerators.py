@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeplan.errors import BadInput
+from pipeplan.files.accelerators import accelerator, accelerators
+
+
+def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:
+    table = accelerators()
+    assert {"a100", "h100", "h200", "v100", "rtx4090", "l40s", "t4"} <= set(table)
+    for name, entry in table.items():
+        assert 8e9 <= entry.memory_bytes <= 2e11, name
+        assert 2e11 <= entry.bandwidth_bytes <= 1e13, name
+        assert entry.launch_ns == 5000
+        assert 5e12 <= entry.peak("float32") <= entry.peak("float32", convolution=True) <= 1e15
+        if "bfloat16" in entry.tflops:
+            assert entry.peak("bfloat16") == entry.peak("float16") >= entry.peak("float32")
+
+
+def test_published_figures() -> None:
+    a100, v100 = accelerator("A100"), accelerator("v100")
+    assert (a100.peak("float32"), a100.peak("float32", convolution=True), a100.peak("bfloat16")) == (
+        19.5e12, 156e12, 312e12,
+    )  # fmt: skip
+    assert (a100.memory_bytes, a100.bandwidth_bytes) == (80 * 10**9, 2039 * 10**9)
+    assert v100.peak("float32", convolution=True) == v100.peak("float32") == 15.7e12
+    with pytest.raises(BadInput, match=r"V100 .* no peak is known for bfloat16, only for float64, float32, float16"):
+        v100.peak("bfloat16")
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(BadInput, match=r"no accelerator is named 'z100'; known are a10, a100.* or FILE.json"):
+        accelerator("z100")
+
+
+def test_a_file_describes_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(
+        '{"name": "mine", "memory": "8GiB", "bandwidth": "50GB/s", "tflops": {"float32": 1.5}, "launch": "2us"}'
+    )
+    mine = accelerator(str(path))
+    assert (mine.memory_bytes, mine.bandwidth_bytes, mine.launch_ns) == (8 * 2**30, 50 * 10**9, 2000)
+    assert mine.peak("float32", convolution=True) == 1.5e12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "input data was truncated"),
+        ('{"name": "x", "memory": "8", "bandwidth": "50GB/s", "tflops": {"float32": 1}}', "memory: '8' has no unit"),
+        ('{"name": "x", "memory": "8GB", "bandwidth": "5", "tflops": {"float32": 1}}', "bandwidth: '5' has no unit"),
+        ('{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {}}', "tflops must have positive peaks"),
+        ('{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"a": 0}}', "tflops must have positive"),
+        ('{"name": "x"}', "missing required field"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=message):
+        accelerator(str(path))
+    with pytest.raises(BadInput, match="cannot be read"):
+        accelerator(str(tmp_path / "none.json"))

@@ -1,0 +1,208 @@
+"""Brute force: the truth on small instances, by enumeration, in plain Python and straight from the definitions.
+
+Nothing here shares a line with the searches it checks; only what a stage costs comes from ``pipeplan.costs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, pairwise, product
+
+from pipeplan.cost import memory_model, time_model
+from pipeplan.plan import Stage
+from pipeplan.problem import Problem
+
+
+def contiguous_optimum(problem: Problem) -> tuple[int, tuple[Stage, ...]] | None:
+    """Return (smallest period in ns, its stages) over all contiguous allocations, or None when none is feasible."""
+    best: tuple[int, tuple[Stage, ...]] | None = None
+    judge = ContiguousJudge(problem)
+    for stages in contiguous_allocations(problem):
+        period = judge.smallest_period(stages, None if best is None else best[0] - 1)
+        if period is not None:
+            best = period, stages
+    return best
+
+
+def contiguous_allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
+    """Yield every allocation: all splits into stages, all device groups in platform order, all recomputations."""
+    layers, devices = len(problem.chain), len(problem.platform)
+    for count in range(1, min(layers, devices) + 1):
+        for inner in combinations(range(1, layers), count - 1):
+            cuts = (0, *inner, layers)
+            for groups in device_groups(count, devices, problem.replicas):
+                for recompute in product(*(checkpoints(problem, i, j) for i, j in pairwise(cuts))):
+                    yield tuple(
+                        Stage(i, j, group, checkpoint)
+                        for (i, j), group, checkpoint in zip(pairwise(cuts), groups, recompute, strict=True)
+                    )
+
+
+@cache
+def device_groups(count: int, devices: int, replicas: bool) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return all ways to give ``count`` stages devices in order; some devices stay unused."""
+    ways = []
+    for owners in product(range(-1, count), repeat=devices):  # -1: unused
+        used = [owner for owner in owners if owner >= 0]
+        if used == sorted(used) and len(set(used)) == count and (replicas or len(used) == count):
+            ways.append(tuple(tuple(d for d in range(devices) if owners[d] == s) for s in range(count)))
+    return tuple(ways)
+
+
+def checkpoints(problem: Problem, start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return every choice of recomputed segments of ``layers[start:stop]`` that the problem allows."""
+    if problem.checkpointing == "none":
+        return [()]
+    if problem.checkpointing == "stages":
+        return [(), ((start, stop),)]
+    return list(_segments(start, stop))
+
+
+def _segments(start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    if start == stop:
+        yield ()
+        return
+    for rest in _segments(start + 1, stop):  # the first layer stored
+        yield rest
+    for end in range(start + 1, stop + 1):
+        for rest in _segments(end, stop):
+            yield ((start, end), *rest)
+
+
+class ContiguousJudge:
+    """Computes what 1F1B* gives for contiguous stages of one problem, remembering what each stage costs."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.known: dict[Stage, tuple[int, int, int, int, int, int]] = {}
+
+    def smallest_period(self, stages: tuple[Stage, ...], upper: int | None = None) -> int | None:
+        """Return the smallest valid period of at most ``upper`` ns, or None."""
+        if upper is None:
+            upper = sum(sum(self.cost(s)[:1]) for s in stages) + sum(self.trips(stages)) + self.floor(stages)
+        low = self.floor(stages)
+        if low > upper or not self.valid(stages, upper):
+            return None
+        while low < upper:
+            middle = (low + upper) // 2
+            if self.valid(stages, middle):
+                upper = middle
+            else:
+                low = middle + 1
+        return upper
+
+    def floor(self, stages: tuple[Stage, ...]) -> int:
+        """Return the least period that loads, links and synchronisation allow."""
+        share = 2 if self.problem.platform.full_duplex else 1
+        loads = [-(-self.cost(s)[0] // len(s.devices)) for s in stages]
+        return max(1, *loads, *(self.cost(s)[5] for s in stages), *(-(-c // share) for c in self.trips(stages)), 1)
+
+    def valid(self, stages: tuple[Stage, ...], period: int) -> bool:
+        """Whether the 1F1B* pattern of ``period`` ns exists, fits the memory and what the policy accumulates over."""
+        problem = self.problem
+        policy, chain, duplex = problem.policy, problem.chain, problem.platform.full_duplex
+        if period < self.floor(stages):
+            return False
+        if policy.weights != "flush":
+            for i, j in chain.tied:
+                if not any(s.start <= i and j < s.stop for s in stages):
+                    return False
+        delay = 0
+        trips = self.trips(stages)
+        for k in range(len(stages) - 1, -1, -1):
+            stage = stages[k]
+            work, weights, parameters, kept, peak, _ = self.cost(stage)
+            if work == 0:
+                return False
+            step = len(stage.devices) * period
+            delay = plus(delay, work, step)
+            group = -(-delay // step)
+            memory = memory_model.weights_bytes(policy, weights, parameters, group, len(stage.devices))
+            memory += memory_model.held_bytes(kept, peak, group)
+            if k > 0:
+                memory += 2 * chain.cut_bytes[stage.start]
+            if k < len(stages) - 1:
+                memory += 2 * chain.cut_bytes[stage.stop]
+            if memory > min(problem.platform.devices[d].memory_bytes for d in stage.devices):
+                return False
+            if policy.weights == "2bw" and policy.accumulate is not None and -(-delay // period) > policy.accumulate:
+                return False
+            if k > 0:
+                delay = delay + trips[k - 1] if duplex else plus(delay, trips[k - 1], period)
+        return True
+
+    def trips(self, stages: tuple[Stage, ...]) -> list[int]:
+        """Return the time of both directions of each cut, over the level that joins all devices on its two sides."""
+        platform = self.problem.platform
+        return [
+            2 * platform.transfer_ns(self.problem.chain.cut_bytes[b.start], platform.level_of(a.devices + b.devices))
+            for a, b in pairwise(stages)
+        ]
+
+    def cost(self, stage: Stage) -> tuple[int, int, int, int, int, int]:
+        """Return (work ns, weight bytes, parameters, kept bytes, peak bytes, sync period ns) of one replica."""
+        if stage not in self.known:
+            self.known[stage] = self._cost(stage)
+        return self.known[stage]
+
+    def _cost(self, stage: Stage) -> tuple[int, int, int, int, int, int]:
+        chain, platform, policy = self.problem.chain, self.problem.platform, self.problem.policy
+        i, j = stage.start, stage.stop
+        speed = min(platform.devices[d].speed for d in stage.devices)
+        kept, peak, recompute = memory_model.activations(chain, i, j, stage.checkpoint)
+        work = time_model.forward_ns(chain, i, j, speed)
+        work += time_model.backward_ns(chain, policy, i, j, recompute, len(stage.devices), speed)
+        weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
+        parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
+        gradient = memory_model.gradient_bytes(policy, weights, parameters)
+        bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
+        return (
+            work,
+            weights,
+            parameters,
+            kept,
+            peak,
+            time_model.sync_period_ns(policy, gradient, len(stage.devices), bandwidth),
+        )
+
+
+def contiguous_decision(problem: Problem, period: int) -> bool:
+    """Whether a contiguous allocation has ``period`` ns: the plain recursion on one-level platforms of equal devices.
+
+    For chains that are too long to enumerate. Smallest delay by (first layer, devices used), nothing pruned.
+    """
+    chain, devices, platform = problem.chain, len(problem.platform), problem.platform
+    assert len(platform.levels) == 1
+    assert len(set(platform.devices)) == 1
+    judge = ContiguousJudge(problem)
+    layers = len(chain)
+    trips = [0, *(2 * platform.transfer_ns(chain.cut_bytes[i], 0) for i in range(1, layers)), 0]
+    best: dict[tuple[int, int], int] = {(layers, 0): 0}
+    for start in range(layers - 1, -1, -1):
+        for (stop, used), behind in list(best.items()):
+            if trips[stop] > period:
+                continue
+            entering = plus(behind, trips[stop], period)
+            for r in range(1, (devices - used if problem.replicas else min(1, devices - used)) + 1):
+                for checkpoint in checkpoints(problem, start, stop):
+                    work, weights, parameters, kept, peak, sync = judge.cost(
+                        Stage(start, stop, tuple(range(r)), checkpoint)
+                    )
+                    if work == 0 or work > r * period or sync > period:
+                        continue
+                    delay = plus(entering, work, r * period)
+                    group = -(-delay // (r * period))
+                    memory = memory_model.weights_bytes(problem.policy, weights, parameters, group, r)
+                    memory += memory_model.held_bytes(kept, peak, group)
+                    memory += 2 * (chain.cut_bytes[start] if start else 0)
+                    memory += 2 * (chain.cut_bytes[stop] if stop < layers else 0)
+                    key = start, used + r
+                    if memory <= platform.devices[0].memory_bytes and delay < best.get(key, delay + 1):
+                        best[key] = delay
+    return any(start == 0 for start, _ in best)
+
+
+def plus(x: int, y: int, period: int) -> int:
+    """Return ``x (+) y``, as ALGORITHMS section 4 defines it."""
+    return x + y if -(-x // period) == -(-(x + y) // period) else period * -(-x // period) + y

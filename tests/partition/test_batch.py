@@ -1,0 +1,99 @@
+"""One pipeline's splits against all splits: the shortest paths are shortest, and no split beats the bound."""
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+from cases.chains import random_chain, random_platform
+
+from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline, splits
+from pipeplan.partition.contiguous.options import NEVER
+from pipeplan.plan import Stage
+from pipeplan.planner.grid.pipeline_time import drained
+from pipeplan.problem import Platform, Policy, Problem
+
+
+def instance(seed, checkpointing="segments"):
+    rng = random.Random(seed)
+    stages, pipelines = rng.randint(1, 3), rng.choice((1, 1, 2))
+    layers, microbatches = stages + rng.randint(0, 3), rng.randint(1, 6)
+    chain = random_chain(rng, layers, saved=True, optimizer=seed % 3 == 0)
+    size = 2 * int(chain.sums.weight_bytes[-1]) + int(chain.sums.saved[-1]) * 2
+    memory = max(1, int(size * rng.choice((0.4, 0.8, 4))))
+    platform = random_platform(rng, stages * pipelines, memory=(memory, memory * 5 // 4), latency=True, speeds=True)
+    policy = Policy("flush", microbatches * pipelines, coarsening=rng.choice((None, 1)))
+    problem = Problem(chain, platform, policy, checkpointing=checkpointing)
+    groups = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)]
+    return problem, groups, microbatches
+
+
+def every_split(offer):
+    size = len(offer.ground.cuts)
+    for inner in combinations(range(1, size - 1), len(offer.groups) - 1):
+        yield (0, *inner, size - 1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_simulated_split_beats_the_bound_or_its_own(seed):
+    problem, groups, microbatches = instance(seed, ("segments", "stages", "none")[seed % 3])
+    offer = pipeline(problem, groups, microbatches)
+    if offer is None:  # then not even whole stages recomputed fit
+        for inner in combinations(range(1, len(problem.chain)), len(groups) - 1):
+            parts = zip(pairwise((0, *inner, len(problem.chain))), groups, strict=True)
+            stages = [Stage(a, b, group) for (a, b), group in parts]
+            assert not drained(problem, stages, microbatches, 1).fits
+        return
+    whole = drained_bound(offer)
+    for limit in range(1, 2 * len(groups)):
+        own = drained_bound(offer, limit, limit)
+        assert own >= whole
+        in_flight = offer.in_flight(limit if len(groups) > 1 else 1)
+        for cuts in every_split(offer):
+            stages = offer.stages(cuts, in_flight)
+            if stages is None:
+                continue
+            run = drained(problem, stages, microbatches, limit if len(groups) > 1 else 1)
+            assert run.fits  # whatever arrives when, no stage holds more than in_flight
+            assert all(held <= most for held, most in zip(run.in_flight, in_flight, strict=True))
+            assert own <= run.batch_ns
+            assert least_drained_ns(offer, cuts, in_flight, limit) <= run.batch_ns
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_splits_are_the_shortest_paths_of_their_longest_stage(seed):
+    problem, groups, microbatches = instance(seed)
+    offer = pipeline(problem, groups, microbatches)
+    if offer is None:
+        return
+    in_flight = offer.in_flight(1)
+
+    def figures(cuts):
+        times = [int(offer.times(s, in_flight[s])[i, j]) for s, (i, j) in enumerate(pairwise(cuts))]
+        loads = [int(offer.loads[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
+        trips = [int(offer.trips[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
+        return max(times + loads), sum(times) + sum(trips)
+
+    every = [figures(cuts) for cuts in every_split(offer)]
+    every = [pair for pair in every if pair[0] < NEVER]
+    found = [figures(cuts) for cuts in splits(offer, in_flight)]
+    assert bool(found) == bool(every)
+    if found:
+        assert found[0][0] == min(longest for longest, _ in every)
+    for longest, path in found:
+        assert path == min(other for most, other in every if most <= longest)
+
+
+def test_a_bound_that_is_enough_is_returned():
+    offers = (pipeline(*instance(seed)) for seed in range(4, 60))
+    offer = next(offer for offer in offers if offer is not None and len(offer.groups) > 1)
+    bound = drained_bound(offer)
+    assert drained_bound(offer, enough=1) == 1
+    assert drained_bound(offer, enough=bound) == bound
+    assert drained_bound(offer, enough=10 * bound) in (bound, bound + 1)
+
+
+def test_what_fits_nowhere_is_none():
+    problem, groups, microbatches = instance(4)
+    tiny = Platform.flat(len(problem.platform), 1)
+    starved = Problem(problem.chain, tiny, problem.policy, checkpointing="segments")
+    assert pipeline(starved, groups, microbatches) is None

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from cases.chains import published, random_chain, random_problem
+from oracles.partition import ContiguousJudge, contiguous_decision, contiguous_optimum
+
+from pipeplan.check.validate import pattern_violations
+from pipeplan.cost import memory_model
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.contiguous.contiguous import (
+    _on_lowest_devices,
+    contiguous,
+    feasible,
+    own_period,
+    smallest_period,
+)
+from pipeplan.partition.contiguous.options import UNLIMITED, in_flight_limit
+from pipeplan.partition.granularity import merge_articulation
+from pipeplan.plan import Allocation, Stage
+from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+
+WEIGHTS = ("flush", "2bw", "stash", "latest")
+
+
+def varied_problem(seed: int) -> Problem:
+    """Return a small instance; the features it has depend on the seed."""
+    rng = random.Random(seed)
+    layers, devices = rng.choice((1, 2, 3, 4, 5, 5, 6, 6)), rng.choice((1, 2, 3, 3, 4, 4))
+
+    def maybe(chance: float = 0.4) -> bool:
+        return rng.random() < chance
+
+    problem = random_problem(
+        rng,
+        layers,
+        devices,
+        weights=WEIGHTS,
+        checkpointing=rng.choice(("none", "stages", "stages", "stages")),
+        replicas=maybe(0.6),
+        edges=maybe(),
+        saved=maybe(),
+        optimizer=maybe(),
+        levels=maybe(0.6),
+        latency=maybe(),
+        speeds=maybe(),
+        duplex=maybe(),
+    )
+    chain = problem.chain
+    if maybe(0.5):  # light weights, so that memory binds through what is in flight
+        chain = replace(chain, layers=tuple(replace(x, weight_bytes=x.weight_bytes // 3) for x in chain.layers))
+    if maybe(0.5):  # much to save behind small inputs, so that recomputation pays
+        saved = [replace(x, saved_bytes=rng.randint(5, 30)) for x in chain.layers]
+        chain = replace(chain, layers=tuple(replace(x, output_bytes=min(x.output_bytes, 3)) for x in saved))
+    if layers > 2 and maybe(0.2):
+        i = rng.randrange(layers - 1)
+        chain = replace(chain, tied=((i, rng.randrange(i + 1, layers)),))
+    if maybe(0.2):
+        chain = replace(chain, layers=tuple(replace(x, parameters=rng.randint(0, 9)) for x in chain.layers))
+    if maybe(0.2):
+        zeros = random_chain(rng, layers, zero_times=True)
+        pairs = zip(chain.layers, zeros.layers, strict=True)
+        timed = (replace(x, forward_ns=y.forward_ns, backward_ns=y.backward_ns) for x, y in pairs)
+        chain = replace(chain, layers=tuple(timed))
+    policy = replace(
+        problem.policy,
+        accumulate=rng.randint(1, 5) if maybe() else None,
+        optimizer=rng.choice(("sgd", "sgd", "momentum", "adam")),
+        precision=rng.choice(("fp32", "fp32", "mixed")),
+        offload=maybe(0.2),
+        vertical_sync=maybe(0.3),
+        bucket_parameters=5,
+    )
+    spare = rng.choice((0, 0, 5, 10, 20, 40, 60))
+    larger = tuple(replace(x, memory_bytes=x.memory_bytes + spare) for x in problem.platform.devices)
+    return replace(problem, chain=chain, policy=policy, platform=replace(problem.platform, devices=larger))
+
+
+@pytest.mark.parametrize("block", range(16))
+def test_equals_brute_force(block: int) -> None:
+    for seed in range(60 * block, 60 * block + 60):
+        problem = varied_problem(seed)
+        truth = contiguous_optimum(problem)
+        found = smallest_period(problem)
+        assert (found is None) == (truth is None), seed
+        if found is not None and truth is not None:
+            assert found.claimed_period_ns == truth[0], seed
+            assert_attains(problem, found)
+            assert feasible(problem, truth[0] - 1) is None, seed
+
+
+def assert_attains(problem: Problem, allocation: Allocation) -> None:
+    """The stages are an allocation in platform order whose own smallest period is the claimed one."""
+    stages = allocation.stages
+    assert [stage.start for stage in stages] == [0, *(stage.stop for stage in stages[:-1])]
+    assert stages[-1].stop == len(problem.chain)
+    assert allocation.contiguous
+    period = allocation.claimed_period_ns
+    assert period is not None
+    judge = ContiguousJudge(problem)
+    assert judge.valid(stages, period)
+    assert not judge.valid(stages, period - 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_chains_equal_the_plain_recursion(seed: int) -> None:
+    rng = random.Random(seed)
+    layers, devices = rng.randint(45, 60), rng.choice((2, 3, 4))
+    problem = random_problem(
+        rng,
+        layers,
+        devices,
+        checkpointing=rng.choice(("none", "stages")),
+        replicas=rng.random() < 0.6,
+        edges=rng.random() < 0.3,
+        saved=rng.random() < 0.5,
+    )
+    problem = replace(problem, platform=alike(problem.platform))
+    found = smallest_period(problem)
+    if found is None:
+        assert not contiguous_decision(problem, 10**9)
+    else:
+        assert found.claimed_period_ns is not None
+        assert contiguous_decision(problem, found.claimed_period_ns)
+        assert not contiguous_decision(problem, found.claimed_period_ns - 1)
+
+
+def alike(platform: Platform) -> Platform:
+    return replace(platform, devices=(platform.devices[0],) * len(platform))
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 5))
+def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
+    problem = varied_problem(seed)
+    problem = problem.with_policy(replace(problem.policy, accumulate=problem.policy.accumulate or 4))
+    found = smallest_period(problem)
+    if found is None:
+        return
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, found.stages)
+    pattern = best_one_f_one_b_star(graph)
+    assert pattern is not None
+    assert found.claimed_period_ns is not None
+    if problem.policy.vertical_sync:  # the first stage may need more versions than a stage was searched with
+        assert pattern.period_ns >= found.claimed_period_ns
+    else:
+        assert pattern.period_ns == found.claimed_period_ns
+    assert pattern_violations(graph, pattern) == []
+
+
+def test_platforms_of_servers_and_unequal_devices_stay_exact_on_longer_chains() -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        problem = random_problem(rng, 50, 6, levels=True, speeds=True, latency=True, saved=True)
+        found = smallest_period(problem)
+        if found is not None:
+            assert_attains(problem, found)
+            assert found.claimed_period_ns is not None
+            assert feasible(problem, found.claimed_period_ns - 1) is None
+
+
+def period_of(problem: Problem) -> float:
+    found = smallest_period(problem)
+    return float("inf") if found is None or found.claimed_period_ns is None else found.claimed_period_ns
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_more_of_anything_never_lengthens_the_period(seed: int) -> None:
+    rng = random.Random(seed)
+    layers, devices = rng.randint(3, 14), rng.randint(2, 5)
+    problem = random_problem(rng, layers, devices, weights=WEIGHTS, checkpointing="none", replicas=False, saved=True)
+    platform = problem.platform
+    period = period_of(problem)
+    roomier = replace(platform, devices=tuple(replace(x, memory_bytes=x.memory_bytes + 7) for x in platform.devices))
+    assert period_of(replace(problem, platform=roomier)) <= period
+    wider = replace(platform, levels=tuple(replace(x, bandwidth=x.bandwidth * 2) for x in platform.levels))
+    assert period_of(replace(problem, platform=wider)) <= period
+    assert period_of(replace(problem, platform=replace(platform, full_duplex=True))) <= period
+    faster = replace(platform, devices=tuple(replace(x, speed=x.speed * 2) for x in platform.devices))
+    assert period_of(replace(problem, platform=faster)) <= period
+    more = replace(problem, replicas=True)
+    assert period_of(more) <= period
+    assert period_of(replace(more, checkpointing="stages")) <= period_of(more)
+    extra = replace(platform.levels[0], count=devices + 1)
+    longer = replace(platform, devices=(*platform.devices, platform.devices[0]), levels=(extra,))
+    assert period_of(replace(problem, platform=longer)) <= period
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_scaling_all_times_scales_the_period(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randint(2, 12), rng.randint(1, 4), edges=seed % 2 == 0, latency=True)
+    (level,) = problem.platform.levels
+    problem = replace(problem, platform=replace(problem.platform, levels=(replace(level, bandwidth=10**9),)))
+    slower = tuple(replace(x, forward_ns=2 * x.forward_ns, backward_ns=2 * x.backward_ns) for x in problem.chain.layers)
+    links = (replace(level, bandwidth=5 * 10**8, latency_ns=2 * level.latency_ns),)
+    scaled = replace(
+        problem, chain=replace(problem.chain, layers=slower), platform=replace(problem.platform, levels=links)
+    )
+    period = period_of(problem)
+    assert period_of(scaled) in (2 * period, 2 * period - 1)  # the ceiling of twice a rational optimum
+
+
+def unit_chain(layers: int, **changes: int) -> Chain:
+    one = Layer("unit", forward_ns=1, backward_ns=2, weight_bytes=1, output_bytes=0)
+    return Chain("units", (replace(one, **changes),) * layers, input_bytes=1)
+
+
+def test_one_layer_is_one_stage() -> None:
+    problem = Problem(unit_chain(1), Platform.flat(1, 100))
+    (found,) = contiguous(problem)
+    assert [(s.start, s.stop, s.devices) for s in found.stages] == [(0, 1, (0,))]
+    assert found.claimed_period_ns == 3
+
+
+def test_more_devices_than_layers_leaves_some_unused_or_replicates() -> None:
+    (straight,) = contiguous(Problem(unit_chain(2), Platform.flat(5, 100), replicas=False))
+    assert straight.claimed_period_ns == 3
+    assert sum(stage.replicas for stage in straight.stages) == 2
+    (replicated,) = contiguous(Problem(unit_chain(2, weight_bytes=0), Platform.flat(6, 100)))
+    assert replicated.claimed_period_ns == 1
+    assert replicated.data_parallel
+
+
+def test_no_plan_fits_too_little_memory() -> None:
+    problem = Problem(unit_chain(3), Platform.flat(4, 2))
+    assert list(contiguous(problem)) == []
+    assert feasible(problem, 10**9) is None
+    assert smallest_period(problem) is None
+
+
+def test_limits_on_the_period() -> None:
+    problem = Problem(unit_chain(4), Platform.flat(2, 100), replicas=False)
+    best = smallest_period(problem)
+    assert best is not None
+    assert best.claimed_period_ns == 6
+    assert smallest_period(problem, upper=5) is None
+    assert smallest_period(problem, upper=6, lower=6) == best
+    assert own_period(problem, best.stages, 1, 5) is None
+
+
+def test_what_is_exact_proves_its_period() -> None:
+    for checkpointing in ("none", "stages"):
+        found = smallest_period(Problem(unit_chain(4), Platform.flat(2, 100), checkpointing=checkpointing))
+        assert found is not None
+        assert found.lower_bound_ns == found.claimed_period_ns
+
+
+def test_unused_devices_are_the_last_ones_where_all_are_alike() -> None:
+    (found,) = contiguous(Problem(unit_chain(3), Platform.flat(5, 100), replicas=False))
+    assert [stage.devices for stage in found.stages] == [(0,), (1,), (2,)]
+    platform = replace(Platform.flat(8, 100), levels=(Level(4, 10**9), Level(2, 10**6)))
+    stages = (Stage(0, 1, (1, 3)), Stage(1, 2, (5,)), Stage(2, 3, (7,)))
+    problem = Problem(unit_chain(3), platform)
+    moved = _on_lowest_devices(problem, stages)
+    assert [stage.devices for stage in moved] == [(0, 1), (4,), (5,)]
+    assert own_period(problem, moved, 1, 10**9) == own_period(problem, stages, 1, 10**9)
+    mixed = replace(platform, devices=(*platform.devices[:7], replace(platform.devices[7], speed=Fraction(2))))
+    assert _on_lowest_devices(replace(problem, platform=mixed), stages) == stages
+
+
+def test_a_thousand_layers_on_many_devices() -> None:
+    rng = random.Random(3)
+    layers = tuple(
+        Layer(f"layer{i}", rng.randint(10, 300), rng.randint(20, 600), rng.randint(1, 20), rng.randint(1, 50), 200)
+        for i in range(1000)
+    )
+    problem = Problem(Chain("large", layers, 10), Platform.flat(64, 9000, 10**9))
+    found = smallest_period(problem)
+    assert found is not None
+    assert found.claimed_period_ns is not None
+    assert any(stage.checkpoint for stage in found.stages)
+    assert any(stage.replicas > 1 for stage in found.stages)
+    assert_attains(problem, found)
+    assert feasible(problem, found.claimed_period_ns - 1) is None
+
+
+def test_without_any_time_there_is_no_stage() -> None:
+    assert list(contiguous(Problem(unit_chain(2, forward_ns=0, backward_ns=0), Platform.flat(2, 100)))) == []
+
+
+def test_a_slow_device_in_the_middle_stays_unused() -> None:
+    chain = unit_chain(2, weight_bytes=0)
+    fast, slow = Platform.flat(1, 100).devices[0], replace(Platform.flat(1, 100).devices[0], speed=Fraction(1, 9))
+    platform = replace(Platform.flat(3, 100), devices=(fast, slow, fast))
+    (found,) = contiguous(Problem(chain, platform, replicas=False))
+    assert [stage.devices for stage in found.stages] == [(0,), (2,)]
+    (replicated,) = contiguous(Problem(replace(chain, layers=chain.layers[:1]), platform))
+    assert [stage.devices for stage in replicated.stages] == [(0, 2)]
+
+
+def test_stages_keep_to_a_server_when_the_links_between_servers_are_slow() -> None:
+    sizes = (0, 30, 30)  # nothing crosses the first cut, so that one may lie between servers
+    chain = Chain("servers", tuple(Layer(f"layer{i}", 10, 10, 0, x) for i, x in enumerate(sizes)), 1)
+    platform = replace(Platform.flat(4, 10**6), levels=(Level(2, 3 * 10**9), Level(2, 10**9)))
+    problem = Problem(chain, platform, replicas=False)
+    (found,) = contiguous(problem)
+    assert found.claimed_period_ns == 20
+    assert [stage.devices for stage in found.stages[1:]] == [(2,), (3,)]
+    (flat,) = contiguous(replace(problem, platform=Platform.flat(4, 10**6, 10**9)))
+    assert flat.claimed_period_ns == 40
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("vgg16", 1.33), ("resnet50", 1.21), ("densenet121", 1.07)])
+def test_published_profiles_reach_the_known_periods(name: str, ratio: float) -> None:
+    chain = merge_articulation(published(name), saved="input")
+    work = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    ratios = []
+    for devices in (2, 4, 6, 8):
+        for memory in (3, 4, 6, 8, 12):
+            problem = Problem(chain, Platform.flat(devices, memory * 10**9))
+            found = smallest_period(problem)
+            if found is not None:
+                assert found.claimed_period_ns is not None
+                ratios.append(found.claimed_period_ns * devices / work)
+                assert feasible(problem, found.claimed_period_ns - 1) is None
+    assert len(ratios) >= 7
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= ratio
+
+
+def test_weights_that_nothing_binds_have_no_limit() -> None:
+    free = Problem(unit_chain(3, weight_bytes=0, saved_bytes=0), Platform.flat(1, 1), Policy("stash", accumulate=4))
+    for replicas in (1, 4):
+        assert in_flight_limit(free, 0, 2, 0, 0, 1, replicas) == UNLIMITED
+
+
+def test_replicas_make_room_for_the_versions_between_their_updates() -> None:
+    chain = unit_chain(1, weight_bytes=10, saved_bytes=1)
+    gradient, version, activation = 10, 10, 1
+    for memory, devices in ((gradient + version + activation, 1), (gradient + 2 * version + activation, 3)):
+        found = smallest_period(Problem(chain, Platform.flat(3, memory, 10**12), Policy("stash")))
+        assert found is not None
+        assert [stage.replicas for stage in found.stages] == [devices]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_brute_force_where_replicas_stash_versions(seed: int) -> None:
+    problem = varied_problem(seed)
+    policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
+    problem = replace(problem, policy=policy, replicas=True)
+    found, truth = smallest_period(problem), contiguous_optimum(problem)
+    assert (found is None) == (truth is None)
+    if found is not None and truth is not None:
+        assert found.claimed_period_ns == truth[0]
+        assert_attains(problem, found)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize(("replicas", "accumulate"), [(1, None), (2, None), (1, 3), (2, 3), (5, 3)])
+def test_the_in_flight_limit_inverts_the_memory_model(
+    weights: str, precision: str, replicas: int, accumulate: int | None
+) -> None:
+    rng = random.Random(1)
+    chain = random_chain(rng, 4, saved=True)
+    policy = Policy(weights, accumulate, "adam", precision, vertical_sync=True)  # type: ignore[arg-type]
+    for memory in range(0, 400, 7):
+        problem = Problem(chain, Platform.flat(1, memory), policy)
+        limit = int(in_flight_limit(problem, 1, 3, 5, 8, memory, replicas))
+        size, count = sum(x.weight_bytes for x in chain.layers[1:3]), sum(x.parameter_count for x in chain.layers[1:3])
+
+        def held(g: int, size: int = size, count: int = count) -> int:
+            cuts = 2 * (chain.cut_bytes[1] + chain.cut_bytes[3])
+            return (
+                memory_model.weights_bytes(policy, size, count, g, replicas) + memory_model.held_bytes(5, 8, g) + cuts
+            )
+
+        assert limit == 0 or held(limit) <= memory
+        assert held(limit + 1) > memory

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+from cases.chains import PUBLISHED, published, random_chain
+
+from pipeplan.partition.granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time
+from pipeplan.problem import Chain, Layer
+
+
+def layer(name: str, output: int, **fields: int) -> Layer:
+    return Layer(name, **{"forward_ns": 1, "backward_ns": 2, "weight_bytes": 4, "output_bytes": output, **fields})
+
+
+RESIDUAL = Chain(
+    "residual",
+    (layer("conv1", 10), layer("conv2", 20), layer("conv3", 30), layer("add", 40), layer("fc", 50)),
+    input_bytes=7,
+    edges=((0, 1), (0, 3), (1, 2), (2, 3), (3, 4)),
+    tied=((0, 4), (1, 2)),
+)
+
+
+def cuts_of(merged: Chain, chain: Chain) -> list[int]:
+    """Where the layers of ``merged`` end in ``chain``, read from the names."""
+    names = [x.name for x in chain.layers]
+    return [0, *(names.index(x.name.split("..")[-1]) + 1 for x in merged.layers)]
+
+
+def assert_same_costs(merged: Chain, chain: Chain) -> None:
+    cuts = cuts_of(merged, chain)
+    assert cuts[-1] == len(chain)
+    assert [merged.cut_bytes[g] for g in range(len(cuts))] == [chain.cut_bytes[c] for c in cuts]
+    for a, b in combinations(range(len(cuts)), 2):
+        assert merged.saved_bytes(a, b) == chain.saved_bytes(cuts[a], cuts[b])
+        for name in ("forward_ns", "backward_ns", "optimizer_ns", "weight_bytes", "parameters"):
+            ours, theirs = getattr(merged.sums, name), getattr(chain.sums, name)
+            assert ours[b] - ours[a] == theirs[cuts[b]] - theirs[cuts[a]]
+
+
+def test_a_residual_block_becomes_one_layer() -> None:
+    merged = merge_articulation(RESIDUAL)
+    assert articulation_cuts(RESIDUAL) == (0, 1, 4, 5)
+    assert [x.name for x in merged.layers] == ["conv1", "conv2..add", "fc"]
+    assert merged.edges is None
+    # conv2 and add both save the output of conv1: 10 once, then 20 and 30
+    assert merged.layers[1] == Layer("conv2..add", 3, 6, 12, 40, saved_bytes=60, saves=(0,), parameters=3)
+    assert merged.layers[2] == RESIDUAL.layers[4]
+    assert merged.tied == ((0, 2),), "a pair inside one layer is no pair any more"
+
+
+def test_input_accounting_saves_the_input_alone() -> None:
+    merged = merge_articulation(RESIDUAL, saved="input")
+    assert [merged.saved_bytes(i, i + 1) for i in range(3)] == [7, 10, 40]
+
+
+def test_a_chain_stays_as_it_is() -> None:
+    chain = random_chain(random.Random(1), 5, saved=True, optimizer=True)
+    assert merge_articulation(chain) == chain
+
+
+def test_a_tensor_saved_on_both_sides_of_a_cut_counts_once() -> None:
+    # the output of layer 0 alone crosses the cut before layer 2, and layers 1 and 2 both save it: it passes layer 1
+    chain = Chain("dead end", (layer("a", 10), layer("b", 5), layer("c", 1)), 0, edges=((0, 1), (0, 2)))
+    assert articulation_cuts(chain) == (0, 1, 2, 3)
+    merged = merge_articulation(chain)
+    assert merged.layers[1].view_of == 0
+    assert merged.saved_bytes(1, 3) == 10
+    assert_same_costs(merged, chain)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_articulation_keeps_every_cost_of_random_dags(seed: int) -> None:
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(1, 9), edges=True, saved=seed % 2 == 0, optimizer=True, tied=True)
+    merged = merge_articulation(chain)
+    assert merged.edges is None
+    assert_same_costs(merged, chain)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_articulation_keeps_every_cost_of_published_profiles(name: str) -> None:
+    chain = published(name)
+    merged = merge_articulation(chain)
+    assert_same_costs(merged, chain)
+    assert len(merged) < len(chain)
+
+
+def test_articulation_sizes_of_published_profiles() -> None:
+    sizes = {name: len(merge_articulation(published(name))) for name in PUBLISHED}
+    assert sizes == {"alexnet": 21, "densenet121": 77, "gnmt": 11, "resnet50": 39, "vgg16": 39}
+
+
+def test_zero_time_layers_join_a_neighbour_across_the_larger_cut() -> None:
+    free = {"forward_ns": 0, "backward_ns": 0}
+    chain = Chain(
+        "zeros",
+        (layer("view", 3, **free), layer("a", 9), layer("drop", 5, **free), layer("pad", 8, **free), layer("b", 2),
+         layer("end", 1, **free)),
+        input_bytes=6,
+    )  # fmt: skip
+    merged = merge_zero_time(chain)
+    assert [x.name for x in merged.layers] == ["view..drop", "pad..end"], "5 bytes after drop are the least"
+    assert merged.layers[1].output_bytes == 1
+    assert_same_costs(merged, chain)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_zero_time_merges_keep_every_cost(seed: int) -> None:
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(1, 9), edges=seed % 3 > 0, saved=seed % 2 == 0, zero_times=True)
+    chain = replace(
+        chain,
+        layers=tuple(replace(x, backward_ns=0) if not x.forward_ns and i else x for i, x in enumerate(chain.layers)),
+    )
+    merged = merge_zero_time(chain)
+    assert_same_costs(merged, chain)
+    cuts = cuts_of(merged, chain)
+    for a, b in combinations(range(len(cuts)), 2):
+        assert merged.entering_bytes(a, b) == chain.entering_bytes(cuts[a], cuts[b])
+    if chain.edges is None:
+        assert all(x.forward_ns + x.backward_ns for x in merged.layers)
+
+
+def test_zero_time_merges_happen_in_dags_too() -> None:
+    merged = [merge_zero_time(published(name)) for name in ("gnmt", "resnet50", "vgg16")]
+    assert [len(x) for x in merged] == [23, 158, 36]
+
+
+def test_backward_weight_part_survives_only_where_all_know_it() -> None:
+    known = Chain(
+        "known",
+        (layer("a", 1, backward_weight_ns=1), layer("b", 1, backward_weight_ns=2), layer("c", 1)),
+        0,
+        edges=((0, 1), (0, 2), (1, 2)),
+    )
+    assert merge_articulation(known).layers[1].backward_weight_ns is None
+    both = replace(known, layers=(*known.layers[:2], replace(known.layers[2], backward_weight_ns=2)))
+    assert merge_articulation(both).layers[1].backward_weight_ns == 4
+
+
+@pytest.mark.parametrize("percent", [1, 10, 30, 60])
+def test_merging_by_share_keeps_every_cost_at_the_cuts_that_stay(percent: int) -> None:
+    share = Fraction(percent, 100)
+    chain = published("vgg16")
+    merged = merge_share(chain, share)
+    assert_same_costs(merged, chain)
+    total = sum(x.forward_ns + x.backward_ns for x in chain.layers)
+    assert len(merged) <= len(chain)
+    times = [x.forward_ns + x.backward_ns for x in merged.layers]
+    small = [a for a, b in pairwise(times) if a + b < share * total]
+    assert not small, "two neighbours of a chain that are too small together would have been merged"
+
+
+def test_merging_by_share_leaves_the_ends_of_skips_alone() -> None:
+    merged = merge_share(RESIDUAL, Fraction(1, 2))
+    # conv1 is read by conv2 and by the sum: it can't be one layer with conv2, but with the whole block
+    assert_same_costs(merged, RESIDUAL)
+    rng = random.Random(5)
+    for _ in range(200):
+        chain = random_chain(rng, rng.randint(2, 12), edges=True, saved=rng.random() < 0.5)
+        assert_same_costs(merge_share(chain, Fraction(rng.randint(1, 9), 10)), chain)
+
+
+def test_a_share_smaller_than_every_layer_merges_nothing() -> None:
+    for seed in range(20):
+        chain = random_chain(random.Random(seed), 8, edges=seed % 2 == 0, saved=True)
+        assert merge_share(chain, Fraction(1, 10**9)) == chain

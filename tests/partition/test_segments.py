@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases.chains import published, random_chain
+from oracles.partition import checkpoints, contiguous_optimum
+from test_contiguous import assert_attains, varied_problem
+
+from pipeplan.check.evaluate import evaluate
+from pipeplan.check.validate import pattern_violations, violations
+from pipeplan.cost import memory_model
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
+from pipeplan.partition.contiguous.labels import Units, labels_from, lean_labels
+from pipeplan.partition.contiguous.pareto import Resolution, front, pareto
+from pipeplan.partition.granularity import merge_articulation
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from pipeplan.schedule.program import unroll
+from pipeplan.schedule.simulate import simulate
+
+WHOLE = Resolution(exact=2**40)
+
+
+def small_problem(seed: int) -> Problem:
+    """Return an instance small enough to try all segments, any policy, levels, devices, skip connections."""
+    problem = replace(varied_problem(seed), checkpointing="segments")
+    most = 5 if len(problem.platform) < 4 else 4
+    if len(problem.chain) <= most:
+        return problem
+    count = len(problem.chain) - most
+    chain = problem.chain
+    edges = None if chain.edges is None else tuple((i, j) for i, j in chain.edges if j < most)
+    tied = tuple(pair for pair in chain.tied if max(pair) < most)
+    return replace(problem, chain=replace(chain, layers=chain.layers[:-count], edges=edges, tied=tied))
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_equals_brute_force(block: int) -> None:
+    feasible_ones = 0
+    for seed in range(56 * block, 56 * block + 56):
+        problem = small_problem(seed)
+        truth = contiguous_optimum(problem)
+        found = smallest_period(problem)
+        assert (found is None) == (truth is None), seed
+        if found is None or truth is None:
+            assert feasible(problem, 10**9) is None, seed
+            continue
+        feasible_ones += 1
+        assert found.claimed_period_ns == found.lower_bound_ns == truth[0], seed
+        assert_attains(problem, found)
+        assert feasible(problem, truth[0] - 1) is None, seed
+        at = feasible(problem, truth[0])
+        assert at is not None, seed
+        assert at.claimed_period_ns == truth[0], seed
+        assert feasible(problem, 10**9) is not None, seed
+    assert feasible_ones >= 25
+
+
+def test_segments_are_better_than_stages_somewhere() -> None:
+    shorter = mixed = 0
+    for seed in range(200):
+        problem = varied_problem(seed)
+        if problem.checkpointing == "none":
+            continue
+        stages, segments = (smallest_period(replace(problem, checkpointing=mode)) for mode in ("stages", "segments"))
+        if stages is not None:
+            assert segments is not None
+            assert segments.claimed_period_ns is not None
+            assert stages.claimed_period_ns is not None
+            assert segments.claimed_period_ns <= stages.claimed_period_ns
+            shorter += segments.claimed_period_ns < stages.claimed_period_ns
+        if segments is not None:
+            mixed += any(
+                len(s.checkpoint) > 1 or s.checkpoint not in ((), ((s.start, s.stop),)) for s in segments.stages
+            )
+    assert shorter >= 5
+    assert mixed >= 10
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 4))
+def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
+    problem = replace(varied_problem(seed), checkpointing="segments")
+    problem = problem.with_policy(replace(problem.policy, accumulate=problem.policy.accumulate or 4))
+    found = smallest_period(problem)
+    if found is None:
+        return
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, found.stages)
+    pattern = best_one_f_one_b_star(graph)
+    assert pattern is not None
+    assert pattern.period_ns == found.claimed_period_ns
+    assert pattern_violations(graph, pattern) == []
+
+
+@pytest.mark.parametrize("weights", ["2bw", "stash", "latest", "flush"])
+def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
+    rng = random.Random(7)
+    planned = 0
+    for _ in range(12):
+        layers = tuple(
+            Layer(
+                f"layer{i}",
+                rng.randint(5, 30),
+                rng.randint(10, 60),
+                rng.randint(0, 9),
+                rng.randint(1, 9),
+                rng.randint(5, 40),
+            )
+            for i in range(9)
+        )
+        platform = Platform.flat(4, rng.randint(60, 160), 10**9)
+        problem = Problem(Chain("made", layers, 3), platform, Policy(weights=weights), checkpointing="segments")  # type: ignore[arg-type]
+        found = smallest_period(problem)
+        if found is None:
+            continue
+        plan = make_plan(problem, "contiguous", schedule="pattern" if weights == "latest" else None)
+        assert violations(plan) == []
+        assert plan.pattern is not None
+        planned += any(stage.checkpoint for stage in plan.allocation.stages)
+        figures = evaluate(plan)
+        if weights != "flush":
+            assert plan.pattern.period_ns == plan.provenance.claimed_period_ns
+            timeline = simulate(unroll(figures.graph, plan.pattern, 40))
+            for device in {d for stage in plan.allocation.stages for d in stage.devices}:
+                assert timeline.peak_bytes(device) == figures.devices[device].peak_bytes
+    assert planned >= 4
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(1, 6), edges=seed % 2 == 0, saved=seed % 3 > 0, zero_times=True)
+    problem = Problem(chain, Platform.flat(1, 1), checkpointing="segments")
+    count = len(chain)
+    free = np.full(count + 1, 2**60)
+    leanest = lean_labels(Units.of(chain))
+    for start in range(count):
+        labels, _ = labels_from(Units.of(chain), start, np.arange(count + 1), free, free, WHOLE)
+        assert labels is not None
+        assert labels.exact
+        for stop in range(start + 1, count + 1):
+            every = {
+                memory_model.activations(chain, start, stop, ranges) for ranges in checkpoints(problem, start, stop)
+            }
+            best = {
+                x for x in every if not any(y != x and all(a <= b for a, b in zip(y, x, strict=True)) for y in every)
+            }
+            lean, stored = np.flatnonzero(leanest[start].position == stop).tolist()
+            assert leanest[start].peak[lean] == min(peak for _, peak, _ in every)
+            for own, label in ((leanest[start], lean), (leanest[start], stored)):
+                figures = memory_model.activations(chain, start, stop, own.ranges(label))
+                assert figures[1] <= own.peak[label]
+                assert figures[0] <= own.kept[label]
+                assert figures[2] == own.cost[label]
+            assert leanest[start].ranges(stored) == ()
+            at = np.flatnonzero(labels.position == stop).tolist()
+            found = {(int(labels.kept[i]), int(labels.peak[i]), int(labels.cost[i])) for i in at}
+            assert found >= best
+            holds = any(x.saves and i in x.saves for i, x in enumerate(chain.layers))
+            assert found == best or holds, "more only where holding the output may pay off later"
+            for i in at:
+                assert memory_model.activations(chain, start, stop, labels.ranges(i)) == (
+                    labels.kept[i],
+                    labels.peak[i],
+                    labels.cost[i],
+                )
+
+
+def test_caps_drop_what_is_above_them_and_nothing_else() -> None:
+    rng = random.Random(5)
+    for _ in range(20):
+        chain = random_chain(rng, 6, saved=True)
+        units, positions, free = Units.of(chain), np.arange(7), np.full(7, 2**60)
+        cost, peak = np.full(7, rng.randint(0, 15)), np.full(7, rng.randint(10, 60))
+        every, _ = labels_from(units, 0, positions, free, free, WHOLE)
+        some, _ = labels_from(units, 0, positions, cost, peak, WHOLE)
+        assert every is not None
+        assert some is not None
+        rows = [set(zip(x.position, x.kept, x.peak, x.cost, strict=True)) for x in (every, some)]
+        assert rows[1] == {x for x in rows[0] if x[3] <= cost[0] and x[2] <= peak[0]}
+
+
+def test_work_is_counted_and_limited() -> None:
+    chain = random_chain(random.Random(2), 8, saved=True)
+    free = np.full(9, 2**60)
+    labels, tried = labels_from(Units.of(chain), 0, np.arange(9), free, free, WHOLE)
+    assert labels is not None
+    assert labels_from(Units.of(chain), 0, np.arange(9), free, free, WHOLE, tried)[0] is not None
+    assert labels_from(Units.of(chain), 0, np.arange(9), free, free, WHOLE, tried - 1)[0] is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 200, 1500])
+def test_pareto_keeps_one_of_each_that_nothing_beats(size: int) -> None:
+    rng = np.random.default_rng(size)
+    rows = rng.integers(0, 40, size=(3, size))
+    kept, peak, cost = rows
+    chosen = pareto(kept, peak, cost)
+    beaten = [
+        any((rows[:, j] <= rows[:, i]).all() and (rows[:, j] != rows[:, i]).any() for j in chosen) for i in range(size)
+    ]
+    found = {tuple(rows[:, i]) for i in chosen}
+    assert len(found) == len(chosen)
+    assert found == {tuple(rows[:, i]) for i in range(size) if not beaten[i]}
+    same, exact = front(kept, peak, cost, WHOLE)
+    assert exact
+    assert {tuple(rows[:, i]) for i in same} == found
+
+
+def test_buckets_keep_true_labels_and_the_lowest_in_bytes() -> None:
+    rng = np.random.default_rng(1)
+    kept, peak, cost = rng.integers(0, 10**6, size=(3, 4000))
+    chosen, exact = front(kept, peak, cost, Resolution(exact=10, cost_buckets=12, peak_buckets=5))
+    assert not exact
+    assert 0 < len(chosen) <= 60
+    assert int(kept[chosen].min()) == int(kept.min())
+    whole, _ = front(kept, peak, cost, WHOLE)
+    slack = 10**6 // 12 + 10**6 // 5 + 2
+    for i in whole.tolist():  # every label of the front has one nearby that keeps no more
+        assert any(kept[j] <= kept[i] and cost[j] <= cost[i] + slack and peak[j] <= peak[i] + slack for j in chosen)
+
+
+def decoder(blocks: int) -> Chain:
+    block = Layer("block", 1000, 2000, 40, 50, 700)
+    return Chain(
+        "decoder", (Layer("embedding", 50, 100, 90, 50, 1), *(block,) * blocks, Layer("head", 900, 1800, 90, 1, 300)), 1
+    )
+
+
+def test_a_decoder_recomputes_only_as_many_blocks_as_it_must() -> None:
+    chain, periods = decoder(12), []
+    for memory in (1600, 2000, 2200, 3000, 6000, 20000):
+        found = smallest_period(
+            Problem(chain, Platform.flat(4, memory, 10**9), replicas=False, checkpointing="segments")
+        )
+        assert found is not None
+        assert found.lower_bound_ns == found.claimed_period_ns
+        periods.append(found.claimed_period_ns or 0)
+    assert periods == sorted(periods, reverse=True)
+    assert len(set(periods)) >= 3
+
+
+def test_many_layers_give_a_plan_that_does_not_claim_to_be_optimal() -> None:
+    rng = random.Random(3)
+    layers = tuple(
+        Layer(f"layer{i}", rng.randint(10, 300), rng.randint(20, 600), rng.randint(1, 20), rng.randint(1, 50), 200)
+        for i in range(150)
+    )
+    problem = Problem(
+        Chain("large", layers, 10), Platform.flat(4, 16000, 10**9), replicas=False, checkpointing="segments"
+    )
+    found, whole = smallest_period(problem), smallest_period(replace(problem, checkpointing="stages"))
+    assert found is not None
+    assert whole is not None
+    assert found.claimed_period_ns is not None
+    assert found.lower_bound_ns is not None
+    assert whole.claimed_period_ns is not None
+    assert found.lower_bound_ns < found.claimed_period_ns < whole.claimed_period_ns
+    assert_attains(problem, found)
+    plan = make_plan(problem, "contiguous")
+    assert plan.lower_bounds[0].allocation == "contiguous"
+    assert plan.lower_bounds[0].period_ns < plan.pattern.period_ns  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "plans", "ratio"), [("vgg16", 12, 1.1761), ("resnet50", 20, 1.0687), ("densenet121", 20, 1.0105)]
+)
+def test_published_profiles_reach_the_known_periods(name: str, plans: int, ratio: float) -> None:
+    chain = replace(merge_articulation(published(name), saved="input"), input_bytes=0)
+    work = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    ratios = []
+    for devices in (2, 4, 6, 8):
+        for memory in (3, 4, 6, 8, 12):
+            problem = Problem(chain, Platform.flat(devices, memory * 10**9), checkpointing="segments")
+            found = smallest_period(problem)
+            if found is not None and found.claimed_period_ns is not None:
+                assert found.lower_bound_ns == found.claimed_period_ns
+                ratios.append(found.claimed_period_ns * devices / work)
+    assert len(ratios) == plans
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= ratio

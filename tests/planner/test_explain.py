@@ -1,0 +1,81 @@
+"""An infeasible problem explains itself, and its advice is true."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from cases.chains import published
+
+from pipeplan.errors import Infeasible
+from pipeplan.planner.explain import fewest_gpus, least_memory, possible
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.units import parse_bytes
+
+GB = 10**9
+
+
+def reason(problem: Problem, algorithm: str = "contiguous") -> str:
+    with pytest.raises(Infeasible) as caught:
+        make_plan(problem, algorithm)
+    return str(caught.value)
+
+
+def heavy(layers: int = 6) -> Chain:
+    """Return a chain whose weights are the trouble: 3 GB of versions and gradient for each layer under 2bw."""
+    return Chain("heavy", tuple(Layer(f"l{i}", 10, 20, GB, 1000) for i in range(layers)), 1000)
+
+
+def test_least_memory_and_fewest_gpus_are_true_and_tight() -> None:
+    problem = Problem(heavy(), Platform.flat(2, 4 * GB))
+    sentence = reason(problem)
+    assert "weights 9.00 GB" in sentence
+    match = re.search(r"from ([0-9.]+ GB) per GPU, or with (\d+) GPUs", sentence)
+    assert match, sentence
+    enough = parse_bytes(match[1].replace(" ", ""))
+    make_plan(replace(problem, platform=Platform.flat(2, enough)))
+    reason(replace(problem, platform=Platform.flat(2, enough - 2 * 10**7)))
+    make_plan(replace(problem, platform=Platform.flat(int(match[2]), 4 * GB)))
+    reason(replace(problem, platform=Platform.flat(int(match[2]) - 1, 4 * GB)))
+
+
+def test_another_weights_policy_is_offered_only_when_it_helps() -> None:
+    sentence = reason(Problem(heavy(2), Platform.flat(1, 5 * GB)))
+    assert "--weights flush" in sentence
+    assert "--weights latest" in sentence
+    make_plan(Problem(heavy(2), Platform.flat(1, 5 * GB), Policy("flush")))
+    assert "--weights" not in reason(Problem(heavy(2), Platform.flat(1, 3 * GB))).split("feasible")[1]
+
+
+def test_checkpointing_is_offered_when_it_helps() -> None:
+    layers = tuple(Layer(f"l{i}", 10, 20, 0, 1000, saved_bytes=GB) for i in range(4))
+    sentence = reason(Problem(Chain("wide", layers, 1000), Platform.flat(1, 3 * GB), checkpointing="none"))
+    assert "activations 4.00 GB" in sentence
+    assert "checkpointing" not in sentence  # one stage of four layers needs its 4 GB while it runs backward
+    deep = tuple(Layer(f"l{i}", 10, 20, 0, GB) for i in range(2))
+    chain = Chain("deep", (Layer("first", 10, 20, 0, GB, saved_bytes=0), *deep), 1000)
+    assert possible(Problem(chain, Platform.flat(1, 2 * GB))) is not None
+
+
+def test_a_heuristic_that_cannot_run_points_to_one_that_can() -> None:
+    problem = Problem(published("resnet50"), Platform.flat(4, 16 * GB))
+    sentence = reason(problem, "pipedream")
+    assert "--algorithm contiguous finds a plan" in sentence
+    make_plan(problem)
+
+
+def test_tied_layers_name_the_policy_that_allows_the_cut() -> None:
+    chain = replace(heavy(2), tied=((0, 1),))
+    sentence = reason(Problem(chain, Platform.flat(2, 4 * GB)))
+    assert "--weights flush" in sentence
+    make_plan(Problem(chain, Platform.flat(2, 4 * GB), Policy("flush")))
+
+
+def test_search_functions() -> None:
+    problem = Problem(heavy(), Platform.flat(2, 4 * GB))
+    least = least_memory(problem)
+    assert least == 9 * GB + 3 * 1000 + 2 * 1000  # three layers: weights, saved inputs, and the cut's two buffers
+    assert fewest_gpus(problem) == 6
+    assert fewest_gpus(Problem(heavy(1), Platform.flat(1, GB))) is None

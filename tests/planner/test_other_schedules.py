@@ -1,0 +1,165 @@
+"""The registry: every schedule on every plan, its stages, its memory, and three views that agree."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+from cases.chains import PUBLISHED, published
+from cases.plans import random_plan
+
+from pipeplan.check.evaluate import evaluate
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.errors import BadInput, Infeasible
+from pipeplan.plan import Allocation, Plan, Provenance, Stage
+from pipeplan.planner.other_schedules import balanced_stages, drains, program_of, schedule_stages
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from pipeplan.schedule.registry import SCHEDULES
+from pipeplan.schedule.simulate import simulate
+
+
+def straight(layers=8, devices=4, checkpoint=()):
+    """A balanced plan, one stage per device, that recomputes the given segments."""
+    chain = Chain("straight", tuple(Layer(f"l{i}", 2, 4, 8, 1, saved_bytes=3) for i in range(layers)), 1)
+    platform = Platform.flat(devices, 10**9, 10**9)
+    policy = Policy("2bw", accumulate=16)
+    each = layers // devices
+    stages = tuple(
+        Stage(d * each, (d + 1) * each, (d,), tuple(s for s in checkpoint if d * each <= s[0] < (d + 1) * each))
+        for d in range(devices)
+    )
+    pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, stages))
+    return Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("test"))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
+    rng = random.Random(name)
+    ran = 0
+    for _ in range(25):
+        plan = random_plan(rng, weights=("2bw", "flush"))
+        try:
+            program = program_of(plan, name, 8)
+        except BadInput:
+            continue
+        ran += 1
+        timeline = simulate(program)
+        assert program_deadlock(program, timeline) == []
+        assert sum(len(lane.steps) for lane in timeline.program.lanes) == sum(
+            8 // work.covers for work in program.operations
+        )
+    assert ran >= 8
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_memory_is_given_back_and_nothing_is_negative(name):
+    timeline = simulate(program_of(straight(checkpoint=[(0, 2), (5, 6)]), name, 12))
+    for i, lane in enumerate(timeline.program.lanes):
+        if lane.device is not None:
+            steps = list(timeline.memory_steps(i))
+            assert steps[-1][1] == 0
+            assert all(held >= 0 for _, held in steps)
+            assert max(held for _, held in steps) == timeline.peak_activation_bytes(i) > 0
+
+
+def test_a_drained_schedule_keeps_one_version_of_the_weights_and_pipedream_one_per_microbatch():
+    plan = straight()
+    sizes = {name: simulate(program_of(plan, name, 16)).static_bytes(0) for name in ("pattern", "1f1b", "pipedream")}
+    buffers, weights = 2, 16
+    assert sizes == {
+        "pattern": 3 * weights + buffers,
+        "1f1b": 2 * weights + buffers,
+        "pipedream": (4 + 1) * weights + buffers,
+    }
+    assert [drains(plan, name) for name in sizes] == [False, True, False]
+
+
+def test_chunks_loop_or_turn_back_on_the_plans_devices():
+    plan = straight()
+    assert [stage.devices[0] for stage in schedule_stages(plan, "interleaved")] == [0, 1, 2, 3] * 2
+    assert [stage.devices[0] for stage in schedule_stages(plan, "zbv")] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert schedule_stages(plan, "1f1b") == plan.allocation.stages
+    graph = program_of(plan, "interleaved", 8, {"chunks": 1}).graph
+    assert len(graph.stages) == 4
+    with pytest.raises(BadInput, match="interleaved cuts the model into 12 stages; it has 8 layers"):
+        program_of(plan, "interleaved", 8, {"chunks": 3})
+
+
+def test_stages_cut_anew_recompute_what_the_plan_recomputes():
+    stages = balanced_stages(straight(checkpoint=[(0, 2), (5, 6)]), [0, 1, 2, 3, 0, 1, 2, 3], "interleaved")
+    assert [stage.checkpoint for stage in stages] == [((0, 1),), ((1, 2),), (), (), (), ((5, 6),), (), ()]
+
+
+def test_schedules_of_one_gpu_per_stage_cut_replicated_plans_anew():
+    plan = make_plan(Problem(straight().chain, Platform.flat(4, 10**9), Policy("2bw")), "data-parallel")
+    assert len(plan.allocation.stages) == 1
+    assert len(program_of(plan, "zb1p", 8).graph.stages) == 4
+    assert len(program_of(plan, "gpipe", 8).graph.stages) == 1
+
+
+def test_options_reach_the_schedule_that_takes_them():
+    plan = straight()
+    options = {"depth": 2, "limit": 5, "batch": 3, "weight_keeps": Fraction(1, 3), "chunks": None}
+    assert max(simulate(program_of(plan, "pipedream", 12, options)).in_flight(0).values()) == 2
+    assert program_of(plan, "message-driven", 12, options).limit == 5
+    assert program_of(plan, "nf1b", 12, options).batch == 3
+    assert program_of(plan, "zb1p", 12, options).weight_keeps == Fraction(1, 3)
+    assert program_of(plan, "gpipe", 12, options).limit is None
+
+
+def test_a_split_backward_is_as_long_as_a_whole_one():
+    graph = program_of(straight(), "1f1b", 4).graph
+    split = program_of(straight(), "zb1p", 4)
+    for s, stage in enumerate(graph.stages):
+        parts = [split.operations[split.position[kind, s]].duration_ns for kind in ("B", "W")]
+        assert sum(parts) == stage.backward_ns == 8
+        assert parts == [4, 4]  # nothing measured: half of it
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_three_views_of_memory_agree_on_published_profiles(name):
+    """The circular peak of the pattern, a sweep over its unrolled times, and the simulated program."""
+    plans = 0
+    for memory, replicas, checkpointing in ((16, True, "stages"), (16, False, "none"), (5, False, "stages")):
+        problem = Problem(published(name), Platform.flat(4, memory * 10**9), Policy("2bw"), replicas, checkpointing)
+        try:
+            plan = make_plan(problem, "contiguous")
+        except Infeasible:
+            continue
+        plans += 1
+        circular = evaluate(plan)
+        timeline = simulate(program_of(plan, "pattern", 6 * circular.most_in_flight))
+        for i, lane in enumerate(timeline.program.lanes):
+            if lane.device is not None and lane.steps:
+                peak = circular.devices[lane.device].peak_bytes
+                assert timeline.peak_bytes(i) == peak
+                assert swept_peak(plan, circular, lane.device) == peak
+    assert plans
+
+
+def swept_peak(plan, circular, device):
+    """The most bytes at any start of the unrolled pattern; intervals straight from the definition."""
+    graph, pattern = circular.graph, plan.pattern
+    count = 3 * circular.most_in_flight
+    intervals = []
+    for op in pattern.operations:
+        stage = graph.stages[op.stage]
+        devices = graph.resources[stage.resource].devices
+        if device not in devices or op.kind not in ("F", "B"):
+            continue
+        for m in range(devices.index(device), count, len(devices)):
+            at = m * pattern.period_ns
+            if op.kind == "F":
+                back = next(o for o in pattern.operations if (o.kind, o.stage) == ("B", op.stage))
+                intervals.append((op.start_ns + at, back.start_ns + back.duration_ns + at, stage.kept_bytes))
+            else:
+                extra = stage.peak_bytes - stage.kept_bytes
+                intervals.append((op.start_ns + at, op.start_ns + op.duration_ns + at, extra))
+    starts = [start for start, _, _ in intervals]
+    activations = max(sum(size for begin, end, size in intervals if begin <= t < end) for t in starts)
+    use = circular.devices[device]
+    return use.weights_bytes + use.buffer_bytes + activations

@@ -1,0 +1,77 @@
+"""The quick simulation of a grid agrees with the simulator."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from cases.chains import random_chain, random_platform
+
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.plan import Stage
+from pipeplan.planner.grid.pipeline_time import drained
+from pipeplan.problem import Level, Policy, Problem
+from pipeplan.schedule.message_driven import message_driven
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import flush_makespan_ns
+
+
+def random_split(rng, layers, groups):
+    cuts = [0, *sorted(rng.sample(range(1, layers), len(groups) - 1)), layers]
+    return tuple(
+        Stage(a, b, group, rng.choice([(), ((a, b),), ((b - 1, b),)]))
+        for a, b, group in zip(cuts[:-1], cuts[1:], groups, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(90))
+def test_a_grid_runs_as_the_simulator_says(seed):
+    rng = random.Random(seed)
+    stages, pipelines = rng.randint(1, 5), 1 + seed % 3
+    layers, microbatches = stages + rng.randint(0, 4), rng.randint(1, 12)
+    chain = random_chain(rng, layers, optimizer=seed % 2 == 0, saved=True, tied=seed % 4 < 2)
+    gpus = stages * pipelines
+    platform = random_platform(rng, gpus, memory=(50, 120), levels=seed % 5 < 3, duplex=True, latency=True, speeds=True)
+    policy = Policy(
+        "flush",
+        microbatches * pipelines,
+        rng.choice(("sgd", "adam")),
+        rng.choice(("fp32", "mixed")),
+        offload=rng.random() < 0.5,
+        bucket_parameters=rng.randint(1, 40),
+        coarsening=rng.choice((None, 1, 3)),
+    )
+    problem = Problem(chain, platform, policy)
+    side_by_side = [tuple(range(s, gpus, stages)) for s in range(stages)]
+    together = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)]
+    split = random_split(rng, layers, rng.choice((side_by_side, together)))
+    limit = rng.randint(1, 2 * stages)
+    graph = stage_graph(chain, platform, problem.policy, split)
+    timeline = simulate(message_driven(graph, microbatches * pipelines, limit))
+    found = drained(problem, split, microbatches, limit)
+    assert found.exact
+    assert found.batch_ns == flush_makespan_ns(timeline)
+    lanes = {lane.device: i for i, lane in enumerate(timeline.program.lanes)}
+    for s, stage in enumerate(split):
+        assert found.in_flight[s] == max(timeline.in_flight(lanes[d])[s] for d in stage.devices)
+        memory = platform.slowest(stage.devices).memory_bytes
+        assert found.over_bytes[s] == max(timeline.peak_bytes(lanes[d]) - memory for d in stage.devices)
+    assert found.fits == (max(found.over_bytes) <= 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_pipeline_stands_for_all_and_a_part_for_a_long_batch(seed):
+    rng = random.Random(seed)
+    stages, pipelines = rng.randint(2, 4), rng.choice((2, 4))
+    chain = random_chain(rng, 2 * stages, largest=1000)
+    platform = random_platform(rng, stages * pipelines)
+    platform = replace(platform, levels=(Level(stages * pipelines, 2 * 10**10),))
+    groups = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)]
+    split = tuple(Stage(2 * s, 2 * s + 2, group) for s, group in enumerate(groups))
+    problem = Problem(chain, platform, Policy("flush", 200 * pipelines))
+    whole = drained(problem, split, 200, 2 * stages - 1)
+    part = drained(problem, split, 200, 2 * stages - 1, whole=False)
+    assert whole.exact
+    assert not part.exact
+    assert part.steps < whole.steps
+    assert part.batch_ns == pytest.approx(whole.batch_ns, rel=0.06)
+    assert all(abs(one - other) <= 1 for one, other in zip(part.in_flight, whole.in_flight, strict=True))

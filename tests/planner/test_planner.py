@@ -1,0 +1,151 @@
+"""Every algorithm on every case under one judge; what the planner decides beyond them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from cases.chains import published, random_chain, random_platform
+
+from pipeplan.check.evaluate import evaluate, gap
+from pipeplan.check.validate import violations
+from pipeplan.errors import Infeasible
+from pipeplan.partition import ALGORITHMS
+from pipeplan.partition.granularity import merge_articulation
+from pipeplan.planner.plan import make_plan
+from pipeplan.planner.simulation import simulate_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+
+GB = 10**9
+
+
+def problems(count: int, seed: int) -> list[Problem]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        chain = random_chain(
+            rng, rng.randint(1, 9), edges=rng.random() < 0.4, saved=rng.random() < 0.4, optimizer=rng.random() < 0.5
+        )
+        policy = Policy(
+            weights=rng.choice(["2bw", "2bw", "stash", "flush"]),
+            optimizer=rng.choice(["sgd", "momentum", "adam"]),
+            precision=rng.choice(["fp32", "mixed"]),
+        )
+        made.append(
+            Problem(
+                chain,
+                random_platform(rng, rng.randint(1, 5)),
+                policy,
+                rng.random() < 0.7,
+                rng.choice(["none", "stages"]),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_plan_is_valid_and_its_simulation_keeps_its_promise(algorithm: str) -> None:
+    planned = 0
+    for problem in problems(40, seed=len(algorithm)):
+        try:
+            plan = make_plan(problem, algorithm)
+        except Infeasible:
+            continue
+        planned += 1
+        assert violations(plan) == []
+        result = evaluate(plan)
+        assert all(bound.period_ns <= result.period_ns for bound in plan.lower_bounds)
+        assert [bound.allocation for bound in plan.lower_bounds][-1] == "any"
+        assert plan.pattern is not None
+        simulation = simulate_plan(plan, max(64, 12 * result.most_in_flight))
+        figures = simulation.figures()
+        assert plan.pattern.period_ns - 1 < figures["period_ns"] <= plan.pattern.period_ns
+        assert all(row["peak_bytes"] == row["predicted_peak_bytes"] for row in figures["devices"])
+    assert planned >= 10
+
+
+def test_contiguous_claims_exactly_what_is_scheduled_and_no_algorithm_beats_it() -> None:
+    compared = 0
+    for problem in problems(60, seed=7):
+        if problem.policy.weights == "flush":
+            continue
+        problem = problem.with_policy(replace(problem.policy, accumulate=64))
+        try:
+            best = make_plan(problem, "contiguous")
+        except Infeasible:
+            continue
+        assert best.pattern is not None
+        assert best.provenance.claimed_period_ns == best.pattern.period_ns
+        assert best.lower_bounds[0].allocation == "contiguous"
+        for algorithm in ALGORITHMS:
+            try:
+                other = make_plan(problem, algorithm)
+            except Infeasible:
+                continue
+            assert other.pattern is not None
+            if other.allocation.contiguous:
+                assert other.pattern.period_ns >= best.pattern.period_ns
+                compared += 1
+    assert compared > 60
+
+
+def test_2bw_accumulates_as_many_microbatches_as_are_in_flight() -> None:
+    for problem in problems(60, seed=11):
+        if problem.policy.weights != "2bw":
+            continue
+        try:
+            plan = make_plan(problem, "contiguous")
+        except Infeasible:
+            continue
+        assert plan.policy.accumulate is not None
+        assert plan.policy.accumulate >= evaluate(plan).most_in_flight
+
+
+def test_a_given_accumulate_limits_what_is_in_flight() -> None:
+    chain = Chain("even", tuple(Layer(f"l{i}", 10, 10, 0, 1) for i in range(8)), 1)
+    problem = Problem(chain, Platform.flat(4, GB), replicas=False, checkpointing="none")
+    free = make_plan(problem)
+    assert evaluate(free).most_in_flight == 7  # with transfers of 1 ns, 1F1B* holds 2P - 1
+    tight = make_plan(problem.with_policy(Policy(accumulate=4)))
+    assert evaluate(tight).most_in_flight <= 4
+    assert tight.pattern is not None
+    assert free.pattern is not None
+    assert tight.pattern.period_ns > free.pattern.period_ns
+
+
+def test_flush_plans_for_the_drained_mini_batch() -> None:
+    chain = Chain("even", tuple(Layer(f"l{i}", 100, 200, 0, 1) for i in range(8)), 1)
+    problem = Problem(chain, Platform.flat(4, GB), Policy("flush"), replicas=False, checkpointing="none")
+    plan = make_plan(problem)
+    assert plan.schedule.kind == "flush"
+    assert plan.schedule.microbatches == plan.policy.accumulate == 16
+    result = evaluate(plan)
+    assert result.makespan_ns is not None
+    # four equal stages: (m + p - 1) stage times, and the few ns of transfers
+    assert 19 * 600 <= result.makespan_ns <= 19 * 600 + 40
+    one = make_plan(problem.with_policy(Policy("flush", accumulate=1)))
+    assert evaluate(one).makespan_ns == 2400  # a single microbatch gains nothing from cuts
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet50", "densenet121", "gnmt", "alexnet"])
+def test_published_profiles_plan_optimally_on_eight_gpus(name: str) -> None:
+    chain = published(name)
+    plan = make_plan(Problem(chain, Platform.flat(8, 16 * GB)), "contiguous")
+    result = evaluate(plan)
+    assert result.period_ns < int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1]) / 3
+    assert gap(result.period_ns, plan.lower_bounds[0]) == 0
+    merged = make_plan(Problem(merge_articulation(chain), Platform.flat(8, 16 * GB)), "contiguous")
+    assert evaluate(merged).period_ns >= result.period_ns  # fewer places to cut
+
+
+def test_vertical_sync_finds_splits_that_leave_room_for_versions() -> None:
+    """Heavy weights at the end, activations at the start: what the first stage holds decides what the last keeps."""
+    layers = tuple(Layer(f"l{i}", 10, 20, 10 * (i + 1) ** 2, 1, saved_bytes=400 // (i + 1)) for i in range(8))
+    chain, policy = Chain("narrowing", layers, 1), Policy("stash", 1, vertical_sync=True)
+    for memory in (3600, 3900, 4200, 4800):
+        platform = Platform.flat(3, memory, 10**9)
+        problem = Problem(chain, platform, policy, replicas=False, checkpointing="none")
+        plan = make_plan(problem, effort="quick")
+        assert violations(plan) == []
+        assert evaluate(plan).period_ns <= 122  # of layers [4, 7, 8], which fit from 3600 bytes

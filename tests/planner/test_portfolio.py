@@ -1,0 +1,121 @@
+"""The portfolio: never worse than exact contiguous, nearly always the best of all, the same every time, anytime."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from cases.chains import random_chain
+from oracles.any_class import optimum
+
+from pipeplan.check.bounds import any_bound
+from pipeplan.check.evaluate import evaluate
+from pipeplan.errors import Infeasible
+from pipeplan.files.documents import plan_text
+from pipeplan.partition.contiguous.contiguous import contiguous
+from pipeplan.partition.madpipe.exact import one_special_bound
+from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+
+HIGHS = Settings("highs")
+
+
+def small_problem(rng: random.Random, full: bool) -> Problem:
+    """Return a chain of at most 5 layers on at most 3 devices whose memory matters (``full``: 4 layers, 3 devices)."""
+    chain = random_chain(rng, rng.randint(2, 4 if full else 5), saved=rng.random() < 0.3)
+    memory = int(chain.sums.weight_bytes[-1]) * 2 + int(chain.sums.saved[-1]) * rng.choice([1, 2, 3]) + 20
+    platform = Platform.flat(rng.randint(2, 3), memory, rng.choice([1, 2, 10]) * 10**9)
+    return Problem(chain, platform, Policy(accumulate=64), full, "stages" if full else "none")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["MadPipe's class", "full class"])
+def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
+    rng = random.Random(3 + full)
+    compared = reached = 0
+    while compared < 100:
+        problem = small_problem(rng, full)
+        best = optimum(problem)
+        try:
+            found = evaluate(make_plan(problem, settings=HIGHS)).period_ns
+        except Infeasible:
+            assert best is None
+            continue
+        assert best is not None
+        assert found >= best >= any_bound(problem).period_ns
+        compared += 1
+        reached += found == best
+    assert reached >= 95
+
+
+def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
+    rng = random.Random(8)
+    better = 0
+    for _ in range(40):
+        chain = random_chain(rng, rng.randint(3, 9))
+        platform = Platform.flat(
+            rng.randint(2, 4), int(chain.sums.saved[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1]) + 9
+        )
+        problem = Problem(chain, platform, Policy(accumulate=64), False, "none")
+        exact = next(contiguous(problem), None)
+        if exact is None:
+            continue
+        plan = make_plan(problem, settings=HIGHS)
+        assert plan.pattern is not None
+        assert exact.claimed_period_ns is not None
+        assert plan.pattern.period_ns <= exact.claimed_period_ns
+        better += plan.pattern.period_ns < exact.claimed_period_ns
+        classes = [bound.allocation for bound in plan.lower_bounds]
+        assert classes[-1] == "any"
+        assert ("contiguous" in classes) == plan.allocation.contiguous
+        if "one-special" in classes:
+            assert plan.lower_bounds[classes.index("one-special")].period_ns == one_special_bound(problem)
+    assert better > 5
+
+
+def test_same_input_same_bytes() -> None:
+    chain = random_chain(random.Random(5), 9)
+    problem = Problem(chain, Platform.flat(3, int(chain.sums.saved[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1])))
+    assert plan_text(make_plan(problem, settings=HIGHS)) == plan_text(make_plan(problem, settings=HIGHS))
+
+
+def uneven() -> Problem:
+    """Return work of 3, 1, 3, 1, 1 for 3 devices: one stage each takes 4, several on one device take 3."""
+    chain = Chain("uneven", tuple(Layer(f"l{i}", 1000 * w, 2000 * w, 0, 1) for i, w in enumerate((3, 1, 3, 1, 1))), 1)
+    return Problem(chain, Platform.flat(3, 10**6), Policy(accumulate=64), False, "none")
+
+
+def test_an_interrupt_returns_the_best_plan_so_far() -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    plan = make_plan(uneven(), settings=replace(HIGHS, progress=interrupt))
+    assert plan.provenance.solver_status == "interrupted"
+    assert plan.allocation.contiguous
+    free = make_plan(uneven(), settings=HIGHS)
+    assert free.provenance.solver_status != "interrupted"
+    assert evaluate(free).period_ns < evaluate(plan).period_ns
+
+
+def test_an_interrupt_while_drained_plans_are_searched_returns_the_best_so_far() -> None:
+    def interrupt() -> float:
+        raise KeyboardInterrupt
+
+    drained = uneven().with_policy(Policy("flush", accumulate=8))
+    plan = make_plan(drained, settings=replace(HIGHS, remaining_s=interrupt))
+    assert plan.provenance.solver_status == "interrupted"
+    assert plan.schedule.kind == "flush"
+
+
+def test_an_expired_clock_returns_the_exact_contiguous_plan_and_says_so() -> None:
+    plan = make_plan(uneven(), settings=replace(HIGHS, remaining_s=lambda: 0.0))
+    assert plan.provenance.solver_status == "time limit"
+    assert plan.pattern is not None
+    assert plan.pattern.period_ns == next(contiguous(uneven())).claimed_period_ns
+
+
+def test_quick_effort_is_exact_contiguous() -> None:
+    plan = make_plan(uneven(), settings=HIGHS, effort="quick")
+    assert plan.allocation.contiguous
+    assert plan.lower_bounds[0].allocation == "contiguous"

@@ -1,0 +1,134 @@
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pipeplan.runtime.measure import recorder as module
+from pipeplan.runtime.measure.recorder import CudaRecorder, HostRecorder, Times
+from pipeplan.runtime.measure.times import OpTime
+
+MS = 10**6
+
+
+class Gpu:
+    """A queue of work whose events are reached when somebody waits for them; ``now`` is the host's clock in ns."""
+
+    def __init__(self):
+        self.now = 5 * MS
+        self.queued_ns = self.now  # when all that is queued will be done
+        self.waits = 0
+
+    def work(self, ns):
+        """Queue a kernel; the host goes on at once."""
+        self.queued_ns = max(self.queued_ns, self.now) + ns
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu, self.at = gpu, None
+
+    def record(self):
+        self.at = max(self.gpu.queued_ns, self.gpu.now)
+
+    def synchronize(self):
+        self.gpu.waits += 1
+        self.gpu.now = max(self.gpu.now, self.at)
+
+    def elapsed_time(self, other):
+        assert max(self.at, other.at) <= self.gpu.now, "torch raises for an event that is not reached"
+        return torch.tensor((other.at - self.at) / 1e6, dtype=torch.float32).item()  # as torch's: a float in ms
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    found = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    monkeypatch.setattr(module.time, "monotonic_ns", lambda: found.now)
+    return found
+
+
+def test_times_of_a_gpu_are_those_of_its_queue_in_the_clock_of_the_host(gpu):
+    recorder = CudaRecorder(offset_ns=1000 * MS, ahead=100)
+    for m in range(3):
+        gpu.now += MS  # the host takes 1 ms to issue what takes the GPU 4 and 8
+        start = recorder.mark()
+        gpu.work(4 * MS)
+        recorder.note("F", 0, m, start)
+        start = recorder.mark()
+        gpu.work(8 * MS)
+        recorder.note("B", 0, m, start)
+    issued = gpu.now
+    times = list(recorder.settle())
+    assert issued == 8 * MS
+    assert gpu.now == 42 * MS, "settling waits for the GPU"
+    assert [(t.activity, t.microbatch, t.start_ns / MS, t.end_ns / MS) for t in times] == [
+        ("F", 0, 1006, 1010),
+        ("B", 0, 1010, 1018),
+        ("F", 1, 1018, 1022),
+        ("B", 1, 1022, 1030),
+        ("F", 2, 1030, 1034),
+        ("B", 2, 1034, 1042),
+    ]
+
+
+def test_a_long_run_loses_no_precision(gpu):
+    """A float in ms has 24 bits: after an hour the distance from the start is told in quarters of a millisecond."""
+    recorder = CudaRecorder(ahead=4)
+    for m in range(3600):
+        gpu.work(10**9 - 1234)
+        start = recorder.mark()
+        gpu.work(1234)
+        recorder.note("F", 0, m, start)
+    times = list(recorder.settle())
+    assert abs(times[-1].end_ns - (3600 * 10**9 + 5 * MS)) < 3600 * 100
+    assert all(abs(t.duration_ns - 1234) <= 1 for t in times)
+
+
+def test_the_host_runs_no_more_than_so_many_notes_ahead(gpu):
+    recorder = CudaRecorder(ahead=3)
+    done = []
+    gpu.waits = 0
+    for k in range(10):
+        gpu.work(MS)
+        recorder.later(lambda k=k: done.append((k, gpu.now)))
+        assert len(done) == max(0, k - 2)
+        assert gpu.waits == len(done)
+    assert [k for k, _ in done] == list(range(7))
+    assert all(now == 5 * MS + (k + 1) * MS for k, now in done), "each when the GPU had come so far, and no later"
+    recorder.settle()
+    assert [k for k, _ in done] == list(range(10))
+
+
+def test_what_an_action_raises_comes_out_where_the_host_waits(gpu):
+    recorder = CudaRecorder(ahead=1)
+
+    def refuse():
+        raise ArithmeticError("the loss is nan")
+
+    recorder.later(refuse)
+    with pytest.raises(ArithmeticError, match="nan"):
+        recorder.later(lambda: None)
+
+
+def test_a_cpu_does_everything_at_once(gpu):
+    recorder = HostRecorder(offset_ns=7)
+    done = []
+    start = recorder.mark()
+    gpu.now += 5
+    recorder.note("B", 1, 2, start)
+    recorder.later(lambda: done.append(1))
+    assert done == [1]
+    (time,) = recorder.settle()
+    assert (time.stage, time.microbatch, time.start_ns, time.end_ns) == (1, 2, 5 * MS + 7, 5 * MS + 12)
+
+
+def test_a_long_run_keeps_its_begin_and_its_end():
+    times = Times(kept=3)
+    operations = [OpTime("F", 0, m, m, m + 1) for m in range(10)]
+    for count, operation in enumerate(operations, 1):
+        times.add(operation)
+        assert times.forgotten == max(0, count - 6)
+    assert list(times) == operations[:3] + operations[-3:]

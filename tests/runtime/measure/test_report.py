@@ -1,0 +1,236 @@
+"""Reports from made-up measurements, so that every figure can be told in advance."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from test_instructions import chain_of
+
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Platform, Policy
+from pipeplan.report.run import print_run
+from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.measure.report import make_report
+from pipeplan.runtime.measure.times import OpTime, RankMeasurement
+from pipeplan.runtime.measure.trace_file import measured_trace
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from pipeplan.schedule.program import Step
+
+STAGES = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
+
+
+def script_of(policy, schedule, steps, times=((100, 200), (100, 200)), output=0):
+    chain = chain_of(times, output)
+    platform = Platform.flat(2, 10**12, 10**9)
+    pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, STAGES))
+    plan = Plan(chain, platform, policy, Allocation(STAGES), pattern, (), Provenance("by hand"), schedule)
+    return prepare(plan, steps)
+
+
+def replayed(script, factor, update=0):
+    """Measurements of ranks that did exactly what the simulation says, ``factor`` times as slowly."""
+    count = script.program.microbatches
+    span = (script.timeline.makespan_ns + update) * factor
+    times = [[], []]
+    for batch in range(script.steps if script.drains else 1):
+        for lane in script.program.lanes[:2]:
+            for step in lane.steps:
+                op = script.graph.operations[step.position]
+                start = batch * span + factor * script.timeline.start_ns[step.microbatch][step.position]
+                m = step.microbatch + batch * count
+                waited(times[lane.device], op, m, start)
+                times[lane.device].append(OpTime(op.kind, op.stage, m, start, start + factor * op.duration_ns))
+            if script.drains:
+                end = batch * span + factor * script.timeline.end_ns(Step(*_last(lane)))
+                times[lane.device].append(OpTime("UPDATE", lane.device, batch + 1, end, end + factor * update))
+    return [
+        RankMeasurement(
+            rank=rank,
+            times=tuple(times[rank]),
+            losses={m: float(m) for m in range(script.microbatches)} if rank == 1 else {},
+            peak_activation_bytes=10 * (rank + 1),
+            transfer_ns={},
+            versions={rank: 2},
+        )
+        for rank in (0, 1)
+    ]
+
+
+def waited(times, op, microbatch, until):
+    """Add the wait of a pass, if there is one."""
+    before = times[-1].end_ns if times else 0
+    if before < until:
+        times.append(OpTime(f"WAIT_{op.kind}", op.stage, microbatch, before, until))
+
+
+def _last(lane):
+    return lane.steps[-1].microbatch, lane.steps[-1].position
+
+
+def test_a_run_like_the_simulation_measures_the_simulated_period():
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
+    report = make_report(script, replayed(script, 3))
+    assert report.planned_period_ns == 300
+    assert report.calibrated_period_ns == report.measured_period_ns == report.mean_period_ns == 900
+    assert report.losses == tuple(float(m) for m in range(40))
+    assert report.step_losses[:2] == (0.5, 2.5)
+    assert report.samples_per_s == 1e9 / 900
+    assert [(s.forward_ns, s.backward_ns, s.update_ns) for s in report.stages] == [(300, 600, 0)] * 2
+    assert [(s.planned_forward_ns, s.planned_backward_ns, s.versions) for s in report.stages] == [(100, 200, 2)] * 2
+    assert [(a.device, a.rank, a.planned_bytes, a.measured_bytes) for a in report.activations] == [
+        (0, 0, 8, 10),  # two in flight, each with the input of 4 bytes
+        (1, 1, 0, 20),
+    ]
+    assert len(report.times) == 2
+
+
+def test_a_drained_run_measures_the_makespan_and_the_update():
+    script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 5)
+    makespan = script.timeline.makespan_ns
+    assert makespan == 5 * 300  # (4 + 2 - 1) microbatches
+    report = make_report(script, replayed(script, 2, update=40))
+    assert report.planned_period_ns == makespan / 4
+    assert report.measured_period_ns == 2 * (makespan + 40) / 4
+    # a microbatch is charged a quarter of the update: on the longest path four backwards of one stage and one of other
+    assert report.calibrated_period_ns == (2 * makespan + 5 * 20) / 4
+
+
+def with_waits(measurements, agree_ns, reduce_ns, sums=1):
+    """Each rank agrees and then sums before its updates, in so many ns; what comes after is so much later."""
+    found = []
+    for x, agreed, summed in zip(measurements, agree_ns, reduce_ns, strict=True):
+        times, late = [], 0
+        for t in x.times:
+            if t.activity == "UPDATE":
+                for kind, stage, ns in (("AGREE", -1, agreed), *[("REDUCE", t.stage, summed // sums)] * sums):
+                    if ns:
+                        times.append(OpTime(kind, stage, t.microbatch, t.start_ns + late, t.start_ns + late + ns))
+                        late += ns
+            times.append(replace(t, start_ns=t.start_ns + late, end_ns=t.end_ns + late))
+        found.append(replace(x, times=tuple(times)))
+    return found
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+def test_a_drained_run_is_charged_what_updates_waited_for(sums):
+    """The last stage is done 200 before the first, for which it waits; what that one waits is the agreement.
+
+    Tied weights are summed first, then those that replicas alone have.
+    """
+    script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 5)
+    plain = make_report(script, replayed(script, 1, update=40))
+    report = make_report(script, with_waits(replayed(script, 1, update=40), (30, 230), (100, 0), sums))
+    assert report.calibrated_period_ns == plain.calibrated_period_ns + (30 + 100) / 4
+    assert report.stages[0].update_ns == 40
+
+
+def test_without_drains_a_wait_for_a_sum_is_charged_to_backwards():
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
+    measurements = replayed(script, 1)
+    first = []
+    for t in measurements[0].times:
+        at = t.start_ns + 50 * (t.microbatch // 2)  # a mini-batch's sum delays the next one
+        if t.activity == "F" and t.microbatch % 2 == 0 and t.microbatch:
+            version = t.microbatch // 2
+            first += [OpTime("REDUCE", 0, version, at - 50, at), OpTime("UPDATE", 0, version, at, at)]
+        first.append(replace(t, start_ns=at, end_ns=at + t.duration_ns))
+    measurements[0] = replace(measurements[0], times=tuple(sorted(first, key=lambda t: t.end_ns)))
+    assert make_report(script, measurements).calibrated_period_ns == 300 + 50 / 2
+
+
+def test_transfers_and_data_enter_the_calibrated_period():
+    script = script_of(Policy("2bw", accumulate=3), Schedule(), 20, output=50)
+    measurements = replayed(script, 1)
+    transfers = {("F", 0): 1000, ("B", 1): 1000}
+    report = make_report(
+        script,
+        [
+            RankMeasurement(0, measurements[0].times, {}, 0, transfers, {}),
+            RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}, {}),
+        ],
+    )
+    assert report.calibrated_period_ns == 1000  # either direction of the link has become the bottleneck
+    slow, late = [], 0
+    for t in measurements[0].times:
+        if t.activity == "F":
+            slow.append(OpTime("DATA", t.stage, t.microbatch, t.start_ns + late, t.start_ns + late + 5000))
+            late += 5000
+        slow.append(OpTime(t.activity, t.stage, t.microbatch, t.start_ns + late, t.end_ns + late))
+    report = make_report(
+        script,
+        [
+            RankMeasurement(0, tuple(slow), {}, 0, {}, {}),
+            RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}, {}),
+        ],
+    )
+    assert report.stages[0].data_ns == 5000
+    assert report.stages[0].exchange_ns == 0
+    assert report.calibrated_period_ns == 5000 + 300
+
+
+@pytest.mark.parametrize("cut", range(100, 109))  # in all places of a round
+def test_a_long_run_is_reported_from_its_begin_and_its_end(cut, capsys):
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 100, output=50)
+    whole = replayed(script, 3)
+    parts = [replace(x, times=x.times[:cut] + x.times[-cut:], forgotten=len(x.times) - 2 * cut) for x in whole]
+    expected, report = make_report(script, whole), make_report(script, parts)
+    assert report.measured_period_ns == expected.measured_period_ns == 3 * script.timeline.steady_period_ns()
+    assert report.calibrated_period_ns == expected.calibrated_period_ns
+    assert report.stages == expected.stages
+    assert report.seconds == expected.seconds
+    assert report.losses == expected.losses
+    assert report.forgotten == sum(x.forgotten for x in parts) > 2 * cut
+    print_run(script.plan, report, width=120)
+    assert f"begin and end; {report.forgotten} operations between them weren't kept" in capsys.readouterr().out
+    assert json.loads(measured_trace(script.plan, report))["otherData"]["forgotten_operations"] == report.forgotten
+
+
+def test_a_short_run_has_no_steady_state():
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 2)
+    report = make_report(script, replayed(script, 1))
+    assert report.measured_period_ns is None
+    assert report.mean_period_ns is None
+    assert report.samples_per_s == pytest.approx(4 / report.seconds)
+
+
+def test_hand_overs_are_measured_where_the_receiver_waited():
+    """Two stages of 100 and 200, alone in turn: a send works for 30, 70 later its message is there; posts take 5."""
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
+    here, there = [], []
+    now = 0
+    for m in range(script.microbatches):
+        here += [OpTime("F", 0, m, now, now + 100), OpTime("SEND_F", 0, m, now + 110, now + 140)]
+        there += [
+            OpTime("WAIT_F", 1, m, there[-1].end_ns if there else now, now + 210),
+            OpTime("F", 1, m, now + 215, now + 315),
+            OpTime("B", 1, m, now + 315, now + 515),
+            OpTime("SEND_B", 1, m, now + 515, now + 545),
+        ]
+        if m % 2:
+            here.append(OpTime("WAIT_B", 0, m, now + 140, now + 615))
+        else:  # the gradient has to wait for its receiver
+            here += [OpTime("SAVE", -1, m, now + 140, now + 700), OpTime("WAIT_B", 0, m, now + 700, now + 701)]
+        here.append(OpTime("B", 0, m, here[-1].end_ns + 5, here[-1].end_ns + 205))
+        now = here[-1].end_ns
+    measurements = [
+        RankMeasurement(0, tuple(here), {}, 0, {("F", 0): 7, ("B", 1): 7}, {}),
+        RankMeasurement(1, tuple(there), dict.fromkeys(range(script.microbatches), 0.0), 0, {}, {}),
+    ]
+    report = make_report(script, measurements)
+    settled = script.microbatches * 3 // 4
+    assert [(t.kind, t.stage, t.measured_ns, t.count) for t in report.transfers] == [
+        ("B", 1, 100, settled // 2),
+        ("F", 0, 100, settled),
+    ]
+    assert [stage.exchange_ns for stage in report.stages] == [10 + 30 + 5, 5 + 30]
+    assert report.calibrated_period_ns == (140 + 70 + 105 + 230 + 70 + 205) / 2  # two in flight
+
+
+def test_without_a_waiting_receiver_a_transfer_takes_what_a_ping_pong_took():
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
+    measurements = replayed(script, 1)
+    measurements[0] = replace(measurements[0], transfer_ns={("F", 0): 70, ("B", 1): 80})
+    report = make_report(script, measurements)
+    assert [(t.kind, t.measured_ns, t.count) for t in report.transfers] == [("B", 80, 0), ("F", 70, 0)]
+    assert report.calibrated_period_ns == (100 + 70 + 300 + 80 + 200) / 2

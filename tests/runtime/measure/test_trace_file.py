@@ -1,0 +1,143 @@
+"""Traces of runs: written, read back, compared with their plan, and turned into profiles."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from test_report import replayed, script_of
+
+from pipeplan.cost.time_model import backward_ns, forward_ns
+from pipeplan.errors import BadInput
+from pipeplan.plan import Schedule
+from pipeplan.problem import Policy
+from pipeplan.report.trace_diff import comparison, print_comparison
+from pipeplan.runtime.measure.report import make_report
+from pipeplan.runtime.measure.times import OpTime
+from pipeplan.runtime.measure.trace_file import (
+    check_same_plan,
+    is_measured,
+    measured_of,
+    measured_trace,
+    read_measured,
+    recalibrated,
+)
+
+
+def run_of(factor, update=0, transfers=None):
+    """A plan with 50 bytes across its cut, and the report of a run that took ``factor`` times as long."""
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
+    measurements = replayed(script, factor)
+    updates = range(10**9, 10**9 + 20)  # after everything else
+    if update:
+        measurements = [
+            replace(x, times=(*x.times, *(OpTime("UPDATE", x.rank, v, v * update, (v + 1) * update) for v in updates)))
+            for x in measurements
+        ]
+    measurements[0] = replace(measurements[0], transfer_ns=transfers or {})
+    return script.plan, make_report(script, measurements)
+
+
+def test_a_trace_is_read_back(tmp_path):
+    plan, report = run_of(3, transfers={("F", 0): 70, ("B", 1): 80})
+    path = tmp_path / "trace.json"
+    path.write_text(measured_trace(plan, report))
+    assert is_measured(path.read_text())
+    run = read_measured(str(path))
+    assert run == measured_of(plan, report)
+    assert [(x.forward_ns, x.backward_ns) for x in run.stages] == [(300, 600)] * 2
+    assert [(x.kind, x.stage, x.transfer_ns) for x in run.transfers] == [("B", 1, 80), ("F", 0, 70)]
+    check_same_plan(plan, run, "trace.json")
+
+
+def test_a_trace_has_every_operation_at_its_time():
+    plan, report = run_of(2)
+    events = [x for x in json.loads(measured_trace(plan, report))["traceEvents"] if x["ph"] == "X"]
+    assert len(events) == sum(map(len, report.times))
+    assert sum(x["cat"] in ("F", "B") for x in events) == 4 * report.microbatches
+    first = next(x for x in events if x["name"] == "1F3")
+    found = next(t for t in report.times[1] if (t.activity, t.microbatch) == ("F", 3))
+    origin = min(t.start_ns for times in report.times for t in times)
+    assert (first["tid"], first["ts"], first["dur"]) == (1, (found.start_ns - origin) / 1000, 0.2)
+    assert min(x["ts"] for x in events) == 0
+
+
+def test_the_comparison_names_every_operation():
+    plan, report = run_of(3, update=40, transfers={("F", 0): 100, ("B", 1): 100})
+    figures = comparison(plan, measured_of(plan, report))
+    rows = {(x["kind"], x["stage"]): (x["planned_ns"], x["measured_ns"], x["ratio"]) for x in figures["operations"]}
+    assert rows == {
+        **{("F", s): (100, 300, 3.0) for s in (0, 1)},
+        **{("B", s): (200, 600, 3.0) for s in (0, 1)},
+        **{("update", s): (0, 40, None) for s in (0, 1)},
+        ("SEND_F", 0): (50, 100, 2.0),
+        ("SEND_B", 1): (50, 100, 2.0),
+    }
+    assert figures["period"]["planned_ns"] == plan.pattern.period_ns
+    assert figures["period"]["measured_ns"] == report.measured_period_ns
+    assert [x["measured_activation_bytes"] for x in figures["devices"]] == [10, 20]
+
+
+def test_the_comparison_is_printed(capsys):
+    plan, report = run_of(3)
+    print_comparison(plan, measured_of(plan, report), width=100)
+    out = capsys.readouterr().out
+    ratio = report.measured_period_ns / plan.pattern.period_ns
+    assert 2 < ratio <= 3  # three times the times, and messages in no pattern's order
+    assert f"measured, {ratio:.2f} x planned" in out
+    assert "GPU 1: activations at most" in out
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_recalibrated_profile_has_the_measured_times(factor):
+    plan, report = run_of(factor, update=40)
+    chain = recalibrated(plan, measured_of(plan, report))
+    policy = replace(plan.policy, accumulate=10**6)  # so that nearly nothing of the update is charged
+    for stage in plan.allocation.stages:
+        assert forward_ns(chain, stage.start, stage.stop) == 100 * factor
+        assert backward_ns(chain, policy, stage.start, stage.stop) == 200 * factor + 1
+        assert chain.sums.optimizer_ns[stage.stop] - chain.sums.optimizer_ns[stage.start] == 40
+    assert [x.saved_bytes for x in chain.layers] == [x.saved_bytes for x in plan.chain.layers]
+
+
+def test_layers_share_a_stages_time_and_recomputation_is_taken_off():
+    plan, report = run_of(1)
+    layers = plan.chain.layers
+    layers = [replace(layers[0], forward_ns=30, backward_ns=0), replace(layers[0], forward_ns=60, backward_ns=0),
+              layers[1]]  # fmt: skip
+    one, other = plan.allocation.stages
+    stages = replace(one, stop=2, checkpoint=((0, 2),)), replace(other, start=2, stop=3)
+    changed = replace(
+        plan,
+        chain=replace(plan.chain, layers=tuple(layers)),
+        allocation=replace(plan.allocation, stages=stages),
+    )
+    chain = recalibrated(changed, measured_of(plan, report))
+    assert [x.forward_ns for x in chain.layers] == [33, 67, 100]
+    assert [x.backward_ns for x in chain.layers] == [50, 50, 200]  # 200 less 100 of recomputation, evenly
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: "{}", "is no trace of a run: KeyError"),
+        (lambda text: text[:100], "is no trace of a run"),
+        (lambda text: text.replace("pipeplan-measured/2", "pipeplan-measured/9"), "'pipeplan-measured/9'"),
+        (lambda text: text.replace('"update_ns"', '"other"'), "is no trace of a run: TypeError"),
+    ],
+)
+def test_what_is_no_trace_is_bad_input(change, words):
+    plan, report = run_of(1)
+    with pytest.raises(BadInput, match=words):
+        read_measured("trace.json", change(measured_trace(plan, report)))
+
+
+def test_the_run_of_another_plan_is_bad_input():
+    plan, report = run_of(1)
+    run = measured_of(plan, report)
+    other = replace(plan, chain=replace(plan.chain, name="other"))
+    with pytest.raises(BadInput, match="from another profile"):
+        check_same_plan(other, run, "trace.json")
+    one, two = plan.allocation.stages
+    swapped = replace(plan.allocation, stages=(replace(one, devices=(1,)), replace(two, devices=(0,))))
+    with pytest.raises(BadInput, match="other stages or devices"):
+        check_same_plan(replace(plan, allocation=swapped), run, "trace.json")

@@ -1,0 +1,125 @@
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dataclasses import replace
+
+from cases.runtime import zoo_chain
+from torch import nn
+
+from pipeplan.errors import BadInput
+from pipeplan.problem import Chain, Layer
+from pipeplan.runtime.model.contract import check_model
+from pipeplan.runtime.model.loading import load_model
+from pipeplan.runtime.model.spec import ModelSpec, find
+
+
+def test_a_zoo_model_brings_its_data_and_is_seeded():
+    one, same, other = (load_model(ModelSpec("small-cnn"), 4, seed) for seed in (3, 3, 4))
+    states = [nn.Sequential(*(m for _, m in x.layers)).state_dict() for x in (one, same, other)]
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+    assert not all(torch.equal(states[0][k], states[2][k]) for k in states[0])
+    x, target = one.data(0, 3)
+    assert tuple(x.shape) == one.boundaries[0].shape
+    assert target.shape == (4,)
+    assert one.keys == [name for name, _ in one.layers]
+
+
+def test_a_model_of_the_user_is_found_and_seeded():
+    spec = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
+    model = load_model(spec, 4, 0)
+    assert [str(spec) for spec in model.boundaries] == ["float32 (4, 16)"] * 6
+    assert model.keys == ["0", "1", "2", "3", "4"]
+    assert all(module.training for _, layer in model.layers for module in layer.modules())
+
+
+def test_reading_the_shapes_leaves_statistics_and_randomness_alone():
+    model = load_model(ModelSpec("small-cnn"), 4, 0)
+    assert all(
+        not b.any() for _, m in model.layers for name, b in m.named_buffers() if name.endswith("num_batches_tracked")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("cases.runtime:nothing", "has no 'nothing'"),
+        ("cases.runtime:not_a_function", "is a int, which cannot be called"),
+    ],
+)
+def test_what_cannot_be_found_is_named(text, words):
+    with pytest.raises(BadInput, match=words):
+        find(text)
+
+
+def test_a_model_of_the_user_needs_data():
+    with pytest.raises(BadInput, match="needs data to train on"):
+        load_model(ModelSpec("cases.runtime:healthy"), 4, 0)
+
+
+@pytest.fixture(scope="module")
+def cnn():
+    return zoo_chain("small-cnn", 4), load_model(ModelSpec("small-cnn"), 4, 0)
+
+
+def test_a_model_matches_its_own_profile(cnn):
+    chain, model = cnn
+    check_model(model, chain, [1, 2, 5])
+
+
+def changed(chain, index, **change):
+    layers = list(chain.layers)
+    layers[index] = replace(layers[index], **change)
+    return replace(chain, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: replace(c, layers=c.layers[:-1]), "has 5 layers; the plan's profile test has 5, and should have 6"),
+        (lambda c: replace(c, input_bytes=5), r"example input has 49152 bytes; .* says 5 for microbatches of 4"),
+        (lambda c: changed(c, 1, weight_bytes=7), r"layer 1 \(block1\) has 18688 bytes of parameters; .* says 7"),
+        (lambda c: changed(c, 2, output_bytes=9), r"layer 2 \(block2\) puts out 65536 bytes, float32 \(4, 64, 8, 8\)"),
+    ],
+)
+def test_every_difference_from_the_profile_is_named(cnn, change, words):
+    chain, model = cnn
+    with pytest.raises(BadInput, match=words):
+        check_model(model, change(chain), [])
+
+
+class Rounding(nn.Module):
+    def forward(self, x):
+        return x.long()
+
+
+def rounding(batch):
+    return [nn.Linear(2, 2), Rounding(), nn.Embedding(3, 2)], torch.zeros(batch, 2), nn.functional.mse_loss
+
+
+def pair(index, seed):
+    return torch.zeros(1, 2), torch.zeros(1, 2, 2)
+
+
+def test_a_cut_must_carry_gradients():
+    model = load_model(ModelSpec(f"{__name__}:rounding", f"{__name__}:pair"), 1, 0)
+    layers = [
+        Layer("linear", 1, 1, 24, 8),
+        Layer("rounding", 1, 1, 0, 16),
+        Layer("embedding", 1, 1, 24, 16),
+        Layer("loss", 1, 1, 0, 4),
+    ]
+    chain = Chain("rounding", tuple(layers), 8)
+    check_model(model, chain, [1])
+    with pytest.raises(BadInput, match=r"int64 \(1, 2\) crosses the cut before layer 2"):
+        check_model(model, chain, [2])
+
+
+def failing(batch):
+    return [nn.Linear(2, 2), nn.Linear(3, 2)], torch.zeros(batch, 2), nn.functional.mse_loss
+
+
+def test_a_layer_that_fails_on_the_example_is_named():
+    with pytest.raises(BadInput, match=r"layers\[1\]: failed on float32 \(1, 2\)"):
+        load_model(ModelSpec(f"{__name__}:failing", f"{__name__}:pair"), 1, 0)

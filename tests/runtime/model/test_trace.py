@@ -1,0 +1,321 @@
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases.runtime import whole_saved_bytes
+from torch import nn
+from torch.nn import functional
+
+from pipeplan import zoo
+from pipeplan.errors import BadInput
+from pipeplan.partition.granularity import merge_articulation
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.runtime.model.network import final_outputs, tied_layers
+from pipeplan.runtime.model.trace import trace_module
+from pipeplan.runtime.profiler.measure import measure_model, profile_model
+from pipeplan.runtime.profiler.saved import saved_values, sized_layers
+
+
+class Whole(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.second(functional.gelu(self.first(x)))
+
+
+class UNet(nn.Module):
+    """Two levels down, one skip over them, and the input used again at the end."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        self.enter = nn.Conv2d(1, channels, 3, padding=1)
+        self.down = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.middle = nn.Conv2d(channels, channels, 3, padding=1)
+        self.up = nn.ConvTranspose2d(channels, channels, 2, stride=2)
+        self.leave = nn.Conv2d(2 * channels + 1, 1, 3, padding=1)
+
+    def forward(self, x):
+        top = self.enter(x)
+        low = self.middle(self.down(top))
+        return self.leave(torch.cat((top, self.up(low), x), dim=1))
+
+
+def traced(module, x):
+    torch.manual_seed(0)
+    network = trace_module(module, x)
+    return network, network.structure(final_outputs(network, "cpu", False))
+
+
+def names(network):
+    return [layer.name for layer in network.layers]
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def profile(module, x, **options):
+    def build(batch):
+        return module, x, mean_square
+
+    return profile_model(build, len(x), name="model", date="today", steps=1, warmup=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("gpt-tiny,tied=true", 2),
+        ("llama-tiny", 2),
+        ("small-cnn", 2),
+        ("resnet50,image=64", 2),
+        ("gnmt,hidden=16,vocabulary=130,sequence=6", 2),
+        ("awd-lm,hidden=24,embedding=16,vocabulary=130,sequence=6", 2),
+    ],
+)
+def test_a_traced_model_computes_saves_and_holds_what_the_model_does(name, batch):
+    model = zoo.load(name)
+    layers, _, loss = model(batch)
+    x, target = model.data(batch)(0, 0)
+    for part in layers.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = 0.0
+    network, output = traced(Whole(layers), x)
+    assert torch.equal(output, layers.train()(x))
+    whole = network.with_loss(loss, target)
+    sizes = tuple(sized_layers(whole, *saved_values(whole, "cpu")))
+    dag = Chain("sizes", sizes, sum(y.nbytes for y in network.inputs), whole.edges())
+    assert dag.saved_bytes(0, len(dag)) == whole_saved_bytes(layers, x, target, loss)
+    held = {id(p) for layer in network.layers for p in layer.module.parameters()}
+    assert held == {id(p) for p in layers.parameters()}
+    assert bool(tied_layers(network)) == ("tied=true" in name or "awd" in name)
+
+
+def test_tied_weights_are_recorded_although_the_export_unties_names():
+    layers, _, _ = zoo.load("gpt-tiny,tied=true,blocks=1")(2)
+    network, _ = traced(Whole(layers), zoo.load("gpt-tiny").data(2)(0, 0)[0])
+    assert [names(network)[i] for i in tied_layers(network)[0]] == ["layers.embedding.tokens", "layers.head"]
+
+
+def test_a_residual_block_is_a_dag_whose_skip_crosses_the_cuts_inside():
+    layers = nn.Sequential(nn.Linear(8, 8), Residual(8), nn.Linear(8, 2))
+    chain = profile(layers, torch.ones(4, 8))
+    assert chain.edges is None, "a Sequential stays a chain"
+    chain = profile(Whole(layers), torch.ones(4, 8))
+    assert [x.name.removeprefix("layers.") for x in chain.layers] == [
+        "0", "1.first", "1.gelu", "1.second", "1.add", "2", "loss",
+    ]  # fmt: skip
+    assert chain.edges == ((0, 1), (0, 4), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6))
+    tensor = 4 * 8 * 4
+    assert chain.cut_bytes == (tensor, tensor, 2 * tensor, 2 * tensor, 2 * tensor, tensor, 4 * 2 * 4, 0)
+    merged = merge_articulation(chain)
+    assert [x.name.removeprefix("layers.") for x in merged.layers] == ["0", "1.first..layers.1.add", "2", "loss"]
+
+
+def test_a_skip_keeps_its_bytes_in_every_cut_that_it_crosses():
+    x = torch.randn(2, 1, 8, 8)
+    module = UNet()
+    chain = profile(module, x)
+    assert [y.name for y in chain.layers] == ["input", "enter", "down", "middle", "up", "cat", "leave", "loss"]
+    image, top, low, both = 2 * 8 * 8 * 4, 4 * 2 * 8 * 8 * 4, 4 * 2 * 4 * 4 * 4, 9 * 2 * 8 * 8 * 4
+    assert chain.cut_bytes == (
+        image, image, image + top, image + top + low, image + top + low, image + top + top, both, image, 0,
+    )  # fmt: skip
+    assert torch.equal(traced(module, x)[1], module(x))
+    plan = make_plan(Problem(chain, Platform.flat(2, 10**9, 10**9), replicas=False), "contiguous")
+    cut = plan.allocation.stages[1].start
+    sends = [op.duration_ns for op in plan.pattern.operations if op.kind == "SEND_F"]
+    assert sends == [-(-chain.cut_bytes[cut] * 10**9 // 10**9)]
+
+
+def hand_linearised(dag: Chain) -> Chain:
+    """The same layers as a plain chain, each cut's bytes written down by hand from the picture of residual blocks."""
+    tensor = dag.layers[0].output_bytes
+    inside = {"first", "gelu", "second"}
+    layers = []
+    for layer in dag.layers:
+        part = layer.name.split(".")[-1]
+        layers.append(
+            replace(
+                layer,
+                output_bytes=2 * tensor if part in inside else layer.output_bytes,
+                saves=None,  # no two layers save the same tensor
+            )
+        )
+    return replace(dag, layers=tuple(layers), edges=None)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+@pytest.mark.parametrize("bandwidth", [10**6, 10**8, 10**10])
+def test_a_residual_dag_and_its_hand_linearised_chain_give_the_same_plan(gpus, bandwidth):
+    blocks = nn.Sequential(nn.Linear(16, 16), *(Residual(16) for _ in range(4)), nn.Linear(16, 16))
+    dag = profile(Whole(blocks), torch.ones(8, 16))
+    times = [(7, 13), (5, 11), (2, 3), (5, 11), (1, 1)]  # of a linear layer, then of a block's four parts
+    dag = replace(
+        dag,
+        layers=tuple(
+            replace(x, forward_ns=1000 * times[0 if i == 0 else 1 + (i - 1) % 4][0], optimizer_ns=0,
+                    backward_ns=1000 * times[0 if i == 0 else 1 + (i - 1) % 4][1], saved_bytes=x.saved_bytes)
+            for i, x in enumerate(dag.layers)
+        ),
+    )  # fmt: skip
+    chain = hand_linearised(dag)
+    assert chain.cut_bytes[1:-1] == dag.cut_bytes[1:-1]
+    for checkpointing, replicas in (("none", False), ("none", True)):
+        plans = [
+            make_plan(
+                Problem(x, Platform.flat(gpus, 10**6, bandwidth), Policy(), replicas, checkpointing), "contiguous"
+            )
+            for x in (dag, chain)
+        ]
+        assert plans[0].allocation == plans[1].allocation
+        assert plans[0].pattern == plans[1].pattern
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.b(x)
+        y += z
+        y[:, 0] = 0
+        return self.c(y.relu_())
+
+
+def test_an_operation_in_place_stays_with_the_layer_that_made_the_tensor():
+    x = torch.randn(3, 4)
+    module = InPlace()
+    network, output = traced(module, x)
+    assert torch.equal(output, module(x))
+    assert names(network) == ["a..relu", "c"]
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = torch.ones(4, 4).tril()
+        y = self.first(x) * mask
+        return self.second(y.t().contiguous().t()) * mask
+
+
+def test_constants_and_whole_views_cross_no_cut():
+    x = torch.randn(4, 4)
+    module = Masked()
+    assert torch.equal(traced(module, x)[1], module(x))
+    chain = profile(module, x)
+    assert all(cut == 64 for cut in chain.cut_bytes[1:-2])
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, tokens, scale):
+        states, (last, _) = self.lstm(tokens)
+        one, other = states.chunk(2, dim=1)
+        return {"logits": self.head(one + other) * scale, "last": last, "name": "several"}
+
+
+def test_several_inputs_and_outputs_in_a_structure():
+    inputs = (torch.randn(2, 6, 4), torch.randn(2, 1, 1))
+    module = Several()
+    network, output = traced(module, inputs)
+    expected = module(*inputs)
+    assert output["name"] == "several"
+    assert torch.equal(output["logits"], expected["logits"])
+    assert torch.equal(output["last"], expected["last"])
+    assert names(network) == ["input tokens", "input scale", "lstm", "chunk0", "chunk1", "add", "head", "mul"]
+
+    def build(batch):
+        return module, inputs, lambda output, target: (output["logits"] - target).square().mean() + output["last"].sum()
+
+    data = (inputs, torch.zeros(2, 3, 2))
+    chain = profile_model(build, 2, name="several", date="today", data=lambda index, seed: data, steps=1, warmup=0)
+    assert chain.input_bytes == sum(x.nbytes for x in inputs)
+    lstm = [x.name for x in chain.layers].index("lstm")
+    assert chain.layers[lstm].output_bytes == (2 * 6 * 4 + 2 * 4) * 4, "states and the last state, which the loss reads"
+
+
+def test_keyword_inputs():
+    module = Several()
+    inputs = {"tokens": torch.randn(2, 6, 4), "scale": torch.ones(2, 1, 1)}
+    assert torch.equal(traced(module, inputs)[1]["logits"], module(**inputs)["logits"])
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class Lookup(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Spoils(nn.Module):
+    def forward(self, x):
+        return x.add_(1) * 2
+
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.weight
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Branch(), r"Branch cannot be traced: .*data-dependent.*Return its layers as an nn.Sequential"),
+        (Lookup(), r"Lookup cannot be traced: .*nn.Sequential"),
+        (Spoils(), "changes the network's input x in place"),
+        (Fixed(), "returns a constant or a parameter"),
+    ],
+)
+def test_what_cannot_be_traced_is_said_with_what_to_do(module, message):
+    with pytest.raises(BadInput, match=message):
+        trace_module(module, torch.ones(2, 3))
+
+
+def test_one_at_a_time_measures_a_dag_too():
+    x = torch.randn(2, 1, 8, 8)
+
+    def build(batch):
+        return UNet(), x, mean_square
+
+    one = measure_model(build, 2, name="unet", date="today", steps=2, warmup=1, hold="one")
+    whole = measure_model(build, 2, name="unet", date="today", steps=2, warmup=1, hold="all")
+    assert one.one_at_a_time
+    assert not whole.one_at_a_time
+    assert "one layer at a time" in one.chain.source
+    assert one.chain.edges == whole.chain.edges
+
+    def sizes(chain: Chain) -> list[Layer]:
+        return [replace(x, forward_ns=0, backward_ns=0, optimizer_ns=0) for x in chain.layers]
+
+    assert sizes(one.chain) == sizes(whole.chain)
+    assert [x.backward_ns > 0 for x in one.chain.layers] == [x.backward_ns > 0 for x in whole.chain.layers]

@@ -1,0 +1,231 @@
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+from torch.nn import functional
+
+from pipeplan import zoo
+from pipeplan.errors import BadInput
+from pipeplan.files.accelerators import Accelerator, accelerator
+from pipeplan.partition.granularity import merge_articulation
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Platform, Problem
+from pipeplan.runtime.profiler.estimate import estimate_model
+from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.steps import optimizer_of
+
+ROUND = Accelerator("round", "16GB", "1000GB/s", {"float32": 10.0, "tf32": 100.0, "bfloat16": 200.0}, launch="1us")
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def estimate(build, batch=4, device=ROUND, **options):
+    return estimate_model(build, batch, device, name="model", date="today", **options).chain
+
+
+def linear(batch):
+    return [nn.Linear(4096, 2048, bias=False), nn.Linear(2048, 1000)], torch.randn(batch, 4096), mean_square
+
+
+def test_a_product_takes_its_flops_or_its_bytes_whichever_is_longer():
+    layer = estimate(linear, 4096).layers[0]
+    flops = 2 * 4096 * 4096 * 2048
+    assert layer.forward_ns == round(flops / (0.6 * 10e12) * 1e9)
+    assert layer.backward_ns == layer.forward_ns, "the network's input needs no gradient: one product of the same size"
+    few = estimate(linear, 1).layers[0]
+    moved = 4 * (4096 * 2048 + 4096 + 2048)
+    assert few.forward_ns == round(moved / (0.8 * 1e12) * 1e9)
+    tiny = estimate(lambda b: ([nn.Linear(4, 4), nn.Linear(4, 4)], torch.randn(b, 4), mean_square))
+    assert tiny.layers[0].forward_ns == 1000
+    second = estimate(linear, 4096).layers[1]
+    assert second.backward_ns > 1.9 * second.forward_ns
+
+
+def test_convolutions_of_float32_run_in_tf32_and_products_do_not():
+    def convolution(batch):
+        return [nn.Conv2d(256, 256, 3, padding=1)], torch.randn(batch, 256, 64, 64), mean_square
+
+    flops = 2 * 4 * 256 * 256 * 9 * 64 * 64
+    fast = estimate(convolution).layers[0]
+    old = Accelerator("old", "16GB", "1000GB/s", {"float32": 10.0}, launch="1us")
+    slow = estimate(convolution, device=old).layers[0]
+    assert slow.forward_ns == round(flops / (0.6 * 10e12) * 1e9)
+    assert fast.forward_ns < slow.forward_ns / 3
+
+
+def test_the_type_decides_peak_and_bytes():
+    wide = estimate(linear, 4096, dtype=torch.bfloat16)
+    assert wide.dtype == "bfloat16"
+    assert wide.layers[0].weight_bytes == 2 * 4096 * 2048
+    assert wide.layers[0].parameters == 4096 * 2048
+    assert wide.layers[0].output_bytes == 2 * 4096 * 2048
+    assert wide.layers[0].forward_ns < estimate(linear, 4096).layers[0].forward_ns / 5
+    with pytest.raises(BadInput, match="no peak is known for float16, only for float32, tf32, bfloat16"):
+        estimate(linear, dtype=torch.float16)
+
+
+def test_views_are_free_and_look_ups_read_what_they_put_out():
+    class Turned(nn.Module):
+        def forward(self, x):
+            return x.view(-1, 2, 64).transpose(1, 2)[:, 1:].unsqueeze(1)
+
+    def build(batch):
+        return [nn.Embedding(10**6, 128), Turned()], torch.zeros(batch, dtype=torch.int64), mean_square
+
+    chain = estimate(build)
+    assert chain.layers[1].forward_ns == 0
+    assert chain.layers[0].forward_ns == 1000, "and not the time to read the table"
+    assert chain.layers[0].backward_ns > 10**6 * 128 * 4 / (0.8 * 1e12) * 1e9, "the dense gradient is written"
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.project = nn.Linear(64, 192)
+        self.dropout = dropout
+
+    def forward(self, x):
+        query, key, value = self.project(x).view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)
+        out = functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_is_fused_and_saves_no_scores(dropout):
+    def build(batch):
+        return [Attention(dropout)], torch.randn(batch, 512, 64), mean_square
+
+    chain = estimate(build, 2)
+    states = 2 * 512 * 64 * 4
+    scores = 2 * 2 * 512 * 512 * 4
+    assert chain.layers[0].saved_bytes < 8 * states < scores
+    assert chain.layers[0].saved_bytes >= 5 * states, "input, query, key, value, output"
+
+
+@pytest.mark.parametrize(("name", "batch"), [("gpt-tiny", 4), ("small-cnn", 4), ("resnet50,image=64", 2)])
+def test_sizes_and_saved_bytes_equal_the_measured_ones(name, batch):
+    model = zoo.load(name)
+    measured = profile_model(model, batch, name="m", date="d", data=model.data(batch), steps=1, warmup=0)
+    estimated = estimate(model, batch, data=model.data(batch))
+
+    def sizes(chain):
+        return [replace(x, forward_ns=0, backward_ns=0, optimizer_ns=0) for x in chain.layers]
+
+    assert sizes(estimated) == sizes(measured)
+    assert (estimated.tied, estimated.dtype, estimated.input_bytes) == (
+        measured.tied,
+        measured.dtype,
+        measured.input_bytes,
+    )
+
+
+def test_an_estimate_says_what_it_is_and_repeats():
+    model = zoo.load("gpt-tiny")
+    chain = estimate(model, data=model.data(4), device=accelerator("v100"))
+    assert chain == estimate(model, data=model.data(4), device=accelerator("V100"))
+    assert chain.device == "NVIDIA V100 SXM2 16GB (estimated)"
+    assert chain.source.startswith("estimated by pipeplan ")
+    assert "not measured; today" in chain.source
+    real = model(4)[0][0]
+    assert next(real.parameters()).device.type == "cpu", "nothing fake is left behind"
+    assert float(model.data(4)(0, 0)[0].sum()) > 0
+
+
+def test_an_lstm_pays_for_each_step_and_keeps_its_workspace():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(64, 64, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    chains = [estimate(lambda b, n=n: ([Recurrent()], torch.randn(b, n, 64), mean_square)) for n in (50, 100)]
+    short, long = (chain.layers[0] for chain in chains)
+    assert short.forward_ns >= 50 * 2 * 1000
+    assert 1.8 < long.forward_ns / short.forward_ns < 2.2
+    assert short.saved_bytes >= 6 * 4 * 50 * 64 * 4
+
+
+@pytest.mark.parametrize(("name", "factor"), [("sgd", 3), ("momentum", 5), ("adam", 7)])
+def test_the_optimizer_moves_its_state(name, factor):
+    chain = estimate(linear, optimizer=optimizer_of(name, foreach=True))
+    traffic = 4 * 4096 * 2048 / (0.8 * 1e12) * 1e9
+    assert chain.layers[0].optimizer_ns >= 0.9 * factor * traffic
+    assert estimate(linear).layers[0].optimizer_ns <= chain.layers[0].optimizer_ns
+
+
+def test_split_backward_is_estimated_too():
+    second = estimate(linear, 512, split_backward=True).layers[1]
+    assert 0.4 < second.backward_weight_ns / second.backward_ns < 0.6
+
+
+class Whole(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_resnet50_as_one_module_and_as_its_hand_written_layers_give_the_same_plan():
+    model = zoo.load("resnet50,image=128")
+
+    def build(batch):
+        layers, x, loss = model(batch)
+        return Whole(layers), x, loss
+
+    chain = estimate(model, data=model.data(4), device=accelerator("v100"))
+    dag = estimate(build, data=model.data(4), device=accelerator("v100"))
+    assert dag.edges is not None
+    merged = merge_articulation(dag)
+    ends = {x.name: i for i, x in enumerate(merged.layers)}
+    assert len(ends) == len(merged)
+    for layer in chain.layers[1:-2]:  # each residual block is one layer between two cuts of one tensor
+        found = next(x for x in merged.layers if x.name.startswith(f"layers.{layer.name}."))
+        assert (found.forward_ns, found.backward_ns) == pytest.approx((layer.forward_ns, layer.backward_ns), abs=2)
+        assert (found.weight_bytes, found.output_bytes) == (layer.weight_bytes, layer.output_bytes)
+    for memory in (16 * 10**9, 2 * 10**8):
+        problems = [Problem(x, Platform.flat(4, memory, 12 * 10**9), replicas=False) for x in (chain, dag)]
+        plans = [make_plan(problem, "contiguous") for problem in problems]
+        assert plans[1].pattern.period_ns <= plans[0].pattern.period_ns + 100, "the DAG has all cuts of the chain"
+
+
+def test_what_looks_at_values_is_refused_with_what_to_do():
+    def build(batch):
+        size = int(torch.randint(4, 5, ()))
+        return [nn.Linear(size, size)], torch.randn(batch, size), mean_square
+
+    with pytest.raises(BadInput, match=r"the model cannot run without values: .* measure on a device"):
+        estimate(build)
+
+
+HUGE = """
+import resource, time
+from pipeplan import zoo
+from pipeplan.files.accelerators import accelerator
+from pipeplan.runtime.profiler.estimate import estimate_model
+model = zoo.load("myelin-100b")
+began = time.perf_counter()
+chain = estimate_model(model, 1, accelerator("a100"), name="", date="", data=model.data(1)).chain
+print(sum(x.parameters for x in chain.layers), time.perf_counter() - began,
+      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_a_hundred_billion_parameters_take_under_a_minute_and_four_gigabytes():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True, env=environment)
+    parameters, seconds, memory = map(float, done.stdout.split())
+    assert parameters > 100e9
+    assert seconds < 60
+    assert memory < 4e9

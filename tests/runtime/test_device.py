@@ -1,0 +1,167 @@
+"""What is decided about devices, with GPUs made up where this machine has none."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, plan_of
+from torch import nn
+
+from pipeplan.errors import BadInput, RunFailed
+from pipeplan.runtime import device as module
+from pipeplan.runtime import launch
+from pipeplan.runtime.device import (
+    CPU,
+    exchange_of,
+    kind_of,
+    moved,
+    on_host,
+    own_device,
+    place,
+    random_state,
+    set_random_state,
+    sharing,
+    with_random_state,
+)
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.profiler.measure import device_name
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch see two GPUs; gives the list of those that were made current."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    return current
+
+
+def test_auto_takes_a_gpu_if_there_is_one_and_the_profile_is_not_of_a_cpu(gpus, monkeypatch):
+    assert kind_of("auto", "") == "cuda"
+    assert kind_of("auto", "NVIDIA H200") == "cuda"
+    assert kind_of("auto", "V100 (estimated)") == "cuda"
+    assert kind_of("auto", device_name("cpu", 1)) == kind_of("auto", device_name("cpu", 16)) == "cpu"
+    assert kind_of("cuda", device_name("cpu", 1)) == "cuda"
+    assert kind_of("cpu", "NVIDIA H200") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kind_of("auto", "NVIDIA H200") == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_before_any_process_starts():
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    with pytest.raises(BadInput, match="--device cuda: torch sees no GPU here; --device cpu runs on the CPU"):
+        run_plan(plan, ModelSpec("gpt-tiny"), steps=1, lr=0.01, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
+    script = Path(__file__).parents[2] / "scripts" / "checks" / "gpu.py"
+    done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gpu: torch sees no GPU here; --device cpu rehearses the checks\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_there_is_a_gpu_ranks_are_spawned_not_forked(monkeypatch):
+    """These take the CPU themselves: their torch sees no GPU, or the profile, which is of a CPU, decides."""
+    monkeypatch.setattr(launch, "kind_of", lambda choice, profiled_on: "cuda")
+    start = launch.multiprocessing.context.SpawnProcess.start
+    started = []
+    monkeypatch.setattr(
+        launch.multiprocessing.context.SpawnProcess, "start", lambda self: (started.append(self.name), start(self))
+    )
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    report = run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), steps=3, lr=0.01)
+    assert started == ["pipeplan rank 0", "pipeplan rank 1"]
+    assert report.hardware == ("cpu", "cpu")
+
+
+def test_processes_of_a_machine_go_round_its_gpus(gpus):
+    assert own_device("cpu", 3) == CPU
+    assert gpus == []
+    assert [own_device("cuda", k).index for k in range(5)] == [0, 1, 0, 1, 0]
+    assert [device.index for device in gpus] == [0, 1, 0, 1, 0]
+
+
+def test_ranks_that_share_gpus_are_told_of(gpus):
+    assert sharing("cuda", 4) == "4 ranks share 2 GPUs: what they exchange travels through host memory"
+    assert sharing("cuda", 2) is None
+    assert sharing("cpu", 4) is None
+
+
+@pytest.mark.parametrize(
+    ("everybodys", "exchange"),
+    [
+        ([None, None], "gloo"),
+        ([("a", "1")], "nccl"),
+        ([("a", "1"), ("a", "2"), ("b", "1")], "nccl"),
+        ([("a", "1"), ("a", "2"), ("b", "1"), ("b", "1")], "staged"),
+    ],
+)
+def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch, everybodys, exchange):
+    own = everybodys[0]
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: len(everybodys))
+    monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(uuid=own[1]))
+    told = []
+
+    def all_gather_object(found, mine):
+        told.append(mine)
+        found[:] = everybodys
+
+    monkeypatch.setattr(module.dist, "all_gather_object", all_gather_object)
+    device = CPU if own is None else torch.device("cuda", 0)
+    assert exchange_of(device, "a") == exchange
+    assert told == [own]
+
+
+def test_ranks_with_and_without_a_gpu_do_not_run_together():
+    with pytest.raises(RunFailed, match="rank 1 sees no GPU, others do"):
+        module._exchange([("a", "1"), None, ("a", "2")])
+
+
+def test_random_state_holds_the_gpus_too(monkeypatch):
+    states = {0: torch.arange(16, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device.index: state}))
+    gpu = torch.device("cuda", 0)
+    torch.manual_seed(3)
+    state = random_state(gpu)
+    expected = torch.rand(2)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    states[0] = torch.zeros(16, dtype=torch.uint8)
+    with with_random_state(state, gpu):
+        assert torch.equal(torch.rand(2), expected)
+        assert states[0].tolist() == list(range(16))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not states[0].any()
+    set_random_state(state, CPU)  # of a checkpoint that was written on a GPU
+    assert torch.equal(torch.rand(2), expected)
+    assert not states[0].any()
+    set_random_state(random_state(CPU), gpu)  # and the other way round
+    assert not states[0].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves tensors to a GPU")
+def test_placed_modules_keep_their_tied_weights():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    weight = other.weight = one.weight
+    place([one, other], torch.device("cuda", 0))
+    assert one.weight is other.weight is weight
+    assert weight.device.type == "cuda"
+
+
+def test_what_is_on_the_device_is_not_copied():
+    x = torch.zeros(2)
+    assert moved(x, CPU) is x
+    assert on_host(x) is x
+    assert moved(x, torch.device("meta")).device.type == "meta"

@@ -1,0 +1,87 @@
+"""Processes killed in every kind of operation: the run ends, the operation is named, and training goes on."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from multiprocessing import forkserver
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, plan_of
+
+from pipeplan.errors import RunFailed
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.training.checkpoint import newest
+
+SECONDS = 60  # far more than anything here takes
+pytestmark = pytest.mark.timeout(4 * SECONDS)
+
+PASS = r"the (forward|backward) of microbatch \d+ on stage {}"
+KILLED = {  # (operation, rank): what died in what, and the newest complete checkpoint
+    ("send", 0): (r"stage 0's send of the activations of microbatch 4 to rank 1", 2),
+    ("send", 1): (r"stage 1's send of the gradient of microbatch 4 to rank 0", 2),
+    ("receive", 0): (PASS.format(0), 2),
+    ("receive", 1): (PASS.format(1), 2),
+    ("wait", 0): (r"the backward of microbatch 4 on stage 0", 2),
+    ("wait", 1): (r"the forward of microbatch 4 on stage 1", 2),
+    ("write", 0): (r"the checkpoint after update 4", 2),
+    ("write", 1): (r"the checkpoint after update 4", 2),
+    ("metadata", 0): (r"the checkpoint after update 4", 2),
+    ("list", 0): (r"the checkpoint after update 4", 2),
+    ("rename", 0): (r"the checkpoint after update 4", 4),
+}
+MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
+OPTIONS = {"steps": 6, "lr": 0.01, "every": 2}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+
+
+@pytest.fixture(scope="module")
+def whole(plan, tmp_path_factory):
+    """An uninterrupted run."""
+    return run_plan(plan, MODEL, checkpoint=tmp_path_factory.mktemp("whole"), **OPTIONS)
+
+
+def ranks_left():
+    """The processes that the fork server has started and that still run."""
+    server = forkserver._forkserver._forkserver_pid
+    found = [
+        int(pid) for task in Path(f"/proc/{server}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    return [pid for pid in found if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="looks for processes in /proc")
+@pytest.mark.parametrize(("place", "rank"), KILLED)
+def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank, plan, whole, tmp_path):
+    """No rank waits for its timeout, none is left, and the resumed run is what an uninterrupted one would have been."""
+    words, kept = KILLED[place, rank]
+    model = ModelSpec(f"cases.runtime:deadly_{place}_{rank}", "cases.runtime:vectors")
+    with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
+        run_plan(plan, model, timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS)
+    assert ranks_left() == []
+    assert newest(str(tmp_path)).position.step == kept
+    rest = run_plan(plan, MODEL, checkpoint=tmp_path, resume=True, **OPTIONS)
+    assert rest.losses == whole.losses[kept * plan.policy.accumulate :]
+    assert not list(tmp_path.glob(".*"))  # of the checkpoint that was being written
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("reduce", "the gradient sum over the replicas of stage 0 for update 5"), ("gather", "update 5 of stage 0")],
+)
+def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, words, rank, tmp_path):
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2,))], weights="flush", accumulate=2)
+    model = ModelSpec(f"cases.runtime:deadly_{place}_{rank}", "cases.runtime:vectors")
+    with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
+        run_plan(plan, model, timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS)
+    assert newest(str(tmp_path)).position.step == 4
+    assert run_plan(plan, MODEL, checkpoint=tmp_path, resume=True, **OPTIONS).steps == 2

@@ -1,0 +1,507 @@
+"""Whole runs of nF1B with the newest weights, in real processes, against a sequential emulation by formulas."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, largest_difference, plan_of
+from click.testing import CliRunner
+from oracles.newest_weights import Emulation, SelfAttention, States, add, mean_square, own_weights
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from pipeplan import zoo
+from pipeplan.check.bounds import any_bound
+from pipeplan.check.validate import check
+from pipeplan.cli import group
+from pipeplan.errors import BadInput, RunFailed
+from pipeplan.files.documents import plan_text, read_profile
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Platform, Policy, Problem
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.dry_run import program_lines
+from pipeplan.runtime.lowering.instructions import Backward, Forward, Update, sentence
+from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.schedule.weight_versions import live_versions, versions_used
+
+SECONDS = 60  # far more than anything here takes
+pytestmark = pytest.mark.timeout(4 * SECONDS)
+STEPS, LR = 20, 0.05
+
+
+# --- models, built and fed by every rank -----------------------------------------------------------------------------
+
+
+def sequence_layers():
+    torch.manual_seed(11)
+    return [
+        States(nn.LSTM, 6, 8),
+        nn.LayerNorm(8),
+        SelfAttention(8, 2),
+        nn.BatchNorm1d(5),
+        States(nn.GRU, 8, 6),
+        nn.Linear(6, 8),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    ]
+
+
+def sequences(batch):
+    return sequence_layers(), torch.zeros(batch, 5, 6), nn.functional.mse_loss
+
+
+def sequence_data(index, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    return torch.randn(4, 5, 6, generator=generator), torch.randn(4, 5, 3, generator=generator)
+
+
+def image_layers():
+    torch.manual_seed(12)
+    layers = [
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+        nn.BatchNorm1d(10),
+        nn.Linear(10, 3),
+    ]
+    return [layer.double() for layer in layers]
+
+
+def images(batch):
+    return image_layers(), torch.zeros(batch, 2, 7, 7, dtype=torch.float64), nn.functional.mse_loss
+
+
+def image_data(index, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    pair = torch.randn(4, 2, 7, 7, generator=generator), torch.randn(4, 3, generator=generator)
+    return pair[0].double(), pair[1].double()
+
+
+MODELS = {
+    "sequences": (sequences, sequence_layers, sequence_data),
+    "images": (images, image_layers, image_data),
+}
+
+
+def normed(batch):
+    layers = [nn.Linear(16, 16), parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16)]
+    return layers, torch.zeros(batch, 16), runtime_cases.mean_square
+
+
+class Exploding(nn.Module):
+    """A layer whose output is no number in its sixth use in training: the check for copies, and five microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.linear(x) * (float("nan") if self.calls > 5 else 1.0)
+
+
+def exploding(batch):
+    return [nn.Linear(16, 16), Exploding(), nn.Linear(16, 16)], torch.zeros(batch, 16), runtime_cases.mean_square
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def nf1b_plan(chain, stages, batch, *, limit=None, vertical_sync=False, optimizer="momentum"):
+    made = tuple(x if isinstance(x, Stage) else Stage(*x, (index,)) for index, x in enumerate(stages))
+    policy = Policy("latest", accumulate=batch, optimizer=optimizer, vertical_sync=vertical_sync)
+    platform = Platform.flat(len(made), 10**12)
+    schedule = Schedule("nf1b", batch, limit or len(made))
+    plan = Plan(chain, platform, policy, Allocation(made), None, (), Provenance("by hand"), schedule)
+    check(plan)
+    return plan
+
+
+def spec(name):
+    return ModelSpec(f"test_latest:{name}", f"test_latest:{name.removesuffix('s')}_data")
+
+
+TWO, THREE = [(0, 4), (4, 9)], [(0, 2), (2, 5), (5, 9)]
+RUNS = {
+    "two stages": ("sequences", TWO, 2, None, False),
+    "three stages": ("sequences", THREE, 2, None, False),
+    "three stages, vertical sync": ("sequences", THREE, 2, None, True),
+    "two stages, vertical sync, many in flight": ("images", TWO, 3, 5, True),
+    "three stages, one microbatch": ("images", THREE, 1, None, False),
+    "three stages, four microbatches": ("images", [(0, 2), (2, 6), (6, 9)], 4, 4, False),
+    "one stage": ("images", [(0, 9)], 3, None, False),
+}
+
+
+def emulated(plan, name, script, lr=LR, seed=0):
+    """Train by formulas, one mini-batch after the other, with the versions of ``script``; return (losses, weights)."""
+    _, make, data = MODELS[name]
+    modules = make()
+    parts = [modules[s.start : min(s.stop, len(modules))] for s in plan.allocation.stages]
+    stages = [Emulation(part) for part in parts]
+    history = [[own_weights(part)] for part in parts]
+    speed = [[[torch.zeros_like(w) for w in own] for own in weights[0]] for weights in history]
+    forward, backward = {}, {}
+    for x in (x for rank in script.instructions for x in rank):
+        if isinstance(x, Forward):
+            forward[x.stage, x.microbatch] = x.version
+        elif isinstance(x, Backward):
+            backward |= {(x.stage, m): x.version for m in range(x.microbatch - x.covers + 1, x.microbatch + 1)}
+    losses = []
+    for k in range(script.steps):
+        found = [[[torch.zeros_like(w) for w in own] for own in weights[0]] for weights in history]
+        for m in range(k * script.interval, (k + 1) * script.interval):
+            x, target = data(m, seed)
+            kept = []
+            for s, stage in enumerate(stages):
+                x, stored = stage.forward(x, history[s][forward[s, m]])
+                kept.append(stored)
+            value, gradient = mean_square(x, target)
+            losses.append(float(value))
+            gradient = gradient / script.interval
+            for s in reversed(range(len(stages))):
+                gradient, own = stages[s].backward(gradient, kept[s], history[s][backward[s, m]])
+                for total, more in zip(found[s], own, strict=True):
+                    add(total, more)
+        for s, weights in enumerate(history):
+            rate = 0.9 if plan.policy.optimizer == "momentum" else 0.0
+            speed[s] = [
+                [rate * v + g for v, g in zip(vs, gs, strict=True)] for vs, gs in zip(speed[s], found[s], strict=True)
+            ]
+            weights.append(
+                [
+                    [w - lr * v for w, v in zip(ws, vs, strict=True)]
+                    for ws, vs in zip(weights[-1], speed[s], strict=True)
+                ]
+            )
+    return losses, [w for weights in history for own in weights[-1] for w in own]
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_equals_its_sequential_emulation(case, tmp_path):
+    name, stages, batch, limit, vertical_sync = RUNS[case]
+    plan = nf1b_plan(chain_of(MODELS[name][0], 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
+    script = prepare(plan, STEPS)
+    losses, weights = emulated(plan, name, script)
+    report = run_plan(plan, spec(name), steps=STEPS, lr=LR, save=tmp_path / "state.pt")
+    exact = name == "images"  # in double precision
+    assert report.losses == pytest.approx(losses, rel=0, abs=1e-10 if exact else 1e-5)
+    state = torch.load(tmp_path / "state.pt")
+    keys = nn.Sequential(*MODELS[name][1]())
+    trained = [state[key] for key, _ in keys.named_parameters()]
+    for found, expected in zip(trained, weights, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if exact else 1e-5)
+    timeline = script.timeline
+    versions = versions_used(timeline, vertical_sync)
+    kept = [live_versions(timeline, versions, s) for s in range(len(stages))]
+    assert [x.versions for x in report.stages] == [x.planned_versions for x in report.stages] == kept
+    assert kept == [1] * len(stages) or (vertical_sync and max(kept) > 1)
+    for held in report.activations:
+        assert held.measured_bytes == held.planned_bytes
+    assert report.planned_period_ns > 0
+    assert report.calibrated_period_ns > 0
+    assert report.measured_period_ns > 0
+    assert all(x.forward_ns > 0 and x.backward_ns > 0 for x in report.stages)
+
+
+@pytest.mark.parametrize("vertical_sync", [False, True])
+def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
+    """1F1B with a backward for each microbatch: those of one mini-batch may be taken at several versions."""
+    plan = plan_of(
+        chain_of(images, 4),
+        [(start, stop, (s,)) for s, (start, stop) in enumerate(THREE)],
+        weights="latest",
+        accumulate=2,
+        optimizer="momentum",
+        vertical_sync=vertical_sync,
+    )
+    script = prepare(plan, STEPS)
+    losses, weights = emulated(plan, "images", script)
+    report = run_plan(plan, spec("images"), steps=STEPS, lr=LR, save=tmp_path / "state.pt")
+    assert report.losses == pytest.approx(losses, rel=0, abs=1e-10)
+    state = torch.load(tmp_path / "state.pt")
+    for key, expected in zip([k for k, _ in nn.Sequential(*image_layers()).named_parameters()], weights, strict=True):
+        torch.testing.assert_close(state[key], expected, rtol=0, atol=1e-10)
+    assert [x.versions for x in report.stages] == [x.planned_versions for x in report.stages]
+    assert max(x.versions for x in report.stages) == 1 + vertical_sync
+
+
+@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize(("stages", "batch", "limit"), [(TWO, 2, 2), (THREE, 4, 3), (THREE, 1, 6), (THREE, 2, 9)])
+def test_versions_are_those_of_the_simulated_schedule(stages, batch, limit, vertical_sync):
+    plan = nf1b_plan(chain_of(images, 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
+    script = prepare(plan, 12)
+    graph, used = script.graph, versions_used(script.timeline, vertical_sync)
+    seen = set()
+    for rank in script.instructions:
+        made = 0
+        for x in rank:
+            if isinstance(x, Forward | Backward):
+                kind = "F" if isinstance(x, Forward) else "B"
+                assert x.version == used[x.microbatch][graph.position[kind, x.stage]]
+                assert x.version <= made
+                assert vertical_sync or x.version == made
+                seen.add(made - x.version)
+            elif isinstance(x, Update):
+                made += 1
+        assert made == 12
+    assert seen == {0} or (vertical_sync and max(seen) >= 1)
+
+
+def test_one_backward_of_several_microbatches_is_told_as_such():
+    script = prepare(nf1b_plan(chain_of(images, 4), TWO, 2), 3)
+    lines = program_lines(script)
+    assert "1F0v0" in lines[1]
+    assert "1B0-1v0 1f3<0 1b0-1>0 1U1" in lines[1]  # the stage before waits for the gradient, nobody for the update
+    assert "0b2-3<1" in lines[0]
+    backward = next(x for x in script.instructions[0] if isinstance(x, Backward))
+    assert sentence(backward) == "the backward of microbatches 0 to 1 on stage 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),  # in 32 and in 64 bits
+    [
+        ("sequences", [(0, 9)]),
+        ("sequences", THREE),  # not TWO: without a pipeline the gradient at its cut isn't contiguous, as messages are
+        ("images", [(0, 9)]),
+        ("images", TWO),
+        ("images", THREE),
+    ],
+)
+def test_one_mini_batch_at_a_time_is_plain_training_to_the_bit(name, stages, tmp_path):
+    """Nothing is newer than anything then: torch's SGD on the mean of three losses, with one backward for all."""
+    model, _, _ = MODELS[name]
+    plan = nf1b_plan(chain_of(model, 4), stages, 3, limit=1, optimizer="sgd")
+    report = run_plan(plan, spec(name), steps=5, lr=LR, save=tmp_path / "state.pt")
+    losses, state = plain(name, steps=5, batch=3)
+    assert report.losses == tuple(losses)
+    found = torch.load(tmp_path / "state.pt")
+    assert found.keys() == state.keys()
+    assert [key for key in state if not torch.equal(found[key], state[key])] == []
+
+
+def plain(name, steps, batch):
+    """Losses and state of training without a pipeline."""
+    _, layers, data = MODELS[name]
+    model = nn.Sequential(*layers()).train()
+    stepper = torch.optim.SGD(model.parameters(), lr=LR)
+    before, losses = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    for k in range(steps):
+        stepper.zero_grad()
+        pairs = [data(m, 0) for m in range(batch * k, batch * (k + 1))]
+        found = [nn.functional.mse_loss(model(x), target) for x, target in pairs]
+        torch.stack(found).mean().backward()
+        stepper.step()
+        losses += [loss.item() for loss in found]
+    torch.set_num_threads(before)
+    return losses, model.state_dict()
+
+
+def test_one_mini_batch_at_a_time_is_synchronous_training_in_mixed_precision_too(tmp_path):
+    """Nothing is newer than anything then; weights of 16 bits, their masters and what is offloaded work the same."""
+    model = zoo.load("gpt-tiny")
+    chain = chain_of(model, 2, data=model.data(2), dtype=torch.bfloat16)
+    plans = {
+        "nf1b": nf1b_plan(chain, [(0, 4), (4, 8)], 1, limit=1, optimizer="adam"),
+        "flush": plan_of(chain, [(0, 4, (0,)), (4, 8, (1,))], weights="flush", accumulate=1, optimizer="adam"),
+    }
+    states = []
+    for kind, plan in plans.items():
+        policy = replace(plan.policy, precision="mixed", offload=True, bucket_parameters=5000)
+        report = run_plan(
+            replace(plan, policy=policy), ModelSpec("gpt-tiny"), steps=4, lr=0.002, save=tmp_path / f"{kind}.pt"
+        )
+        assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
+        states.append(torch.load(tmp_path / f"{kind}.pt"))
+    assert largest_difference(*states) == 0
+    assert largest_difference(states[0], {key: torch.zeros_like(x) for key, x in states[0].items()}) > 0
+
+
+def test_activations_and_versions_are_ordered_as_predicted():
+    """The same model and cuts under nF1B, with weight stashing and with two versions."""
+    chain = chain_of(sequences, 4)
+    stages = [(start, stop, (s,)) for s, (start, stop) in enumerate(THREE)]
+    plans = {
+        "latest": nf1b_plan(chain, THREE, 4),
+        "stash": plan_of(chain, stages, weights="stash", optimizer="momentum"),
+        "2bw": plan_of(chain, stages, weights="2bw", optimizer="momentum"),
+    }
+    planned, measured, versions = {}, {}, {}
+    for weights, plan in plans.items():
+        report = run_plan(plan, spec("sequences"), steps=10, lr=0.01)
+        planned[weights] = [x.planned_bytes for x in report.activations]
+        measured[weights] = [x.measured_bytes for x in report.activations]
+        versions[weights] = [x.versions for x in report.stages]
+    assert measured == planned
+    for s in range(3):
+        assert sorted(plans, key=lambda w: measured[w][s]) == sorted(plans, key=lambda w: planned[w][s])
+        assert measured["latest"][s] > measured["stash"][s]  # a mini-batch waits for its backward as a whole
+    assert versions["latest"] == [1, 1, 1]
+    assert versions["2bw"] == [2, 2, 2]
+    assert versions["stash"] == [3, 2, 1]
+
+
+@pytest.mark.alone
+def test_a_run_takes_the_period_that_its_operations_allow():
+    """Two stages of two pauses each, mini-batches of two microbatches: 60 ms per microbatch when the stages overlap."""
+    chain = chain_of(runtime_cases.pausing, 4)
+    forward_ns, backward_ns = round(runtime_cases.FORWARD_S * 1e9), round(runtime_cases.BACKWARD_S * 1e9)
+    layers = [replace(x, forward_ns=forward_ns, backward_ns=backward_ns) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**4, backward_ns=10**4)
+    plan = nf1b_plan(replace(chain, layers=tuple(layers)), [(0, 2), (2, 5)], 2)
+
+    def measured():
+        report = run_plan(plan, ModelSpec("cases.runtime:pausing", "cases.runtime:vectors"), steps=12, lr=0.01)
+        for stage in report.stages:
+            assert stage.forward_ns >= 2 * forward_ns
+            assert 2 * backward_ns <= stage.backward_ns < 4 * backward_ns  # of one microbatch, not of two
+        assert 0.8 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
+        assert report.measured_period_ns >= report.planned_period_ns >= 2 * (forward_ns + backward_ns)
+
+    runtime_cases.undisturbed(measured)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def state_after(plan, name, folder, steps, **options):
+    target = folder / f"{steps}-{'-'.join(options)}.pt"
+    run_plan(plan, spec(name), steps=steps, lr=LR, save=target, **options)
+    return torch.load(target)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
+    """Both drain after every fourth update. The second goes on from the first's last checkpoint."""
+    plan = nf1b_plan(chain_of(sequences, 4), THREE, 2)
+    whole = state_after(plan, "sequences", tmp_path, 12, checkpoint=tmp_path / "whole", every=4)
+    state_after(plan, "sequences", tmp_path, 8, checkpoint=tmp_path / "parts", every=4)
+    assert newest(str(tmp_path / "parts")).position.step == 8
+    resumed = state_after(plan, "sequences", tmp_path, 12, checkpoint=tmp_path / "parts", every=4, resume=True)
+    assert largest_difference(whole, resumed) == 0
+    straight = state_after(plan, "sequences", tmp_path, 12)
+    assert largest_difference(whole, straight) > 0  # a drain gives the next mini-batches newer weights
+
+
+@pytest.mark.parametrize("to", ["other cuts", "2bw"])
+def test_a_run_goes_on_under_another_plan(to, tmp_path):
+    chain = chain_of(sequences, 4)
+    first = nf1b_plan(chain, THREE, 2)
+    state = state_after(first, "sequences", tmp_path, 4, checkpoint=tmp_path / "steps", every=4)
+    if to == "2bw":
+        other = plan_of(chain, [(0, 5, (0,)), (5, 9, (1,))], weights="2bw", optimizer="momentum")
+    else:
+        other = nf1b_plan(chain, [(0, 5), (5, 9)], 4, limit=3, vertical_sync=True)
+    resumed = state_after(other, "sequences", tmp_path, 7, checkpoint=tmp_path / "steps", resume=True)
+    assert newest(str(tmp_path / "steps")).position.step == 7
+    assert largest_difference(state, resumed) > 0
+    assert all(bool(x.isfinite().all()) for x in resumed.values())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A plan file, and the words that say what it trains."""
+    plan = nf1b_plan(chain_of(sequences, 4), TWO, 2, vertical_sync=True)
+    bound = any_bound(Problem(plan.chain, plan.platform, plan.policy))
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(plan_text(replace(plan, lower_bounds=(bound,))))
+    return path, "--model", "test_latest:sequences", "--data", "test_latest:sequence_data"
+
+
+def command(*arguments):
+    done = CliRunner().invoke(group, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_every_epoch_ends_in_a_checkpoint(written, tmp_path):
+    """Three epochs of three updates; the second run begins again after the second epoch."""
+    states = []
+    for epochs in ([3], [2, 3]):
+        folder, state = tmp_path / f"after-{len(epochs)}", tmp_path / f"{len(epochs)}.pt"
+        for count in epochs:
+            command(
+                "run", *written, "--epochs", count, "--epoch-length", 7, "--checkpoint", folder, "--resume",
+                "--save", state,
+            )  # fmt: skip
+        assert sorted(path.name for path in folder.iterdir()) == [f"step-{3 * k:08d}" for k in (1, 2, 3)]
+        states.append(torch.load(state))
+    assert largest_difference(*states) == 0
+
+
+def test_a_run_is_compared_with_its_plan(written, tmp_path):
+    trace, profile = tmp_path / "trace.json", tmp_path / "profile.json"
+    done = command("run", *written, "--steps", 30, "--trace", trace, "--json")
+    figures = json.loads(done.stdout)
+    assert [json.loads(line)["step"] for line in done.stderr.splitlines()] == list(range(1, 31))
+    assert figures["measured_period_ns"] > 0
+    assert max(stage["versions"] for stage in figures["stages"]) == 2
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "B"]
+    assert [event["args"]["microbatch"] for event in events if event["tid"] == 0] == list(range(1, 60, 2))
+    compared = json.loads(command("diff", written[0], trace, "--recalibrated", profile, "--json").stdout)
+    rows = {(row["kind"], row["stage"]): row["measured_ns"] for row in compared["operations"]}
+    assert rows["B", 1] == figures["stages"][1]["backward_ns"]
+    assert sum(layer.backward_ns for layer in read_profile(str(profile)).layers[4:]) == rows["B", 1]
+    text = command("run", *written, "--steps", 4).stdout
+    assert "weight versions kept, by stage: 2, 2 measured, 2, 2 predicted" in text
+    assert "1B0-1v0" in command("run", *written, "--steps", 2, "--dry-run").stdout
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def vectors_plan(model, **options):
+    chain = chain_of(model, 4)
+    return nf1b_plan(chain, [(0, 1), (1, len(chain))], 2, **options)
+
+
+def test_a_layer_that_keeps_copies_of_its_weights_is_refused_by_name():
+    plan = vectors_plan(normed)
+    with pytest.raises(BadInput, match=r"model: layer 1 \(.*\) keeps a copy of its weights, float32 \(16, 1\)"):
+        run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), steps=2, lr=LR)
+
+
+def test_it_runs_where_the_plan_recomputes_it():
+    plan = vectors_plan(normed)
+    stages = (plan.allocation.stages[0], replace(plan.allocation.stages[1], checkpoint=((1, 2),)))
+    plan = replace(plan, allocation=Allocation(stages))
+    report = run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), steps=8, lr=LR)
+    assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
+
+
+def test_a_loss_that_is_no_number_is_named():
+    plan = vectors_plan(exploding)
+    words = (
+        "rank 1 failed in the forward of microbatch 4 on stage 1: the loss is nan for microbatch 4; a lower learning"
+    )
+    with pytest.raises(RunFailed, match=words):
+        run_plan(plan, ModelSpec("test_latest:exploding", "cases.runtime:vectors"), steps=9, lr=LR)
+
+
+def test_data_of_another_shape_is_named():
+    plan = nf1b_plan(chain_of(images, 4), TWO, 2)
+    with pytest.raises(RunFailed, match=r"rank 0 failed .* stage 0 gets float32 \(4, 5, 6\) for microbatch 0"):
+        run_plan(plan, ModelSpec("test_latest:images", "test_latest:sequence_data"), steps=2, lr=LR)
+
+
+def test_a_failing_backward_names_all_its_microbatches():
+    chain = chain_of(runtime_cases.backward_raising, 4)
+    plan = nf1b_plan(chain, [(0, 3), (3, len(chain))], 3)
+    with pytest.raises(RunFailed, match=r"in the backward of microbatches 3 to 5 on stage 1: ArithmeticError: no way"):
+        run_plan(plan, ModelSpec("cases.runtime:backward_raising", "cases.runtime:vectors"), steps=9, lr=LR)
+
+
+def test_torchs_engine_refuses():
+    plan = nf1b_plan(chain_of(images, 4), TWO, 2)
+    with pytest.raises(BadInput, match="torch's engine drains before every update; weights are 'latest'"):
+        run_plan(plan, spec("images"), steps=2, lr=LR, engine="torch")

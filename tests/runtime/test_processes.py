@@ -1,0 +1,224 @@
+"""Runs as a user starts them, from a script: interrupted, killed, and under torchrun."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, plan_of
+
+from pipeplan.errors import BadInput
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.training.checkpoint import newest
+
+SECONDS = 60  # far more than anything here takes
+pytestmark = pytest.mark.timeout(4 * SECONDS)
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, os.environ["CASES"])
+from cases import runtime as runtime_cases
+from pipeplan.errors import PipeplanError
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model import ModelSpec
+
+if __name__ == "__main__":
+    chain = runtime_cases.chain_of(getattr(runtime_cases, sys.argv[1]), 4)
+    plan = runtime_cases.plan_of(chain, [(0, 2, (0,)), (2, len(chain), (1,))], weights="2bw")
+    try:
+        report = run_plan(
+            plan,
+            ModelSpec("cases.runtime:" + sys.argv[1], "cases.runtime:vectors"),
+            steps=int(sys.argv[2]),
+            lr=0.01,
+            checkpoint=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
+            resume=len(sys.argv) > 3,
+        )
+        if report is not None:
+            print("loss", report.losses[-1])
+    except PipeplanError as error:
+        print("error:", error)
+        sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "training.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment():
+    return os.environ | {"CASES": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def announced(parent):
+    """The numbers of the two ranks, once both train; the parent itself has profiled the model before."""
+    ranks = set()
+    while len(ranks) < 2:
+        ranks |= {int(parent.stdout.readline())} - {parent.pid}
+    return ranks
+
+
+def has_ended(process, seconds):
+    """Wait for a process that is not a child of ours."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by pidfd")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_process_that_started_it(script, signum):
+    """Ctrl-C reaches all of a terminal's processes; a kill only the first one."""
+    with subprocess.Popen(
+        [sys.executable, str(script), "announcing", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    ) as parent:
+        try:
+            ranks = announced(parent)
+            if signum == signal.SIGINT:
+                os.killpg(parent.pid, signum)
+            else:
+                parent.send_signal(signum)
+            parent.wait(SECONDS)
+            assert all(has_ended(rank, SECONDS) for rank in ranks)
+            if signum == signal.SIGINT:
+                assert "KeyboardInterrupt" in parent.stderr.read()
+        finally:
+            parent.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by pidfd")
+def test_no_rank_is_left_by_an_interrupt_while_they_are_started(monkeypatch):
+    begin, begun = BaseProcess.start, []
+
+    def interrupted(process):
+        begin(process)
+        begun.append(process.pid)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    threading.Thread(target=time.sleep, args=(SECONDS,), daemon=True).start()  # may take the signal instead
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), steps=10**6, lr=0.01)
+    assert len(begun) == 2
+    assert all(has_ended(rank, SECONDS) for rank in begun)
+
+
+@pytest.mark.parametrize(("signum", "whom"), [(signal.SIGINT, "all"), (signal.SIGTERM, "parent")])
+def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, str(script), "announcing"]
+    with subprocess.Popen(
+        [*command, "1000", str(folder)], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as parent:
+        try:
+            ranks = announced(parent)
+            os.killpg(parent.pid, signum) if whom == "all" else parent.send_signal(signum)
+            out, _ = parent.communicate(timeout=SECONDS)
+            assert parent.returncode == 130
+            assert all(has_ended(rank, SECONDS) for rank in ranks)
+        finally:
+            parent.kill()
+    found = newest(str(folder))
+    assert found is not None
+    assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
+    again = subprocess.run(
+        [*command, str(found.position.step + 2), str(folder)], capture_output=True, text=True, env=environment(),
+        timeout=SECONDS, check=True,
+    )  # fmt: skip
+    assert "loss" in again.stdout
+    assert newest(str(folder)).position.step == found.position.step + 2
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        ("announcing", 0, "loss "),
+        ("raising", 1, "rank 1 failed in the forward of microbatch 4 on stage 1: ValueError: a bad microbatch"),
+    ],
+)
+def test_under_torchrun_the_processes_are_the_ranks(script, model, code, words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*command, str(script), model, "10"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=2 * SECONDS)
+        finally:
+            launcher.terminate()  # it ends its processes, which a kill would leave behind
+    assert launcher.returncode == code, err
+    assert words in out
+    assert out.count("loss") == int(code == 0)
+
+
+@pytest.mark.parametrize("whom", ["agent", "rank"])
+def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
+    """The agent passes it on to its ranks; a scheduler may send it to a rank alone."""
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen(
+        [*command, str(script), "announcing", "1000", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    ) as launcher:
+        try:
+            ranks = []
+            while len(ranks) < 6:  # each says so twice while it profiles the model, and once when it trains
+                ranks.append(int(launcher.stdout.readline()))
+            os.kill(launcher.pid if whom == "agent" else ranks[-1], signal.SIGTERM)
+            out, _ = launcher.communicate(timeout=2 * SECONDS)
+            assert launcher.returncode != 0
+            assert all(has_ended(rank, SECONDS) for rank in ranks)
+        finally:
+            launcher.terminate()
+    found = newest(str(folder))
+    assert found is not None
+    assert 0 < found.position.step < 1000
+    assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
+    again = subprocess.run(
+        [sys.executable, str(script), "announcing", str(found.position.step + 2), str(folder)],
+        capture_output=True, text=True, env=environment(), timeout=2 * SECONDS, check=True,
+    )  # fmt: skip
+    assert "loss" in again.stdout
+    assert newest(str(folder)).position.step == found.position.step + 2
+
+
+def test_torchrun_must_start_as_many_processes_as_the_plan_has_devices(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    with pytest.raises(BadInput, match="the plan uses 2 devices; torchrun started 3 processes"):
+        run_plan(plan, ModelSpec("gpt-tiny"), steps=1, lr=0.01)

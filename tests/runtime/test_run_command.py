@@ -1,0 +1,185 @@
+"""``pipeplan run`` and ``pipeplan diff`` of a plan and its run, as typed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, plan_of
+
+from pipeplan.check.bounds import any_bound
+from pipeplan.cli import group
+from pipeplan.errors import BadInput
+from pipeplan.files.documents import load_plan, plan_text, read_profile
+from pipeplan.problem import Problem
+from pipeplan.report.run import print_run
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.measure.report import DeviceMemory
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.training.checkpoint import newest
+
+CPU = ("--device", "cpu")
+MODEL = ["--model", "cases.runtime:dropping", "--data", "cases.runtime:vectors", "--lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    made = plan_of(chain_of(runtime_cases.dropping, 4), [(0, 2, (0,)), (2, 5, (1,))], weights="stash")
+    bound = any_bound(Problem(made.chain, made.platform, made.policy))
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(plan_text(replace(made, lower_bounds=(bound,))))
+    return str(path)
+
+
+def run(*arguments):
+    done = CliRunner().invoke(group, ["run", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):
+    trace, folder = tmp_path / "trace.json", tmp_path / "c"
+    done = run(
+        plan, *MODEL, "--steps", 20, "--trace", trace, "--checkpoint", folder, "--checkpoint-every", 8, "--json",
+        "--optimizer", "AdamW,weight_decay=0.1", "--scheduler", "StepLR,step_size=4", "--vertical-sync",
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    assert figures["steps"] == 20
+    assert [stage["versions"] for stage in figures["stages"]] == [2, 2]  # as many on both, with vertical sync
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert [line["loss"] for line in lines] == pytest.approx(figures["losses"])
+    assert newest(str(folder)).position.step == 20
+    again = run(plan, *MODEL, "--steps", 3, "--checkpoint", folder, "--resume", "--evaluate")
+    assert "nothing was updated" in again.stdout
+
+    profile = tmp_path / "new.json"
+    compared = CliRunner().invoke(
+        group, ["diff", plan, str(trace), "--recalibrated", str(profile), "--json"], catch_exceptions=False
+    )
+    rows = {(row["kind"], row["stage"]): row["measured_ns"] for row in json.loads(compared.stdout)["operations"]}
+    layers = read_profile(str(profile)).layers
+    assert sum(layer.forward_ns for layer in layers[:2]) == rows["F", 0] == figures["stages"][0]["forward_ns"]
+    assert sum(layer.backward_ns for layer in layers[2:]) == rows["B", 1]
+    shown = CliRunner().invoke(group, ["diff", plan, str(trace)], catch_exceptions=False)
+    assert "update" in shown.stdout
+
+
+def test_epochs_are_whole_updates(plan):
+    done = run(plan, *MODEL, "--epochs", 2, "--epoch-length", 3, "--json")
+    assert json.loads(done.stdout)["microbatches"] == 6
+    with pytest.raises(BadInput, match="the data has no length; say --epoch-length"):
+        run(plan, *MODEL, "--epochs", 2)
+
+
+def test_a_dry_run_starts_nothing(plan):
+    done = run(plan, "--steps", 2, "--dry-run")
+    assert "2 processes; 2 updates of 1 microbatches" in done.stdout
+    assert "torchrun --standalone --nproc-per-node=2 -m pipeplan" in done.stdout
+    assert "rank 1, GPU 1: 1f0<0 1F0v0 1f1<0 1B0v0 1b0>0 1U1 1F1v1 " in done.stdout
+    assert json.loads(run(plan, "--steps", 2, "--dry-run", "--json").stdout)["slurm"].startswith("srun --nodes=1")
+
+
+def test_usage_errors(plan):
+    for arguments, words in (
+        (["run", plan, "--steps", "2", "--epochs", "1"], "either --steps or --epochs"),
+        (["run", plan, "--epoch-length", "5"], "--epoch-length goes with --epochs"),
+        (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven"),
+        (["run", plan, "--trace", "x.json", "--engine", "torch"], "--trace: torch's engine"),
+        (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),
+    ):
+        done = CliRunner().invoke(group, arguments)
+        assert done.exit_code == 2
+        assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trace", "nowhere/trace.json"], "there is no folder"),
+        (["--schedule", "message-driven"], "a message-driven pipeline drains before every update"),
+        (["--half", "bf16"], "its precision is fp32"),
+        (["--loss-scale", "8"], "its precision is fp32"),
+        (["--loss-scale-window", "8"], "its precision is fp32"),
+        (["--coarsening", "all"], "no stage has replicas"),
+        (["--bucket-size", "100"], "neither offloads optimizer state nor are sums cut into chunks"),
+        (["--keep-checkpoints", "2"], "no folder is named"),
+        (["--checkpoint-every", "2"], "no folder is named"),
+        (["--resume"], "no folder is named"),
+        (["--evaluate", "--checkpoint", "c", "--resume", "--checkpoint-every", "2"], "an evaluation changes nothing"),
+        (["--engine", "torch"], "torch's engine drains before every update"),
+        (["--engine", "torch", "--link-delay", "5ms"], "so they cannot be delayed"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(plan, options, words):
+    """Before any process starts, in one sentence."""
+    with pytest.raises(BadInput, match=words):
+        run(plan, *MODEL, *options)
+
+
+def test_an_evaluation_is_not_compared_with_a_plan(plan, tmp_path):
+    trace = tmp_path / "trace.json"
+    run(plan, *MODEL, "--steps", 2, "--evaluate", "--trace", trace)
+    with pytest.raises(BadInput, match="has no backwards"):
+        CliRunner().invoke(group, ["diff", plan, str(trace)], catch_exceptions=False)
+
+
+def test_mixed_precision_with_offloading(tmp_path):
+    chain = chain_of(runtime_cases.exploding, 4, dtype=torch.bfloat16)
+    made = plan_of(chain, [(0, 4, (0, 1)), (4, 6, (2,))], weights="flush", accumulate=2, optimizer="adam")
+    policy = replace(made.policy, precision="mixed", offload=True, bucket_parameters=100)
+    bound = any_bound(Problem(made.chain, made.platform, policy))
+    path = tmp_path / "plan.json"
+    path.write_text(plan_text(replace(made, policy=policy, lower_bounds=(bound,))))
+    model = ["--model", "cases.runtime:exploding", "--data", "cases.runtime:exploding_vectors", "--lr", "0.01"]
+    options = ["--steps", 4, "--coarsening", 2, "--loss-scale", 1024, "--loss-scale-window", 1]
+    trace = tmp_path / "trace.json"
+    done = run(path, *model, *options, "--trace", trace)
+    assert "loss scale 4096 at the end; 1 updates skipped for overflow" in done.stdout
+    assert "GPU 2: weights, gradients and optimizer at most 0.00 MB measured, 0.00 MB predicted; in host memory" in (
+        done.stdout.replace("\n", " ")
+    )
+    events = json.loads(trace.read_text())["traceEvents"]
+    threads = {event["tid"] for event in events if event.get("cat") == "REDUCE"}
+    assert threads == {3, 4}  # beside those of the ranks
+    assert {event["name"] for event in events if event.get("cat") == "AGREE"} == {f"AGREE{v}" for v in range(1, 5)}
+    figures = json.loads(run(path, *model, *options, "--half", "fp16", "--json").stdout)
+    assert figures["skipped"] == [3]
+    first, _, last = figures["states"]
+    assert last["measured_bytes"] == last["planned_bytes"] == 4 * 272 + 16 * 100
+    assert last["measured_host_bytes"] == last["planned_host_bytes"] == 12 * 272
+    assert 0 < first["measured_bytes"] - first["planned_bytes"] <= 2 * 200 * 2  # what is summed twice, two chunks
+    assert figures["loss_scale"] == 4096
+    assert "2R1" not in run(path, *model, "--dry-run").stdout
+    assert "A1 0R1 0U1" in run(path, *model, "--dry-run").stdout
+    for wrong in (["--coarsening", "0"], ["--coarsening", "some"], ["--bucket-size", "0"], ["--half", "fp8"]):
+        failed = CliRunner().invoke(group, ["run", str(path), *model, *wrong])
+        assert failed.exit_code == 2, failed.output
+
+
+def test_the_device_is_named_and_a_profile_of_a_cpu_stays_there(plan):
+    losses = [json.loads(run(plan, *MODEL, "--steps", 4, "--json", *x).stdout)["losses"] for x in ((), CPU)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_missing_gpu_is_told_in_one_sentence(plan, pipeplan):
+    code, out, err = pipeplan("run", plan, *MODEL, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert err == "error: --device gpu: torch sees no GPU here; --device cpu runs on the CPU\n"
+
+
+def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):
+    loaded = load_plan(plan)
+    report = run_plan(loaded, ModelSpec(MODEL[1], MODEL[3]), steps=2, lr=0.01)
+    memory = DeviceMemory(device=1, rank=1, planned_bytes=3 * 10**9, measured_bytes=4 * 10**9)
+    print_run(loaded, replace(report, memory=(memory,), exchange="staged", hardware=("GPU X", "GPU X")), width=120)
+    out = capsys.readouterr().out
+    assert "ran on GPU X; ranks shared GPUs, so tensors travelled through host memory" in out
+    assert "GPU 1: 4.00 GB allocated at most, 3.00 GB predicted" in out
+    print_run(loaded, report, width=120)
+    assert "ran on" not in capsys.readouterr().out

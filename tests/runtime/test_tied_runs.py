@@ -1,0 +1,293 @@
+"""Weights that stages share: real runs against plain training of the tied model, and what cannot be shared."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import (
+    chain_of,
+    halved_serial,
+    largest_difference,
+    plan_of,
+    serial,
+    sized_chain,
+    zoo_chain,
+)
+from torch import nn
+
+from pipeplan import zoo
+from pipeplan.check.validate import violations
+from pipeplan.errors import BadInput
+from pipeplan.plan import Stage
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.dry_run import word
+from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
+from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
+from pipeplan.runtime.model.contract import boundaries_of
+from pipeplan.runtime.model.loading import (
+    load_model,
+    load_weights,
+)
+from pipeplan.runtime.model.spec import LoadedModel, ModelSpec
+from pipeplan.runtime.training.half import HalfOptions
+from pipeplan.runtime.training.tied import check_ties, separated, ties_of
+
+pytestmark = pytest.mark.timeout(240)
+
+GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
+TABLE, HEAD = "embedding.tokens.weight", "head.weight"
+APART = [(0, 2, (0,)), (2, 6, (1,))]
+TOGETHER = [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (0,))]  # the first and the last stage on one device
+
+
+@pytest.fixture(scope="module")
+def chain():
+    found = zoo_chain(GPT, 2)
+    assert found.tied == ((0, 4),)
+    return found
+
+
+RUNS = {
+    "apart": {"stages": APART, "optimizer": "adam", "lr": 0.002},
+    "one between": {"stages": [(0, 1, (0,)), (1, 4, (1,)), (4, 6, (2,))], "optimizer": "momentum"},
+    "on one device": {"stages": TOGETHER, "optimizer": "adam", "lr": 0.002},
+    "first replicated": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "momentum", "coarsening": 1},
+    "last replicated": {"stages": [(0, 3, (0,)), (3, 6, (1, 2))], "optimizer": "adam", "lr": 0.002},
+    "on two devices": {"stages": [(0, 2, (0, 1)), (2, 4, (2,)), (4, 6, (0, 1))], "optimizer": "momentum"},
+    "recomputed": {"stages": [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 6, (1,), ((4, 6),))], "optimizer": "momentum"},
+    "bucket by bucket": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "adam", "lr": 0.002, "bucket": 700},
+    "in the order of messages": {"stages": [(0, 2, (0, 1)), (2, 6, (2, 3))], "optimizer": "momentum", "driven": True},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
+    """Losses and weights as without a pipeline, and all copies bit for bit the same."""
+    given = {"lr": 0.05, "coarsening": None, "bucket": None, "driven": False, **RUNS[case]}
+    plan = plan_of(chain, given["stages"], weights="flush", accumulate=4, optimizer=given["optimizer"])
+    if given["driven"]:
+        plan = message_driven_plan(plan)
+    if given["bucket"]:
+        plan = replace(plan, policy=replace(plan.policy, offload=True, bucket_parameters=given["bucket"]))
+    options = {"steps": 10, "lr": given["lr"], "seed": 2}
+    report = run_plan(
+        plan, ModelSpec(GPT), save=tmp_path / "s", checkpoint=tmp_path / "c", coarsening=given["coarsening"], **options
+    )
+    losses, state = serial(GPT, 2, accumulate=4, optimizer=given["optimizer"], **options)
+    trained = torch.load(tmp_path / "s")
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert largest_difference(trained, state) <= 1e-5
+    assert torch.equal(trained[TABLE], trained[HEAD])
+
+
+@pytest.mark.parametrize(
+    ("stages", "copies"), [([(0, 2, (0, 1)), (2, 4, (2,)), (4, 6, (0, 1))], 4), ([(0, 3, (0,)), (3, 6, (1, 2))], 3)]
+)
+def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, tmp_path, monkeypatch):
+    """Each copy writes down what it is whenever it runs forward, in the folder from which the ranks were started."""
+    monkeypatch.chdir(tmp_path)
+    chain = chain_of(runtime_cases.tied_writing, 4)
+    for path in tmp_path.glob("copy-*"):
+        path.unlink()
+    plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
+    run_plan(plan, ModelSpec("cases.runtime:tied_writing", "cases.runtime:vectors"), steps=10, lr=0.01)
+    written = [path.read_text().split() for path in tmp_path.glob("copy-*")]
+    assert len(written) == copies
+    assert len(set(written[0])) == 10
+    assert all(list(dict.fromkeys(one)) == list(dict.fromkeys(written[0])) for one in written)
+
+
+def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
+    """Copies apart, one weight on one device, copies on one device, apart again: weights, momenta, counts, all bits."""
+    folder, saved = tmp_path / "c", tmp_path / "s"
+    options = {"lr": 0.002, "resume": True, "save": saved, "checkpoint": folder}
+    losses, state = [], {}
+    for turn, stages in enumerate([APART, [(0, 6, (0,))], TOGETHER, APART]):
+        plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
+        if turn:
+            run_plan(plan, ModelSpec(GPT), steps=1, evaluates=True, **options)
+            assert largest_difference(torch.load(saved), state) == 0
+        losses += run_plan(plan, ModelSpec(GPT), steps=2 * turn + 2, **options).losses
+        state = torch.load(saved)
+        assert torch.equal(state[TABLE], state[HEAD])
+    expected, trained = serial(GPT, 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert largest_difference(state, trained) <= 1e-5
+
+
+def test_a_run_on_the_same_plan_goes_on_bit_for_bit(chain, tmp_path):
+    plan = plan_of(chain, [(0, 3, (0,)), (3, 6, (1, 2))], weights="flush", accumulate=2, optimizer="adam")
+    options = {"lr": 0.005, "save": tmp_path / "s"}
+    whole = run_plan(plan, ModelSpec(GPT), steps=6, **options)
+    state = torch.load(tmp_path / "s")
+    first = run_plan(plan, ModelSpec(GPT), steps=3, checkpoint=tmp_path / "c", **options)
+    rest = run_plan(plan, ModelSpec(GPT), steps=6, checkpoint=tmp_path / "c", resume=True, **options)
+    assert first.losses + rest.losses == whole.losses
+    assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "dtype", "scale", "steps"),
+    [
+        (APART, torch.bfloat16, 1.0, 5),
+        (TOGETHER, torch.bfloat16, 1.0, 5),
+        (APART, torch.float16, 2.0**24, 6),  # the first updates overflow and are skipped by all stages
+    ],
+)
+def test_mixed_precision_adds_up_sixteen_bits_and_keeps_copies_equal(stages, dtype, scale, steps, tmp_path):
+    model = zoo.load(GPT)
+    plan = plan_of(
+        chain_of(model, 2, data=model.data(2), dtype=dtype), stages, weights="flush", accumulate=2, optimizer="adam"
+    )
+    offload = stages is TOGETHER
+    plan = replace(plan, policy=replace(plan.policy, precision="mixed", offload=offload, bucket_parameters=700))
+    options = {"steps": steps, "lr": 0.002}
+    half = HalfOptions(loss_scale=scale, window=4)
+    report = run_plan(plan, ModelSpec(GPT), save=tmp_path / "s", half=half, **options)
+    losses, state, skipped, last = halved_serial(
+        lambda batch: model(batch, seed=0), model.data(2), 2, dtype=dtype, accumulate=2, optimizer="adam", scale=scale,
+        window=4, **options,
+    )  # fmt: skip
+    trained = torch.load(tmp_path / "s")
+    assert torch.equal(trained[TABLE], trained[HEAD])
+    assert report.skipped == skipped
+    assert report.loss_scale == last
+    assert bool(skipped) == (dtype == torch.float16)
+    assert report.losses == pytest.approx(losses, abs=0.02)
+    assert largest_difference(trained, {**state, HEAD: state[TABLE]}) <= 0.02
+
+
+def test_sums_stand_behind_all_passes_and_before_the_updates_of_who_holds_a_copy(chain):
+    plan = plan_of(chain, [(0, 2, (0, 1)), (2, 3, (2,)), (3, 6, (3,))], weights="flush", accumulate=2)
+    script = prepare(plan, 2)
+    assert script.tied == ((0, 2),)
+    for rank, instructions in enumerate(script.instructions):
+        words = [word(x) for x in instructions]
+        for version in (1, 2):
+            place = f"0+2R{version}"
+            if rank == 2:
+                assert place not in words
+                continue
+            at = words.index(place)
+            passes = [i for i, x in enumerate(instructions) if isinstance(x, Forward | Backward)]
+            assert max(i for i in passes if script.minibatch(instructions[i]) == version - 1) < at
+            after = ["0R{}", "0U{}"] if rank < 2 else ["2U{}"]
+            assert words[at + 1 : at + 1 + len(after)] == [x.format(version) for x in after]
+    assert sentence(ReduceTied((0, 2), 1)) == "the gradient sum of what stages 0 and 2 share for update 1"
+
+
+@pytest.mark.parametrize("weights", ["2bw", "stash", "latest"])
+def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chain):
+    loose = plan_of(replace(chain, tied=()), APART, weights=weights, accumulate=3)
+    plan = replace(loose, chain=chain)
+    with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights flush can keep"):
+        prepare(plan, 1)
+    assert violations(plan), "nor is it a valid plan"
+
+
+def test_torchs_engine_refuses(chain):
+    plan = plan_of(chain, APART, weights="flush", accumulate=2)
+    with pytest.raises(BadInput, match="stages 0 and 1 share weights, whose gradients torch's engine doesn't sum"):
+        run_plan(plan, ModelSpec(GPT), steps=1, lr=0.1, engine="torch")
+
+
+def test_model_and_profile_must_share_the_same(chain):
+    other = GPT.replace("tied=true", "tied=false")
+    untied = replace(plan_of(replace(chain, tied=()), APART, weights="flush", accumulate=2))
+    with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share weights, .* test doesn't say"):
+        run_plan(untied, ModelSpec(GPT), steps=1, lr=0.1)
+    plan = plan_of(chain, APART, weights="flush", accumulate=2)
+    with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share no weights; .* test says"):
+        run_plan(plan, ModelSpec(other), steps=1, lr=0.1)
+
+
+def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
+    model = load_model(ModelSpec(GPT), 2, 0)
+    assert model.first_names == {HEAD: TABLE}
+    layers, _, _ = zoo.load(GPT)(2, seed=1)
+    path = tmp_path / "state.pt"
+    torch.save(layers.state_dict(), path)
+    load_weights(model, str(path))
+    assert torch.equal(model.layers[4][1].weight, layers.embedding.tokens.weight)
+    untied, _, _ = zoo.load(GPT.replace("tied=true", "tied=false"))(2, seed=1)
+    torch.save(untied.state_dict(), path)
+    with pytest.raises(BadInput, match=f"'{TABLE}' and '{HEAD}' differ, and are one weight in the model"):
+        load_weights(model, str(path))
+
+
+def loaded(layers):
+    named = [(f"l{i}", layer) for i, layer in enumerate(layers)]
+    boundaries = boundaries_of(layers, torch.zeros(4, 16))
+    return LoadedModel(
+        named, [str(i) for i in range(len(layers))], runtime_cases.mean_square, runtime_cases.vectors, boundaries
+    )
+
+
+def profile_of(layers, tied):
+    found = sized_chain(layers, torch.zeros(4, 16), runtime_cases.mean_square, torch.zeros(4, 16))
+    return replace(found, tied=tied, layers=tuple(replace(x, forward_ns=1, backward_ns=1) for x in found.layers))
+
+
+def linears(count):
+    return [nn.Linear(16, 16) for _ in range(count)]
+
+
+def test_any_pairs_that_connect_the_same_layers_will_do():
+    layers = linears(5)
+    layers[2].weight = layers[4].weight = layers[0].weight
+    layers[3].bias = layers[1].bias
+    for tied in (((0, 2), (2, 4), (1, 3)), ((0, 4), (2, 4), (1, 3)), ((0, 2), (0, 4), (1, 3))):
+        check_ties(loaded(layers), profile_of(layers, tied), [1, 2, 3])
+    with pytest.raises(BadInput, match=r"layers 2 \(l2\) and 4 \(l4\) share weights, which"):
+        check_ties(loaded(layers), profile_of(layers, ((0, 2), (1, 3))), [1])
+    with pytest.raises(BadInput, match=r"layers 0 \(l0\) and 1 \(l1\) share no weights"):
+        check_ties(loaded(layers), profile_of(layers, ((0, 1), (0, 2), (2, 4), (1, 3))), [1])
+
+
+def test_only_whole_parameters_can_be_copied_to_other_stages():
+    norm = nn.BatchNorm1d(16)
+    layers = [norm, nn.Linear(16, 16), norm]
+    chain = profile_of(layers, ((0, 2),))
+    check_ties(loaded(layers), chain, [])
+    with pytest.raises(BadInput, match=r"layers 0 \(l0\) and 2 \(l2\) share a buffer; copies in stages 0 and 1 would"):
+        check_ties(loaded(layers), chain, [1])
+    layers = linears(2)
+    layers[1].weight = nn.Parameter(layers[0].weight.detach())
+    check_ties(loaded(layers), profile_of(layers, ((0, 1),)), [])
+    with pytest.raises(BadInput, match="share memory, but not one parameter; copies in stages 0 and 1"):
+        check_ties(loaded(layers), profile_of(layers, ((0, 1),)), [1])
+
+
+def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
+    layers = linears(4)
+    layers[1].weight = layers[2].weight = layers[3].weight = layers[0].weight
+    layers[2].bias.requires_grad_(False)
+    layers[3].bias = layers[2].bias
+    model = loaded(layers)
+    chain = profile_of(layers, ((0, 1), (1, 2), (2, 3)))
+    plan = plan_of(chain, [(0, 2, (0,)), (2, 5, (0,))], weights="flush", accumulate=1)
+    script = prepare(plan, 1)
+    ties = ties_of(script, model)
+    assert [tie.places for tie in ties] == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
+    apart = [module for _, module in separated(script, 0, model).layers]
+    assert apart[:2] == layers[:2]
+    assert apart[2].weight is apart[3].weight is not layers[0].weight
+    assert apart[2].bias is apart[3].bias
+    assert torch.equal(apart[2].weight, layers[0].weight)
+    assert not apart[2].bias.requires_grad
+
+
+def test_copies_begin_equal_whatever_each_rank_has_built(tmp_path, monkeypatch):
+    """Ranks whose models differ take the weights of the first stage's first replica."""
+    monkeypatch.chdir(tmp_path)
+    chain = chain_of(runtime_cases.tied_writing, 4)
+    for path in tmp_path.glob("copy-*"):
+        path.unlink()
+    plan = plan_of(chain, [(0, 3, (0,)), (3, 6, (1,))], weights="flush", accumulate=2, optimizer="momentum")
+    run_plan(plan, ModelSpec("cases.runtime:tied_anyhow", "cases.runtime:vectors"), steps=3, lr=0.01)
+    one, other = [list(dict.fromkeys(path.read_text().split())) for path in tmp_path.glob("copy-*")]
+    assert len(one) == 3
+    assert one == other

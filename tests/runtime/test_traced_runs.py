@@ -1,0 +1,319 @@
+"""Runs of models that are no lists of layers, in real processes, against plain training of the original module."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from cases import traced as traced_cases
+from cases.runtime import chain_of, largest_difference, plan_of, simulated_version
+from cases.traced import DATA, serial
+
+from pipeplan.cli import group
+from pipeplan.errors import BadInput
+from pipeplan.partition.granularity import merge_articulation, merge_share
+from pipeplan.plan import Stage
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.model.loading import load_model
+from pipeplan.runtime.model.network import TensorSpec
+from pipeplan.runtime.model.pieces import Cut, message_spec, packed, traced_cut, unpacked
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.model.traced import fitted
+
+pytestmark = pytest.mark.timeout(300)
+
+CHAINS = {}
+
+
+def chain(build):
+    if build not in CHAINS:
+        CHAINS[build] = chain_of(build, 4, data=DATA[build])
+    return CHAINS[build]
+
+
+def position(profile, name):
+    return [layer.name for layer in profile.layers].index(name)
+
+
+def spec_of(build):
+    return ModelSpec(f"cases.traced:{build.__name__}", f"cases.traced:{DATA[build].__name__}")
+
+
+def run(plan, build, tmp_path, *, steps=3, lr=0.1, **options):
+    """The report of a run, and the state of the trained model."""
+    report = run_plan(plan, spec_of(build), steps=steps, lr=lr, save=tmp_path / "trained.pt", **options)
+    return report, torch.load(tmp_path / "trained.pt")
+
+
+def equal(one, other):
+    return max(abs(x - y) for x, y in zip(one, other, strict=True)) < 1e-6
+
+
+def planned_bytes_are_held(report):
+    return [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
+
+
+def without_statistics(state):
+    """Those of batch norm are each replica's own, which has seen its own microbatches alone."""
+    return {key: x for key, x in state.items() if "running" not in key and "tracked" not in key}
+
+
+CUTS = {traced_cases.residual: ("one.relu", "other.second"), traced_cases.transformer: ("blocks.0.matmul", "again")}
+SHAPES = {"contiguous": ((0,), (1,), (2,)), "replicated": ((0, 1), (2,), (3,)), "alternating": ((0,), (1,), (0,))}
+
+
+def stages_of(profile, cuts, devices):
+    bounds = [0, *(position(profile, cut) for cut in cuts), len(profile)]
+    return [(bounds[s], bounds[s + 1], own) for s, own in enumerate(devices)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("build", CUTS)
+def test_a_traced_model_trains_as_the_module_does(build, shape, tmp_path):
+    """Both cuts are crossed by what was made much earlier; the transformer's mask has no gradient."""
+    profile = chain(build)
+    plan = plan_of(profile, stages_of(profile, CUTS[build], SHAPES[shape]), weights="flush", accumulate=4)
+    report, state = run(plan, build, tmp_path)
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    if shape == "replicated":
+        state, expected = without_statistics(state), without_statistics(expected)
+    assert largest_difference(state, expected) < 1e-6
+    assert planned_bytes_are_held(report)
+
+
+def test_several_values_cross_the_cuts_and_some_are_only_passed_on():
+    traced = load_model(spec_of(traced_cases.transformer), 4, 0).traced
+    middle = traced_cut(traced, position(chain(traced_cases.transformer), "blocks.1.mix"))
+    assert [str(spec) for spec in middle.specs] == [
+        "int64 (4, 5)", "bool (4, 1, 5, 5)", "float32 (4, 5, 8)", "float32 (4, 5, 8)",
+    ]  # fmt: skip
+    assert middle.trained == middle.values[2:]
+    assert middle.forward == TensorSpec((4 * 5 * 8 + 100 + 2 * 4 * 4 * 5 * 8,), torch.uint8)
+    assert middle.backward.nbytes == 2 * 4 * 4 * 5 * 8
+
+
+@pytest.mark.parametrize("weights", ["stash", "2bw"])
+def test_weight_versions_are_those_of_the_plan(weights, tmp_path):
+    build = traced_cases.residual
+    profile = chain(build)
+    accumulate = None if weights == "stash" else 3
+    stages = stages_of(profile, CUTS[build], SHAPES["contiguous"])
+    plan = plan_of(profile, stages, weights=weights, accumulate=accumulate)
+    interval = plan.policy.accumulate
+    report, state = run(plan, build, tmp_path, steps=6, lr=0.05)
+    network = load_model(spec_of(build), 4, 0).traced
+    stage_of = {
+        name: s
+        for s, (start, stop, _) in enumerate(stages)
+        for known in network.names[start:stop]
+        for name in known.values()
+    }
+    version = simulated_version(plan, 6 * interval)
+    if weights == "2bw":
+        version = lambda stage, m: max(0, m // interval - 1)  # noqa: E731
+    losses, expected = serial(
+        build,
+        steps=6,
+        accumulate=interval,
+        optimizer="sgd",
+        lr=0.05,
+        version=version,
+        stage_of=lambda n: stage_of.get(n, 0),
+    )
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+
+
+def test_segments_of_a_graph_are_recomputed(tmp_path):
+    build = traced_cases.residual
+    profile = chain(build)
+    a, b, c = (position(profile, name) for name in ("one.second", "other.norm", "cat"))
+    stages = [Stage(0, b, (0,), ((2, a),)), Stage(b, len(profile), (1,), ((b, b + 2), (b + 3, c)))]
+    plan = plan_of(profile, stages, weights="flush", accumulate=4)
+    report, state = run(plan, build, tmp_path)
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    assert planned_bytes_are_held(report)
+
+
+def test_a_checkpoint_goes_on_with_other_cuts(tmp_path):
+    build = traced_cases.tied_transformer
+    profile = chain(build)
+    assert profile.tied
+    first, last = ([(0, x, (0,)), (x, len(profile), (1,))] for x in (5, position(profile, "again")))
+    folder = tmp_path / "checkpoints"
+    options = {"lr": 0.01, "checkpoint": folder}
+    run(plan_of(profile, first, accumulate=2, optimizer="momentum"), build, tmp_path, steps=2, **options)
+    report, state = run(
+        plan_of(profile, last, accumulate=2, optimizer="momentum"), build, tmp_path, steps=4, resume=True, **options
+    )
+    losses, expected = serial(build, steps=4, accumulate=2, optimizer="momentum", lr=0.01)
+    assert equal(report.losses, losses[4:])
+    assert largest_difference(state, expected) < 1e-6
+    module, _, _ = build(4)
+    module.load_state_dict(state)  # under all its names, tied or unused
+    report, _ = run(plan_of(profile, last, accumulate=2), build, tmp_path, steps=1, load=tmp_path / "trained.pt")
+    x, target = DATA[build](0, 0)
+    assert report.losses[0] == pytest.approx(traced_cases.text_loss(module(x), target).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("devices", [((0,), (1,), (2,)), ((0,), (1,), (0,))])
+def test_stages_of_a_graph_share_weights(devices, tmp_path):
+    """The head's weight is that of an embedding in the first stage, which may be on the same device."""
+    build = traced_cases.entwined
+    profile = chain(build)
+    stages = stages_of(profile, ("blocks.0.mix", "head"), devices)
+    folder = tmp_path / "checkpoints"
+    plan = plan_of(profile, stages, weights="flush", accumulate=3, optimizer="momentum")
+    run(plan, build, tmp_path, steps=2, lr=0.1, checkpoint=folder)
+    report, state = run(plan, build, tmp_path, steps=4, lr=0.1, checkpoint=folder, resume=True)
+    losses, expected = serial(build, steps=4, accumulate=3, optimizer="momentum", lr=0.1)
+    assert equal(report.losses, losses[6:])
+    assert largest_difference(state, expected) < 1e-6
+
+
+def test_several_inputs_outputs_and_targets_by_threads(tmp_path):
+    """The first stage only passes one input on; what arrives decides the order, and messages are late."""
+    build = traced_cases.two_inputs
+    profile = chain(build)
+    plan = plan_of(profile, [(0, 3, (0,)), (3, 9, (1,)), (9, len(profile), (2,))], weights="flush", accumulate=4)
+    report, state = run(message_driven_plan(plan, 3), build, tmp_path, link_delay_s=0.001)
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+
+
+def uneven(profile):
+    """The profile with times that leave several layers in each share."""
+    return replace(profile, layers=tuple(replace(x, forward_ns=10**6 + i) for i, x in enumerate(profile.layers)))
+
+
+@pytest.mark.parametrize("merge", [merge_articulation, lambda profile: merge_share(uneven(profile), 0.1)])
+def test_merged_layers_are_found_again(merge, tmp_path):
+    build = traced_cases.residual
+    profile = merge(chain(build))
+    assert 3 < len(profile) < len(chain(build))
+    half = len(profile) // 2
+    plan = plan_of(profile, [(0, half, (0,)), (half, len(profile), (1,))], weights="flush", accumulate=2)
+    report, state = run(plan, build, tmp_path, steps=2)
+    losses, expected = serial(build, steps=2, accumulate=2, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    assert planned_bytes_are_held(report)
+
+
+def test_messages_keep_types_and_share_no_memory():
+    tensors = [
+        torch.tensor(2.5),
+        torch.tensor([[True, False]]),
+        torch.arange(3),
+        torch.randn(4, 2).t(),
+        torch.ones(0, 3),
+    ]
+    specs = [TensorSpec(tuple(x.shape), x.dtype) for x in tensors]
+    message = packed(tensors)
+    assert TensorSpec(tuple(message.shape), message.dtype) == message_spec(specs)
+    found = unpacked(message, specs)
+    for one, other in zip(found, tensors, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+        assert one.untyped_storage().nbytes() == one.nbytes
+    assert packed(tensors[3:4]) is tensors[3]
+    assert unpacked(tensors[3], specs[3:4])[0] is tensors[3]
+    assert Cut.of_chain(3, specs[2]).backward == specs[2]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            "other_residual",
+            r"model: layer 9 \(other.first\) has 740 bytes of parameters; the plan's profile says 592",
+        ),
+        ("reconnected", r"model: layer 16 \(cat\) reads layers 8, 15; the plan's profile says layers 0, 15"),
+        ("transformer", "model: has 'eq' where the plan's profile test has layer 0, 'enter'"),
+    ],
+)
+def test_every_difference_from_the_profile_is_named(build, words):
+    model = load_model(ModelSpec(f"cases.traced:{build}", "cases.traced:images"), 4, 0)
+    with pytest.raises(BadInput, match=words):
+        fitted(model, chain(traced_cases.residual), [])
+
+
+def test_more_differences_from_the_profile():
+    profile = chain(traced_cases.residual)
+    model = load_model(spec_of(traced_cases.residual), 4, 0)
+    shorter = replace(profile, layers=profile.layers[:-1], edges=tuple(x for x in profile.edges if 19 not in x))
+    for wrong, words in (
+        (shorter, "has 'leave' where .* has layer 18, 'leave'"),
+        (replace(profile, input_bytes=5), "example input has 576 bytes; the plan's profile says 5"),
+        (
+            replace(profile, layers=(replace(profile.layers[0], output_bytes=9), *profile.layers[1:])),
+            "puts out 2304 bytes",
+        ),
+    ):
+        with pytest.raises(BadInput, match=words):
+            fitted(model, wrong, [])
+
+
+def test_a_trace_is_that_of_training_in_its_own_types():
+    residual = chain(traced_cases.residual)
+    linears = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
+    for weights, model, options, sentence in (
+        ("flush", spec_of(traced_cases.residual), {"evaluates": True}, "is traced and cannot be evaluated"),
+        ("latest", spec_of(traced_cases.residual), {}, "cannot be differentiated with newer weights"),
+        ("flush", linears, {}, "is a chain of 5 layers; the plan's profile test is a graph"),
+    ):
+        plan = plan_of(residual, [(0, 9, (0,)), (9, 20, (1,))], weights=weights, accumulate=2)
+        with pytest.raises(BadInput, match=sentence):
+            run_plan(plan, model, steps=1, lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "cut", "words"),
+    [
+        (traced_cases.shared_norm, 2, r"layer 3 \(batch_norm#2\) and one in stage 0 change the same buffer"),
+        (traced_cases.two_inputs, 2, r"int64 \(4,\) and float32 \(4, 3\) crosses the cut before layer 2"),
+    ],
+)
+def test_cuts_that_cannot_be_made_are_refused(build, cut, words):
+    model = load_model(spec_of(build), 4, 0)
+    fitted(model, chain(build), [4])
+    with pytest.raises(BadInput, match=words):
+        fitted(model, chain(build), [cut])
+
+
+def test_data_must_be_like_the_example():
+    model = load_model(ModelSpec("cases.traced:two_inputs", "cases.traced:vectors"), 4, 0)
+    with pytest.raises(BadInput, match="microbatch 0 has 1 input tensors; the example input has 2"):
+        model.data(0, 0)
+
+
+def test_from_the_profile_to_the_trained_model(tmp_path, monkeypatch):
+    """As a user types it, from the folder that the model is in."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    profile, plan, trained = tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "trained.pt"
+    model = ["--data", "cases.traced:images"]
+    for arguments in (
+        ["profile", "cases.traced:residual", *model, "--batch", 4, "--steps", 1, "--granularity", "1%", "-o", profile],
+        ["plan", profile, "--gpus", 2, "--mem", "1GB", "--weights", "flush", "--accumulate", 4, "-o", plan],
+        ["run", plan, "--model", "cases.traced:residual", *model, "--steps", 3, "--save", trained, "--json"],
+    ):
+        done = CliRunner().invoke(group, list(map(str, arguments)), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    losses, expected = serial(traced_cases.residual, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(json.loads(done.stdout)["losses"], losses)
+    found = torch.load(trained)
+    assert found.keys() == expected.keys()
+    assert largest_difference(without_statistics(found), without_statistics(expected)) < 1e-6  # the plan may replicate
+    module, _, _ = traced_cases.residual(4)
+    module.load_state_dict(found)
+    failed = CliRunner().invoke(group, ["run", str(plan), "--model", "cases.traced:other_residual", *model])
+    assert isinstance(failed.exception, BadInput)

@@ -1,0 +1,227 @@
+"""Runs that are interrupted and go on: from checkpoints, on the same plan and on others."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_chain
+
+from pipeplan.errors import BadInput, RunFailed
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.training.checkpoint import ABOUT, _remove_older, newest
+from pipeplan.runtime.training.optimizers import parse_choice
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+PLANS = {
+    "2bw": {"stages": [(0, 2, (0,)), (2, 5, (1,))], "weights": "2bw"},
+    "stash": {"stages": [(0, 2, (0,)), (2, 5, (1,))], "weights": "stash"},
+    "flush, replicas": {"stages": [(0, 2, (0, 1)), (2, 5, (2,))], "weights": "flush", "accumulate": 3},
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_resumed_run_equals_an_uninterrupted_one(case, tmp_path):
+    """Bit for bit: weights, momentum, learning rates, dropout and batch statistics, of replicas too."""
+    plan = plan_of(chain_of(runtime_cases.dropping, 4), **PLANS[case], optimizer="momentum")
+    model = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
+    options = {
+        "lr": 0.05,
+        "every": 3,
+        "optimizer": parse_choice("SGD,momentum=0.9,nesterov=True", "here"),
+        "scheduler": parse_choice("StepLR,step_size=2,gamma=0.5", "here"),
+    }
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    one = run_plan(plan, model, steps=8, checkpoint=whole, save=tmp_path / "one.pt", **options)
+    first = run_plan(plan, model, steps=3, checkpoint=part, **options)
+    rest = run_plan(plan, model, steps=8, checkpoint=part, save=tmp_path / "two.pt", resume=True, **options)
+    assert first.losses + rest.losses == one.losses
+    assert largest_difference(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")) == 0
+    assert names(whole) == names(part) == ["step-00000003", "step-00000006", "step-00000008"]
+    assert (first.steps, rest.steps) == (3, 5)
+
+
+def test_asynchronous_weights_drain_before_a_checkpoint(tmp_path):
+    """After it, the first two mini-batches both use the checkpoint's weights: 2BW begins anew."""
+    plan = plan_of(zoo_chain("gpt-tiny", 2), [(0, 3, (0,)), (3, 8, (1,))], weights="2bw", optimizer="momentum")
+    saved = tmp_path / "state.pt"
+    options = {"steps": 8, "lr": 0.02, "seed": 1}
+    report = run_plan(plan, ModelSpec("gpt-tiny"), **options, checkpoint=tmp_path / "c", every=3, save=saved)
+    interval = plan.policy.accumulate
+
+    def version(stage, microbatch):
+        step = microbatch // interval
+        begin = step // 3 * 3
+        return begin + max(step - begin - 1, 0)
+
+    losses, state = serial("gpt-tiny", 2, accumulate=interval, optimizer="momentum", version=version, **options)
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert largest_difference(torch.load(saved), state) <= 1e-6
+
+
+def test_another_plan_takes_up_every_tensor(tmp_path):
+    """Two stages, then one device, three, and two that hold stages in turn: flush training as if nothing happened."""
+    chain = zoo_chain("gpt-tiny", 2)
+    layouts = [
+        [(0, 3, (0,)), (3, 8, (1,))],
+        [(0, 8, (0,))],
+        [(0, 2, (0,)), (2, 6, (1,)), (6, 8, (2,))],
+        [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))],
+    ]
+    folder, state = tmp_path / "c", tmp_path / "state.pt"
+    losses = []
+    for turn, stages in enumerate(layouts):
+        plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
+        if turn:
+            evaluated = tmp_path / "evaluated.pt"
+            run_plan(
+                plan, ModelSpec("gpt-tiny"), steps=1, lr=1.0, checkpoint=folder, resume=True, evaluates=True,
+                save=evaluated,
+            )  # fmt: skip
+            assert largest_difference(torch.load(evaluated), torch.load(state)) == 0
+        report = run_plan(
+            plan, ModelSpec("gpt-tiny"), steps=2 * (turn + 1), lr=0.002, checkpoint=folder, resume=True, save=state
+        )
+        losses += report.losses
+    expected, trained = serial("gpt-tiny", 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert largest_difference(torch.load(state), trained) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with checkpoints after updates 2 and 4, and the plan that wrote it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    plan = healthy_plan()
+    run_plan(plan, VECTORS, steps=4, lr=0.01, checkpoint=folder, every=2)
+    return folder, plan
+
+
+VECTORS = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
+
+
+def healthy_plan():
+    return plan_of(chain_of(runtime_cases.dropping, 4), [(0, 2, (0,)), (2, 5, (1,))], weights="2bw")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "file gone", "list gone", "list truncated", "partial"])
+def test_what_is_not_complete_is_ignored(damage, written, tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(written[0], folder)
+    last = folder / "step-00000004"
+    data = next(last.glob("*.distcp"))
+    match damage:
+        case "truncated":
+            data.write_bytes(data.read_bytes()[:-1])
+        case "file gone":
+            data.unlink()
+        case "list gone":
+            (last / ABOUT).unlink()
+        case "list truncated":
+            (last / ABOUT).write_text((last / ABOUT).read_text()[:40])
+        case "partial":
+            last.rename(folder / ".step-00000004.partial")
+    found = newest(str(folder))
+    assert found is not None
+    assert found.position.step == 2
+    assert found.position.microbatch == 2 * written[1].policy.accumulate
+
+
+def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(written[0], folder)
+    next((folder / "step-00000004").glob("*.distcp")).unlink()
+    report = run_plan(written[1], VECTORS, steps=5, lr=0.01, checkpoint=folder, resume=True)
+    assert report.steps == 3
+    assert newest(str(folder)).position.step == 5
+
+
+def test_only_the_newest_checkpoints_are_kept(written, tmp_path):
+    """Nothing goes that is not complete, or that has more updates and so is of another run."""
+    folder = tmp_path / "c"
+    for step in (1, 2, 3, 4, 9):
+        shutil.copytree(written[0] / "step-00000004", folder / f"step-{step:08d}")
+        about = folder / f"step-{step:08d}" / ABOUT
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"position": {"step": step, "microbatch": step}}))
+    (folder / "step-00000001" / ABOUT).unlink()
+    shutil.copytree(folder / "step-00000001", folder / ".step-00000007.removed")
+    _remove_older(str(folder), 4, 2)
+    assert names(folder) == ["step-00000001", "step-00000003", "step-00000004", "step-00000009"]
+
+
+def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
+    folder, plan = tmp_path / "c", healthy_plan()
+    run_plan(plan, VECTORS, steps=5, lr=0.01, checkpoint=folder, every=1, keep=2)
+    assert names(folder) == ["step-00000004", "step-00000005"]
+    for options, words in [({"checkpoint": folder, "keep": 0}, "keep: 0 is not"), ({"keep": 1}, "no folder is named")]:
+        with pytest.raises(BadInput, match=words):
+            run_plan(plan, VECTORS, steps=9, lr=0.01, **options)
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert newest(str(tmp_path / "nothing")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 4}, "the checkpoint has 4 updates already, and the run is to end after 4"),
+        ({"steps": 9, "seed": 1}, "was made with seed 0, which gave its data; this run has 1"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_bad_input(options, words, written):
+    with pytest.raises(BadInput, match=words):
+        run_plan(written[1], VECTORS, lr=0.01, checkpoint=written[0], resume=True, **options)
+
+
+def test_a_checkpoint_of_another_model_is_bad_input(written, tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(written[0], folder)
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
+    with pytest.raises(BadInput, match=r"step-00000004: .* is not there; the model's has shape"):
+        run_plan(plan, model, steps=9, lr=0.01, checkpoint=folder, resume=True)
+    about = folder / "step-00000004" / ABOUT
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"model": "other"}))
+    with pytest.raises(BadInput, match="is of model other; the plan is for test"):
+        run_plan(plan, model, steps=9, lr=0.01, checkpoint=folder, resume=True)
+
+
+def test_resuming_needs_a_folder(written):
+    with pytest.raises(BadInput, match="no folder is named to resume from"):
+        run_plan(written[1], VECTORS, steps=9, lr=0.01, resume=True)
+
+
+@pytest.mark.parametrize("fault", ["raising", "killed"])
+def test_a_run_that_fails_begins_again_from_its_newest_checkpoint(fault, tmp_path):
+    """The fault comes at every process's fifth microbatch: each attempt gets two updates of two further."""
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+    assert plan.policy.accumulate == 2
+    model = ModelSpec(f"cases.runtime:{fault}", "cases.runtime:vectors")
+    options = {"steps": 6, "lr": 0.01, "every": 2}
+    with pytest.raises(RunFailed, match="microbatch 8 on stage 1"):
+        run_plan(plan, model, checkpoint=tmp_path / "one", max_restarts=1, **options)
+    report = run_plan(plan, model, checkpoint=tmp_path / "two", max_restarts=2, **options)
+    assert report.steps == 2
+    assert newest(str(tmp_path / "two")).position.step == 6
+
+
+def test_a_full_disk_ends_the_run_and_leaves_nothing_that_looks_complete(tmp_path):
+    plan = plan_of(chain_of(runtime_cases.without_limit, 4), [(0, 1, (0,)), (1, 3, (1,))], weights="2bw")
+    model = ModelSpec("cases.runtime:without_room", "cases.runtime:vectors")
+    with pytest.raises(
+        RunFailed, match=r"rank \d failed in the checkpoint after update 2: .*cannot be written .* are free there"
+    ):
+        run_plan(plan, model, steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2)
+    assert newest(str(tmp_path / "c")) is None

@@ -1,0 +1,171 @@
+"""Optimizer state in host memory, stepped bucket by bucket: the same bits, and as little memory as promised."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, largest_difference, plan_of
+from torch import nn
+
+from pipeplan.cost import memory_model
+from pipeplan.errors import BadInput
+from pipeplan.plan import Stage
+from pipeplan.runtime.device import CPU
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.training.buckets import cut_into_buckets
+from pipeplan.runtime.training.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
+from pipeplan.runtime.training.stage_optimizer import (
+    ELEMENTWISE,
+    BucketBuffers,
+    BucketedOptimizer,
+    StageOptimizer,
+    nothing,
+)
+
+pytestmark = pytest.mark.timeout(240)
+MODEL = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
+
+
+def kept(plan, **policy):
+    return replace(plan, policy=replace(plan.policy, **policy))
+
+
+def test_buckets_cover_every_element_once_and_never_mix_types():
+    weights = [torch.zeros(3, 5), torch.zeros(4, dtype=torch.float64), torch.zeros(0), torch.zeros(7), torch.zeros(1)]
+    for size in (1, 4, 5, 22, 23, 24, 100, None):
+        buckets = cut_into_buckets(weights, size)
+        seen = [[0] * x.numel() for x in weights]
+        for bucket in buckets:
+            assert sum(piece.size for piece in bucket.pieces) == bucket.size == bucket.stop - bucket.start
+            for piece in bucket.pieces:
+                assert weights[piece.index].dtype == bucket.dtype
+                for element in range(piece.start, piece.stop):
+                    seen[piece.index][element] += 1
+        assert all(count == 1 for one in seen for count in one)
+        sizes = [bucket.size for bucket in buckets if bucket.dtype == torch.float32]
+        limit = 23 if size is None else size
+        assert sizes == [limit] * (23 // limit) + [23 % limit] * bool(23 % limit)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in ELEMENTWISE] + ["momentum", "amsgrad"])
+def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
+    names = {"momentum": "SGD,momentum=0.9,nesterov=True,weight_decay=0.1", "amsgrad": "AdamW,amsgrad=True"}
+    make = optimizer_maker(parse_choice(names.get(kind, kind), "here"), 0.05)
+    schedule = schedule_maker(parse_choice("StepLR,step_size=2,gamma=0.5", "here"))
+    torch.manual_seed(0)
+    values = [torch.randn(3, 17), torch.randn(131), torch.randn(1), torch.randn(5, 2, 3)]
+    plain = StageOptimizer([nn.Parameter(x.clone()) for x in values], make, schedule, False, nothing)
+    masters = [nn.Parameter(x.clone()) for x in values]
+    buckets = cut_into_buckets(values, size)
+    parts = BucketedOptimizer(masters, make, schedule, False, nothing, CPU, buckets, True, BucketBuffers())
+    for _ in range(5):
+        gradients = [torch.randn(x.shape) for x in values]
+        gradients[2] = None  # a weight that no pass has used
+        for optimizer in (plain, parts):
+            for part in range(optimizer.parts):
+                optimizer.step(part, gradients, 1.0, [])
+            optimizer.finish()
+    for index, (one, other) in enumerate(zip(plain.masters, parts.masters, strict=True)):
+        assert torch.equal(one, other)
+        before, after = plain.state_of(index), parts.state_of(index)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
+    assert plain.groups == parts.groups
+    assert plain.schedule == parts.schedule
+
+
+LAYOUTS = {
+    "flush": {"stages": [(0, 2, (0,)), (2, 5, (1,))], "weights": "flush", "accumulate": 3},
+    "2bw": {"stages": [(0, 2, (0,)), (2, 5, (1,))], "weights": "2bw"},
+    "several stages": {"stages": [(0, 1, (0,)), (1, 3, (1,)), (3, 5, (0,))], "weights": "flush", "accumulate": 2},
+    "replicas": {"stages": [(0, 3, (0, 1)), (3, 5, (2,))], "weights": "flush", "accumulate": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "sizes"),
+    [
+        ("flush", "adam", (16, 100, 10**6)),
+        ("2bw", "momentum", (100,)),
+        ("several stages", "adam", (100,)),
+        ("replicas", "adam", (100,)),
+    ],
+)
+def test_offloading_changes_no_bit(layout, optimizer, sizes, tmp_path):
+    plan = plan_of(chain_of(runtime_cases.dropping, 4), **LAYOUTS[layout], optimizer=optimizer)
+    options = {"steps": 4, "lr": 0.05, "scheduler": parse_choice("StepLR,step_size=2,gamma=0.5", "here")}
+    plain = run_plan(plan, MODEL, save=tmp_path / "plain.pt", **options)
+    assert all(state.measured_host_bytes == 0 for state in plain.states)
+    for size in sizes:
+        report = run_plan(kept(plan, offload=True), MODEL, bucket_size=size, save=tmp_path / "offloaded.pt", **options)
+        assert report.losses == plain.losses
+        assert largest_difference(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")) == 0
+
+
+def test_torchs_engine_steps_buckets_too(tmp_path):
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), **LAYOUTS["flush"] | {"stages": [(0, 2, (0,)), (2, 6, (1,))]})
+    model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
+    options = {"steps": 3, "lr": 0.05, "optimizer": Choice("AdamW")}
+    plain = run_plan(plan, model, engine="torch", save=tmp_path / "plain.pt", **options)
+    offloaded = run_plan(
+        kept(plan, offload=True, bucket_parameters=100),
+        model,
+        engine="torch",
+        save=tmp_path / "offloaded.pt",
+        **options,
+    )
+    assert offloaded.losses == plain.losses
+    assert largest_difference(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")) == 0
+    assert [x.measured_host_bytes for x in offloaded.states] == [8 * 544, 8 * 3 * 272]
+
+
+def wide(batch):
+    return [nn.Linear(16, 200), nn.Linear(200, 200), nn.Linear(200, 16)], torch.zeros(batch, 16), nn.functional.mse_loss
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("weights", ["flush", "2bw", "stash"])
+def test_memory_is_what_the_model_says(weights, offload):
+    stages = [Stage(0, 2, (0,)), Stage(2, 4, (1,))]
+    plan = plan_of(chain_of(wide, 4), stages, weights=weights, optimizer="adam")
+    plan = kept(plan, offload=offload, bucket_parameters=5000)
+    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), steps=8, lr=0.01)
+    for state, stage in zip(report.states, plan.allocation.stages, strict=True):
+        count = int(plan.chain.sums.parameters[stage.stop] - plan.chain.sums.parameters[stage.start])
+        assert state.measured_bytes == state.planned_bytes
+        assert state.measured_host_bytes == state.planned_host_bytes == (8 * count if offload else 0)
+        if weights == "flush":
+            assert state.measured_bytes == 8 * count + (8 * min(count, 5000) if offload else 8 * count)
+
+
+def test_a_device_with_several_stages_has_one_bucket():
+    """The model counts one for each stage: an upper bound."""
+    stages = [Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 4, (0,))]
+    plan = plan_of(chain_of(wide, 4), stages, weights="flush", accumulate=2, optimizer="momentum")
+    plan = kept(plan, offload=True, bucket_parameters=2000)
+    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), steps=3, lr=0.01)
+    first, second = report.states
+    assert first.measured_bytes <= first.planned_bytes - 4 * 2000
+    assert first.measured_host_bytes == first.planned_host_bytes == 4 * (3400 + 3216)
+    assert second.measured_bytes == second.planned_bytes == memory_model.weights_bytes(plan.policy, 4 * 40200, 40200, 1)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "cases.runtime:Tiring"])
+def test_optimizers_that_look_at_whole_weights_are_refused(name):
+    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="flush", accumulate=2)
+    if name == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has none")
+    kind = name.rpartition(":")[2]
+    if name == "Muon":
+        with pytest.raises(BadInput):  # it takes matrices alone, which says so by itself
+            run_plan(kept(plan, offload=True), MODEL, steps=1, lr=0.1, optimizer=Choice(name))
+        return
+    with pytest.raises(BadInput, match=f"{kind} isn't known to step each element by itself, as offloading"):
+        run_plan(kept(plan, offload=True), MODEL, steps=1, lr=0.1, optimizer=Choice(name))
+    with pytest.raises(BadInput, match=f"{kind} isn't known .*, as a coarsening of 2 needs; SGD, "):
+        run_plan(plan, MODEL, steps=1, lr=0.1, optimizer=Choice(name), coarsening=2)

@@ -1,0 +1,135 @@
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases.runtime import built, stage_of, zoo_chain
+from torch import nn
+
+from pipeplan.cost import memory_model
+from pipeplan.errors import RunFailed
+from pipeplan.runtime.measure.accounts import Account
+
+
+def small_net():
+    torch.manual_seed(1)
+    return [
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+        nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()),
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+        nn.Linear(8, 4),
+    ]
+
+
+SEGMENTS = [(), ((0, 4),), ((0, 5),), ((0, 1), (1, 2), (2, 4)), ((1, 3),), ((4, 5),), ((1, 2), (3, 5))]
+
+
+@pytest.mark.parametrize("checkpoint", SEGMENTS)
+def test_gradients_and_statistics_equal_plain_training(checkpoint):
+    inputs = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    target = torch.zeros(6, 4)
+    plain, layers = nn.Sequential(*small_net()), small_net()
+    stage = stage_of(layers, inputs[0], loss=nn.functional.mse_loss, checkpoint=checkpoint, divisor=3)
+    torch.manual_seed(5)
+    ends = []
+    for x in inputs:  # the three are in flight together, in both runs
+        leaf = x.clone().requires_grad_()
+        ends.append((leaf, nn.functional.mse_loss(plain(leaf), target)))
+    for _, value in ends:
+        (value / 3).backward()
+    torch.manual_seed(5)
+    for m, x in enumerate(inputs):
+        stage.forward(m, 0, x, target, accounted=m < 2)
+    for m, (leaf, value) in enumerate(ends):
+        gradient = stage.backward(m, 0, None)
+        torch.testing.assert_close(gradient, leaf.grad, rtol=0, atol=0)
+        assert stage.losses[m] == float(value.detach())
+    gradients = stage.versions.gradients()
+    for mine, theirs in zip(gradients, plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.grad, rtol=0, atol=1e-7)
+    for mine, theirs in zip(nn.Sequential(*layers).buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "checkpoint"),
+    [(0, 3, ()), (1, 4, ()), (1, 4, ((1, 4),)), (1, 5, ((1, 2), (3, 5))), (2, 8, ((3, 5),)), (3, 8, ((3, 8),))],
+)
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_accounted_bytes_are_those_of_the_memory_model(start, stop, checkpoint, in_flight):
+    chain = zoo_chain("gpt-tiny", 2)
+    layers, loss, data = built("gpt-tiny", 2, 0)
+    x, target = data(0, 0)
+    for layer in layers[:start]:
+        x = layer(x).detach()
+    own = list(layers[start:stop])
+    out = x
+    for layer in own:
+        out = layer(out).detach()
+    account = Account()
+    with_loss = stop == len(chain)
+    stage = stage_of(
+        own,
+        x,
+        loss=loss if with_loss else None,
+        checkpoint=checkpoint,
+        start=start,
+        index=int(start > 0),
+        out=out,
+        account=account,
+    )
+    for m in range(in_flight):
+        stage.forward(m, 0, x.clone(), target.clone() if with_loss else None, accounted=True)
+    for m in range(in_flight):
+        stage.backward(m, 0, None if with_loss else torch.zeros_like(out))
+    kept, peak, _ = memory_model.activations(chain, start, stop, checkpoint)
+    assert account.peak_bytes == memory_model.held_bytes(kept, peak, in_flight)
+    assert account.held_bytes == 0
+
+
+def test_an_input_that_no_operation_saves_is_not_kept():
+    account = Account()
+    x = torch.randn(4, 4)
+    stage = stage_of([nn.ReLU()], x, out=x, account=account)
+    stage.forward(0, 0, x, None, accounted=True)
+    assert account.held_bytes == x.nbytes  # the output, which the backward of ReLU reads
+    assert torch.equal(stage.backward(0, 0, torch.ones(4, 4)), (x > 0).float())
+
+
+def test_a_stage_that_trains_nothing_passes_gradients_on():
+    x = torch.randn(4, 4)
+    stage = stage_of([nn.Flatten(), nn.Identity()], x, out=x)
+    stage.forward(0, 0, x, None, accounted=False)
+    assert torch.equal(stage.backward(0, 0, torch.full((4, 4), 2.0)), torch.full((4, 4), 2.0))
+
+
+def test_the_first_stage_returns_no_gradient_and_takes_whole_numbers():
+    embedding = nn.Embedding(5, 2)
+    x = torch.tensor([[1, 2]])
+    stage = stage_of([embedding], x, index=0, out=torch.zeros(1, 2, 2), checkpoint=((0, 1),))
+    stage.forward(0, 0, x, None, accounted=True)
+    assert stage.backward(0, 0, torch.ones(1, 2, 2)) is None
+    (gradient,) = stage.versions.gradients()
+    assert gradient[:, 0].tolist() == [0, 1, 1, 0, 0]
+
+
+class Detaching(nn.Module):
+    def forward(self, x):
+        return x.detach() + torch.zeros(1, requires_grad=True)
+
+
+def test_a_layer_that_passes_no_gradient_on_is_named():
+    x = torch.zeros(2, 2)
+    stage = stage_of([Detaching()], x, out=x)
+    stage.forward(0, 0, x, None, accounted=False)
+    with pytest.raises(RunFailed, match="no gradient comes back to the input of Detaching"):
+        stage.backward(0, 0, x)
+
+
+def test_unexpected_shapes_are_refused_before_they_are_sent():
+    x = torch.zeros(4, 8)
+    stage = stage_of([nn.Linear(8, 4)], x, out=torch.zeros(4, 4))
+    with pytest.raises(RunFailed, match=r"gets float32 \(3, 8\) for microbatch 7"):
+        stage.forward(7, 0, x[:3], None, accounted=False)
+    stage = stage_of([nn.Linear(8, 4)], x, out=torch.zeros(4, 5))
+    with pytest.raises(RunFailed, match=r"puts out float32 \(4, 4\) for microbatch 7; .*float32 \(4, 5\)"):
+        stage.forward(7, 0, x, None, accounted=False)

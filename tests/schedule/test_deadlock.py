@@ -1,0 +1,111 @@
+"""The proof of freedom from deadlock: what it accepts, and the cycle it names."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cases.plans import random_plan
+from cases.schedules import balanced, looped
+
+from pipeplan.schedule.deadlock import deadlock, plan_deadlock, program_deadlock
+from pipeplan.schedule.gpipe import gpipe
+from pipeplan.schedule.one_f_one_b import one_f_one_b
+from pipeplan.schedule.program import Program, RankOp, device_of, lower
+from pipeplan.schedule.simulate import simulate
+
+
+def naive(program: Program) -> dict[int, list[RankOp]]:
+    """Receive right before use, send right after: what deadlocks without buffers."""
+    graph, last = program.graph, len(program.graph.stages) - 1
+    ranks: dict[int, list[RankOp]] = {}
+    for lane in simulate(program).program.lanes:
+        if lane.device is None:
+            continue
+        ops = ranks.setdefault(lane.device, [])
+        for step in lane.steps:
+            work, m = program.operations[step.position], step.microbatch
+            before, after = (-1, 1) if work.kind == "F" else (1, -1)
+            for way, call in ((before, "RECV_"), (0, ""), (after, "SEND_")):
+                other = work.stage + way
+                if not 0 <= other <= last:
+                    continue
+                peer = device_of(graph, other, m)
+                if not way:
+                    ops.append(RankOp(work.kind, work.stage, m))
+                elif peer != lane.device:
+                    ops.append(RankOp(call + work.kind, work.stage, m, peer))
+    return ranks
+
+
+def test_naive_1f1b_deadlocks_and_the_cycle_is_named():
+    found = deadlock(naive(one_f_one_b(balanced(2, 1, 1, 1), 4)))
+    assert found == [
+        "rank 0, operation 4 of 16, sends the activation of stage 0, microbatch 1, to rank 1; "
+        "rank 1 is at operation 4, sends the gradient of stage 1, microbatch 0, to rank 0",
+        "rank 1, operation 4 of 16, sends the gradient of stage 1, microbatch 0, to rank 0; "
+        "rank 0 is at operation 4, sends the activation of stage 0, microbatch 1, to rank 1",
+    ]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_the_total_order_never_deadlocks_where_the_naive_one_does(devices):
+    program = one_f_one_b(balanced(devices, 2, 3, 1), 12)
+    assert deadlock(naive(program))
+    assert program_deadlock(program) == []
+
+
+def test_gpipe_is_safe_even_when_lowered_naively():
+    assert deadlock(naive(gpipe(balanced(4, 1, 1, 1), 6))) == []
+
+
+def test_longer_cycles_are_followed_around():
+    ranks = {
+        0: [RankOp("RECV_F", 1, 0, 2), RankOp("SEND_F", 0, 1, 1)],
+        1: [RankOp("RECV_F", 1, 1, 0), RankOp("SEND_F", 0, 2, 2)],
+        2: [RankOp("RECV_F", 1, 2, 1), RankOp("SEND_F", 0, 0, 0)],
+        3: [RankOp("RECV_F", 1, 5, 0)],
+    }
+    found = deadlock(ranks)
+    assert [sentence.split(",")[0] for sentence in found] == ["rank 0", "rank 2", "rank 1"]
+    assert "receives the activation for stage 1, microbatch 0, from rank 2; rank 2 is at operation 1" in found[0]
+
+
+def test_a_peer_that_never_answers_is_named():
+    found = deadlock({0: [RankOp("F", 0, 0), RankOp("SEND_F", 0, 0, 1)], 1: [RankOp("F", 1, 9)]})
+    assert found == [
+        "rank 0, operation 2 of 2, sends the activation of stage 0, microbatch 0, to rank 1; "
+        "rank 1 has run all of its operations"
+    ]
+
+
+@pytest.mark.parametrize("change", [{"microbatch": 7}, {"stage": 0}, {"covers": 2}])
+def test_a_receive_must_match_its_send(change):
+    from dataclasses import replace
+
+    receive = RankOp("RECV_F", 1, 0, 0)
+    send = [RankOp("SEND_F", 0, 0, 1)]
+    assert deadlock({0: send, 1: [receive]}) == []
+    assert len(deadlock({0: send, 1: [replace(receive, **change)]})) == 2
+
+
+def test_swapping_two_operations_of_a_lowered_program_is_found():
+    rng = random.Random(3)
+    caught = 0
+    for _ in range(40):
+        timeline = simulate(one_f_one_b(balanced(4, 2, 3, 1, homes=looped(2, 2)), 6))
+        ranks = lower(timeline.program, timeline.start_ns)
+        rank = rng.randrange(2)
+        exchanges = [i for i, op in enumerate(ranks[rank]) if op.peer is not None]
+        i, j = rng.sample(exchanges, 2)
+        ranks[rank][i], ranks[rank][j] = ranks[rank][j], ranks[rank][i]
+        found = deadlock(ranks)
+        caught += bool(found)
+        assert all("microbatch" in sentence for sentence in found)
+    assert caught == 40
+
+
+def test_every_plan_is_proved():
+    rng = random.Random(4)
+    for _ in range(80):
+        assert plan_deadlock(random_plan(rng)) == []
