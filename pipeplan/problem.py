@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from .integers import IntLike, Ints, ceil_div
-from .storages import ChainStorages, DagStorages, Facts
+from .integers import Ints, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Layer:
     ``output_bytes`` is the size of the one tensor that it produces; ``saved_bytes`` is what its forward keeps for its
     backward when the layer is a stage by itself, None for "what it reads" (MadPipe section 3). ``saves`` names the
     layers whose outputs are among that, -1 for the network's input and its own index for its own output, so that ranges
-    of layers count each once (:mod:`.storages`); None where that isn't known: its bytes are then shared with no other
+    of layers count each once (:mod:`.cost.saved`); None where that isn't known: its bytes are then shared with no other
     layer. ``view_of`` is the layer (or -1) in whose output's storage the output lies, None where it has its own, of
     ``storage_bytes`` (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
@@ -112,59 +111,6 @@ class Chain:
         return tuple(int(x) for x in np.cumsum(np.array(change, dtype=np.int64)))
 
     @cached_property
-    def storages(self) -> ChainStorages | DagStorages:
-        """Which storages ranges of layers keep: what all counts of saved bytes come from."""
-        reads: list[list[int]] = [[] for _ in self.layers]
-        for tensor, readers in enumerate(self.readers):
-            for reader in readers:
-                reads[reader].append(tensor)
-        facts = Facts.of(self.layers, self.tensor_bytes, [tuple(x) for x in reads])
-        return ChainStorages(facts) if self.edges is None else DagStorages(facts)
-
-    @property
-    def first_saved(self) -> tuple[int, ...]:
-        """Bytes that each layer is the first to save, at least, wherever stages begin; each storage counts once."""
-        return self.storages.least_first
-
-    def saved_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
-        """Bytes that ``layers[start:stop]`` as one stage keep per microbatch, each storage once (:mod:`.storages`)."""
-        total = self.storages.inner(start, stop) + self.storages.of_input(start, stop)
-        return int(total) if np.ndim(total) == 0 else total
-
-    def inner_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
-        """What :meth:`saved_bytes` counts beside the tensors that enter the range from before ``start``.
-
-        Layers that don't say what they save are taken to save what enters, as far as their bytes reach.
-        """
-        total = self.storages.inner(start, stop) - self.storages.presumed(start, stop)
-        return int(total) if np.ndim(total) == 0 else total
-
-    @cached_property
-    def _entering(self) -> Ints | None:
-        """Table ``[start, stop]`` of distinct bytes read in ``layers[start:stop]`` from before it; None for a chain."""
-        if self.edges is None:
-            return None
-        count = len(self.layers)
-        table = np.zeros((count + 1, count + 1), dtype=np.int64)
-        for tensor, (size, readers) in enumerate(zip(self.tensor_bytes, self.readers, strict=True)):
-            previous = tensor - 1  # its producer, then each earlier reader: the first reader inside pays
-            for reader in readers:
-                table[previous + 1 : reader + 1, reader + 1] += size
-                previous = reader
-        return np.cumsum(table, axis=1)
-
-    def entering_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
-        """Bytes of the distinct tensors that ``layers[start:stop]`` read from before ``start``.
-
-        What a recomputed segment keeps. In a DAG it is less than the cut by the tensors that only pass through.
-        """
-        if self._entering is not None:
-            total = self._entering[start, stop]
-        else:
-            total = np.asarray(self.cut_bytes, dtype=np.int64)[start]
-        return int(total) if np.ndim(total) == 0 else total
-
-    @cached_property
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
         return Sums.of(self)
@@ -172,10 +118,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Sums:
-    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``.
-
-    ``saved`` is what ``layers[:i]`` save together.
-    """
+    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``."""
 
     forward_ns: Ints
     backward_ns: Ints
@@ -183,7 +126,6 @@ class Sums:
     optimizer_ns: Ints
     weight_bytes: Ints
     parameters: Ints
-    saved: Ints
 
     @staticmethod
     def of(chain: Chain) -> Sums:
@@ -200,7 +142,6 @@ class Sums:
             optimizer_ns=prefix([x.optimizer_ns for x in layers]),
             weight_bytes=prefix([x.weight_bytes for x in layers]),
             parameters=prefix([x.parameter_count for x in layers]),
-            saved=np.asarray(chain.storages.totals),
         )
 
 

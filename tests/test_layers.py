@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "errors integers units storages problem plan"
+NOUNS = "errors integers units problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -21,8 +21,7 @@ LAW = {
     "errors": "",
     "integers": "",
     "units": "errors",
-    "storages": "integers",
-    "problem": "integers storages",
+    "problem": "integers",
     "plan": "problem",
     "zoo": "errors",
     "cost": NOUNS,
@@ -31,7 +30,7 @@ LAW = {
     "partition": f"{NOUNS} cost",
     "check": f"{NOUNS} cost schedule",
     "planner": f"{NOUNS} cost schedule schedule.periodic partition check",
-    "files": f"{NOUNS} schedule check",
+    "files": f"{NOUNS} cost schedule check",
     "runtime.device": NOUNS,
     "runtime.lowering": f"{NOUNS} cost schedule check",
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.lowering",

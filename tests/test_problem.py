@@ -1,5 +1,6 @@
 import random
 from fractions import Fraction
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -8,6 +9,7 @@ from cases.chains import PUBLISHED, published, random_chain, random_platform
 from cases.plans import reading_the_input_late
 from oracles.schedules import saved_by, storages_of
 
+from pipeplan.cost.saved import entering_bytes, first_saved, inner_bytes, saved_bytes
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 
 
@@ -56,8 +58,8 @@ def test_saved_bytes_count_each_storage_once():
             kept = {}
             for j in range(start, stop):
                 kept |= saved_by(chain, j, storages)
-            assert chain.saved_bytes(start, stop) == sum(kept.values())
-            shared += chain.saved_bytes(start, stop) < sum(chain.saved_bytes(j, j + 1) for j in range(start, stop))
+            assert saved_bytes(chain, start, stop) == sum(kept.values())
+            shared += saved_bytes(chain, start, stop) < sum(saved_bytes(chain, j, j + 1) for j in range(start, stop))
     assert shared > 300
 
 
@@ -65,7 +67,7 @@ def test_a_layer_alone_saves_what_it_says():
     for chain in random_chains():
         for j, layer in enumerate(chain.layers):
             read = size(chain, tensors_read(chain, j))
-            assert chain.saved_bytes(j, j + 1) == (read if layer.saved_bytes is None else layer.saved_bytes)
+            assert saved_bytes(chain, j, j + 1) == (read if layer.saved_bytes is None else layer.saved_bytes)
 
 
 def relu_between(**second):
@@ -83,25 +85,25 @@ def relu_between(**second):
 
 def test_the_output_that_a_stage_ends_with_counts():
     chain = relu_between()  # the layer behind saves its input: the same tensor
-    assert [chain.saved_bytes(0, stop) for stop in (1, 2, 3)] == [10, 30, 30]
-    assert (chain.saved_bytes(1, 3), chain.saved_bytes(2, 3)) == (20, 20)
+    assert [saved_bytes(chain, 0, stop) for stop in (1, 2, 3)] == [10, 30, 30]
+    assert (saved_bytes(chain, 1, 3), saved_bytes(chain, 2, 3)) == (20, 20)
     softmax = relu_between(saved_bytes=5, saves=(2,))  # the layer behind saves its own output alone
-    assert [softmax.saved_bytes(0, stop) for stop in (1, 2, 3)] == [10, 30, 35]
-    assert (softmax.saved_bytes(2, 3), softmax.inner_bytes(2, 3)) == (5, 5)
-    assert chain.inner_bytes(2, 3) == 0
+    assert [saved_bytes(softmax, 0, stop) for stop in (1, 2, 3)] == [10, 30, 35]
+    assert (saved_bytes(softmax, 2, 3), inner_bytes(softmax, 2, 3)) == (5, 5)
+    assert inner_bytes(chain, 2, 3) == 0
 
 
 def test_views_lie_in_the_storage_of_what_they_show():
     flat = relu_between(saved_bytes=0, saves=(), view_of=1)
     layers = (*flat.layers, Layer("end", 1, 1, 0, 1, saved_bytes=5, saves=(2,)))
     chain = Chain("c", layers, 10)  # the last 5 bytes of the ReLU's 20 go on
-    assert chain.saved_bytes(1, 4) == 20
-    assert chain.saved_bytes(0, 3) == chain.saved_bytes(0, 4) == 30
-    assert (chain.saved_bytes(2, 4), chain.saved_bytes(3, 4)) == (20, 5), "what enters a stage arrives by itself"
-    assert chain.saved_bytes(2, 3) == 0
+    assert saved_bytes(chain, 1, 4) == 20
+    assert saved_bytes(chain, 0, 3) == saved_bytes(chain, 0, 4) == 30
+    assert (saved_bytes(chain, 2, 4), saved_bytes(chain, 3, 4)) == (20, 5), "what enters a stage arrives by itself"
+    assert saved_bytes(chain, 2, 3) == 0
     larger = Layer("part", 1, 1, 0, 5, saved_bytes=0, saves=(), storage_bytes=50)
     whole = Chain("c", (larger, Layer("reader", 1, 1, 0, 1)), 10)
-    assert [whole.saved_bytes(i, j) for i, j in ((0, 1), (0, 2), (1, 2))] == [0, 50, 5]
+    assert [saved_bytes(whole, i, j) for i, j in ((0, 1), (0, 2), (1, 2))] == [0, 50, 5]
 
 
 def test_entering_bytes_leave_out_what_only_passes_through():
@@ -109,21 +111,21 @@ def test_entering_bytes_leave_out_what_only_passes_through():
         for start, stop in ranges(chain):
             entering = {t for j in range(start, stop) for t in tensors_read(chain, j) if t <= start}
             if chain.edges is not None or start < stop:
-                assert chain.entering_bytes(start, stop) == size(chain, entering)
-            assert chain.entering_bytes(start, stop) <= chain.cut_bytes[start]
+                assert entering_bytes(chain, start, stop) == size(chain, entering)
+            assert entering_bytes(chain, start, stop) <= chain.cut_bytes[start]
 
 
 def test_first_saved_shares_out_the_whole_and_never_more_than_the_stages_of_any_division_save():
     exact = 0
     for chain in random_chains():
-        total = sum(chain.first_saved)
-        assert total <= chain.saved_bytes(0, len(chain))
+        total = sum(first_saved(chain))
+        assert total <= saved_bytes(chain, 0, len(chain))
         parts = any(x.storage_bytes is not None or x.view_of is not None for x in chain.layers)
         if not parts:
-            assert total == chain.saved_bytes(0, len(chain))
+            assert total == saved_bytes(chain, 0, len(chain))
             exact += 1
         for start, stop in ranges(chain):
-            assert sum(chain.first_saved[start:stop]) <= chain.saved_bytes(start, stop)
+            assert sum(first_saved(chain)[start:stop]) <= saved_bytes(chain, start, stop)
     assert exact > 50
 
 
@@ -131,7 +133,7 @@ def test_ranges_as_arrays_give_the_same_as_integers():
     for chain in random_chains(40):
         pairs = ranges(chain)
         start, stop = np.array([i for i, _ in pairs]), np.array([j for _, j in pairs])
-        for f in (chain.saved_bytes, chain.entering_bytes, chain.inner_bytes):
+        for f in (partial(saved_bytes, chain), partial(entering_bytes, chain), partial(inner_bytes, chain)):
             assert f(start, stop).tolist() == [f(i, j) for i, j in pairs]
             assert all(type(f(i, j)) is int for i, j in pairs[:3])
 
@@ -152,7 +154,7 @@ def test_largest_values_stay_exact():
     layers = tuple(Layer(f"{i}", 10**14, 10**14, 10**14, 10**14) for i in range(10))
     chain = Chain("big", layers, 10**14, edges=tuple((i, j) for j in range(10) for i in range(j)))
     assert chain.cut_bytes[9] == 9 * 10**14
-    assert chain.saved_bytes(0, 10) == 10 * 10**14  # the input and nine outputs
+    assert saved_bytes(chain, 0, 10) == 10 * 10**14  # the input and nine outputs
     assert int(chain.sums.forward_ns[-1]) == 10**15
 
 
@@ -162,10 +164,10 @@ def test_a_plain_chain_written_with_edges_costs_the_same():
             same = Chain(chain.name, chain.layers, chain.input_bytes, tuple((i, i + 1) for i in range(len(chain) - 1)))
             assert same.cut_bytes == chain.cut_bytes
             for start, stop in ranges(chain):
-                assert same.saved_bytes(start, stop) == chain.saved_bytes(start, stop)
-                assert same.inner_bytes(start, stop) == chain.inner_bytes(start, stop)
+                assert saved_bytes(same, start, stop) == saved_bytes(chain, start, stop)
+                assert inner_bytes(same, start, stop) == inner_bytes(chain, start, stop)
                 if start < stop:
-                    assert same.entering_bytes(start, stop) == chain.entering_bytes(start, stop)
+                    assert entering_bytes(same, start, stop) == entering_bytes(chain, start, stop)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

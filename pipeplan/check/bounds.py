@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import ceil
 
 from ..cost import memory_model, time_model
+from ..cost.saved import first_saved
 from ..integers import smallest
 from ..plan import Bound
 from ..problem import Problem
@@ -157,7 +158,7 @@ def _menus(problem: Problem) -> list[_Menu]:
         _Menu(
             [
                 (size, int(total[-1] - total[i]), layer.backward_ns, price)
-                for i, (size, layer, price) in enumerate(zip(chain.first_saved, chain.layers, row, strict=True))
+                for i, (size, layer, price) in enumerate(zip(first_saved(chain), chain.layers, row, strict=True))
             ]
         )
         for row in prices

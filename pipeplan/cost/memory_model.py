@@ -13,7 +13,7 @@ import numpy as np
 
 from ..integers import IntLike, ceil_div
 from ..problem import Chain, Policy
-from ..storages import ChainStorages, DagStorages
+from .saved import entering_bytes, inner_bytes, storages
 from .time_model import _plain
 
 _STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
@@ -123,12 +123,7 @@ def stored(chain: Chain, start: IntLike, stop: IntLike, held: bool = False, insi
     ``held`` says that the storage of its input is kept already (in a chain), ``inside`` that the stage begins before
     it: then a view that enters takes the whole storage in which it was made.
     """
-    if isinstance(chain.storages, DagStorages):
-        return chain.saved_bytes(start, stop)
-    if held:
-        return _plain(chain.storages.inner(start, stop))
-    more = chain.storages.beyond[start] * chain.storages.keeps_input(start, stop) if inside else 0
-    return _plain(chain.saved_bytes(start, stop) + more)
+    return _plain(storages(chain).stored(start, stop, held, inside))
 
 
 def segment(
@@ -138,11 +133,9 @@ def segment(
 
     The transient is what the layers save beside the segment's input; ``held`` and ``inside`` as in :func:`stored`.
     """
-    keeps = chain.entering_bytes(start, stop)
-    if isinstance(chain.storages, ChainStorages):
-        keeps = 0 * keeps if held else keeps + (chain.storages.beyond[start] if inside else 0)
+    keeps = storages(chain).segment_input(entering_bytes(chain, start, stop), start, held, inside)
     total = chain.sums.forward_ns
-    return _plain(keeps), chain.inner_bytes(start, stop), _plain(total[stop] - total[start])
+    return _plain(keeps), inner_bytes(chain, start, stop), _plain(total[stop] - total[start])
 
 
 def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, recomputed: bool) -> IntLike:
@@ -151,12 +144,7 @@ def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, rec
     A stored run may save its output; a segment keeps its input, of which its output may be a view. Views pass on what
     was ``held`` before. Nothing is said of a DAG, where several tensors may leave.
     """
-    storages = chain.storages
-    if isinstance(storages, DagStorages):
-        return np.zeros(np.broadcast(start, stop).shape, dtype=np.bool_)
-    if recomputed:
-        return storages.passes(start, stop)
-    return storages.keeps_output(start, stop) | (held & storages.passes(start, stop))
+    return storages(chain).keeps_behind(start, stop, held, recomputed)
 
 
 def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int) -> int:

@@ -15,6 +15,7 @@ from ..integers import ceil_div
 from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy
 from . import memory_model, time_model
+from .saved import saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def _stage_cost(
         update_interval=policy.update_interval(r),
         resource=resource,
         backward_weight_ns=time_model.backward_weight_ns(chain, policy, start, stop, r, speed),
-        saved_bytes=max(peak, chain.saved_bytes(start, stop)),
+        saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..cost.saved import storages
 from ..errors import BadInput
 from ..problem import Chain, Layer
 
@@ -52,7 +53,7 @@ def check_chain(chain: Chain, place_of_layer: Callable[[int], str]) -> None:
             reads[reader].add(tensor - 1)
     for i, layer in enumerate(chain.layers):
         _check_saved(layer, i, reads[i], place_of_layer(i))
-    for i, (layer, private) in enumerate(zip(chain.layers, chain.storages.facts.private, strict=True)):
+    for i, (layer, private) in enumerate(zip(chain.layers, storages(chain).facts.private, strict=True)):
         if private < 0:
             raise BadInput(
                 f"{place_of_layer(i)}.saved_bytes: {layer.saved_bytes} is less than what saves names, which takes "

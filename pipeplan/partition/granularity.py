@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..cost.saved import inner_bytes, saved_bytes, storages
 from ..problem import Chain, Layer
 
 SavedRule = Literal["distinct", "input"]
@@ -20,7 +21,7 @@ def articulation_cuts(chain: Chain) -> tuple[int, ...]:
 
     Tensors of zero bytes, in a storage without any, do not count.
     """
-    count, facts = len(chain), chain.storages.facts
+    count, facts = len(chain), storages(chain).facts
     crossing = np.zeros(count + 2, dtype=np.int64)
     for tensor, (root, readers) in enumerate(zip(facts.roots(0), chain.readers, strict=True)):
         if readers and (facts.sizes[tensor] or facts.storages[root]):
@@ -32,7 +33,7 @@ def articulation_cuts(chain: Chain) -> tuple[int, ...]:
 
 def _crossing(chain: Chain, cut: int) -> list[int]:
     """Return the tensor that crosses one of the :func:`articulation_cuts`."""
-    facts, roots = chain.storages.facts, chain.storages.facts.roots(0)
+    facts, roots = storages(chain).facts, storages(chain).facts.roots(0)
     for tensor, readers in enumerate(chain.readers[: cut + 1]):
         if readers and readers[-1] >= cut and (facts.sizes[tensor] or facts.storages[roots[tensor]]):
             return [tensor]
@@ -56,7 +57,7 @@ def merge_articulation(chain: Chain, saved: SavedRule = "distinct") -> Chain:
         if saved == "distinct":
             entering = dict.fromkeys(_crossing(chain, start), group - 1)
             fields = _saved(chain, start, stop, _crossing(chain, stop), entering, group)
-            exactly = chain.inner_bytes(start, stop) == 0 and fields["saved_bytes"] == chain.cut_bytes[start]
+            exactly = inner_bytes(chain, start, stop) == 0 and fields["saved_bytes"] == chain.cut_bytes[start]
             if exactly and fields["saves"] == (group - 1,):
                 fields |= {"saved_bytes": None, "saves": None}
         layers.append(_merged_layer(chain, start, stop, outgoing, fields))
@@ -145,7 +146,7 @@ def _mergeable(chain: Chain, start: int, stop: int) -> bool:
     reads_input = chain.input_bytes and any(start <= r < stop for r in chain.readers[0])
     if reads_input and any(i < start <= j < stop for i, j in chain.edges):
         return False  # a layer that an edge enters no longer reads the network's input
-    leaving, facts = _leaving(chain, start, stop), chain.storages.facts
+    leaving, facts = _leaving(chain, start, stop), storages(chain).facts
     if len({tuple(r for r in chain.readers[t] if r >= stop) for t in leaving}) > 1:
         return False
     if len(leaving) == 1:
@@ -169,7 +170,7 @@ def _saved(
 
     ``leaving`` are the tensors that its output consists of; ``entering`` tells which layer makes one that comes in.
     """
-    facts = chain.storages.facts
+    facts = storages(chain).facts
     roots = facts.roots(start)
     kept = {roots[t] for i in range(start, stop) for t in facts.kept[i]}
     saves = {entering[t] for t in kept if t in entering}
@@ -181,7 +182,7 @@ def _saved(
     unknown = any(x.saved_bytes is not None and x.saves is None for x in chain.layers[start:stop])
     whole = sum(chain.tensor_bytes[t] for t in leaving)
     return {
-        "saved_bytes": int(chain.saved_bytes(start, stop)),
+        "saved_bytes": int(saved_bytes(chain, start, stop)),
         "saves": None if unknown and not saves else tuple(sorted(saves)),
         "view_of": entering.get(root),
         "storage_bytes": storage if own and len(leaving) == 1 and storage != whole else None,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..check.evaluate import evaluate_simulated, fits
+from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
 from ..partition.contiguous.contiguous import feasible
@@ -190,7 +191,7 @@ def _fits(problem: Problem, *, offload: bool) -> bool:
 def least_memory(problem: Problem) -> int | None:
     """Return the least memory (bytes, the same on every device) with which a contiguous plan exists, or None."""
     sums = problem.chain.sums
-    enough = 64 * (int(sums.weight_bytes[-1]) + int(sums.parameters[-1]) + int(sums.saved[-1]) + 1)
+    enough = 64 * (int(sums.weight_bytes[-1]) + int(sums.parameters[-1]) + int(storages(problem.chain).totals[-1]) + 1)
     enough += 4 * max(problem.chain.cut_bytes)
     found = smallest(lambda memory: possible(_with_memory(problem, memory)), 1, enough)
     return None if found is None else found[0]

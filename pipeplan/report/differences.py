@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..check.evaluate import evaluate, gap
+from ..cost.saved import saved_bytes
 from ..plan import Plan
 from ..planner.carry import Carried
 from ..problem import Chain, Layer
@@ -146,7 +147,7 @@ def _differs(pair: LayerPair, before: Chain, after: Chain) -> bool:
 
 def _saved(pair: LayerPair, before: Chain, after: Chain) -> list[int | None]:
     return [
-        None if index is None else int(chain.saved_bytes(index, index + 1))
+        None if index is None else int(saved_bytes(chain, index, index + 1))
         for index, chain in zip(pair.indices, (before, after), strict=True)
     ]
 
@@ -170,7 +171,7 @@ def _correlation(pairs: Sequence[LayerPair]) -> float | None:
 def _totals(chain: Chain) -> dict[str, int]:
     names = ("forward_ns", "backward_ns", "optimizer_ns", "weight_bytes")
     return {name: int(getattr(chain.sums, name)[-1]) for name in names} | {
-        "saved_bytes": int(chain.saved_bytes(0, len(chain)))
+        "saved_bytes": int(saved_bytes(chain, 0, len(chain)))
     }
 
 

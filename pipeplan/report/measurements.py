@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..cost.saved import saved_bytes
 from ..problem import Chain
 from ..units import format_bytes, format_ns
 
@@ -27,7 +28,7 @@ def print_measurements(measured: Measured, chain: Chain) -> None:
     table.caption, table.caption_style, table.caption_justify = "times in ms, ± width of the middle half", "dim", "left"
     unsteady = 0
     for index, x in enumerate(measured.layers):
-        layer, kept = x.layer, int(measured.chain.saved_bytes(index, index + 1))
+        layer, kept = x.layer, int(saved_bytes(measured.chain, index, index + 1))
         time, spread = layer.forward_ns + layer.backward_ns, x.forward_spread_ns + x.backward_spread_ns
         unsteady += spread > UNSTEADY * time
         times = (layer.forward_ns, x.forward_spread_ns, layer.backward_ns, x.backward_spread_ns, layer.optimizer_ns)
@@ -38,7 +39,7 @@ def print_measurements(measured: Measured, chain: Chain) -> None:
     out.print(
         f"{escape(chain.name)} on {escape(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "
         f"{format_ns(int(whole.backward_ns[-1]))}, optimizer {format_ns(int(whole.optimizer_ns[-1]))}; weights "
-        f"{format_bytes(int(whole.weight_bytes[-1]))}, saved {format_bytes(int(chain.saved_bytes(0, len(chain))))}"
+        f"{format_bytes(int(whole.weight_bytes[-1]))}, saved {format_bytes(int(saved_bytes(chain, 0, len(chain))))}"
     )
     for one, other in chain.tied:
         names = escape(chain.layers[one].name), escape(chain.layers[other].name)

@@ -1,7 +1,7 @@
 """Where a rank computes: on the CPU, on a GPU of its own, or on one that it shares; all that torch does differently.
 
 On a GPU operations are queued: the host runs ahead, and reading a value would wait for everything before it. So values
-are copied out asynchronously (:func:`on_host`) and looked at when the device has got there (:mod:`.measure.recorder`). Sums on
+are copied out asynchronously (:func:`on_host`) and looked at when the device is there (``measure.recorder``). Sums on
 a GPU may differ in the last bits from run to run; ``torch.use_deterministic_algorithms`` in the model's module helps.
 """
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from pipeplan import zoo
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.accelerators import Accelerator, accelerator
 from pipeplan.files.graph_txt import read_graph_text
 from pipeplan.problem import Chain
@@ -89,7 +90,7 @@ def compare(name: str, batch: int, cpu: Accelerator, traced: bool, every: bool) 
     ours, theirs = ([time_ns(x) for x in chain.layers] for chain in (estimated, measured))
     total = sum(ours) / sum(theirs)
     weighted = sum(abs(a / total - b) for a, b in zip(ours, theirs, strict=True)) / sum(theirs)
-    kept = [int(chain.saved_bytes(0, len(chain))) for chain in (estimated, measured)]
+    kept = [int(saved_bytes(chain, 0, len(chain))) for chain in (estimated, measured)]
     print(
         f"{name:26} {batch:5} {'DAG' if traced else 'chain':6} {len(measured):6} {sum(theirs) / 1e6:10.1f} "
         f"{sum(ours) / 1e6:10.1f} {total - 1:+8.0%} {rank_correlation(ours, theirs):8.3f} {weighted:8.0%} "

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeplan import zoo
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.problem import Chain
 from pipeplan.runtime.model.network import Network, chain_network
 from pipeplan.runtime.model.trace import trace_module
@@ -86,7 +87,7 @@ def check(name: str, batch: int, repeat: int) -> None:
             times[way].append(sum(m.layer.forward_ns + m.layer.backward_ns for m in measured))
             if turn == 0 and way != "traced":
                 chain = Chain(name, tuple(m.layer for m in measured), x.nbytes)
-                saved[way] = int(chain.saved_bytes(0, len(chain)))
+                saved[way] = int(saved_bytes(chain, 0, len(chain)))
             whole.append(whole_step_ns(layers, x, target, loss))
     expected = whole_saved_bytes(layers, x.clone(), target.clone(), loss)
     step = f"{min(whole) / 1e6:.1f} ms shortest, {statistics.median(whole) / 1e6:.1f} median"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.graph_txt import read_graph_text
 from pipeplan.problem import Chain, Checkpointing, Device, Layer, Level, Platform, Policy, Problem, Weights
 
@@ -168,7 +169,7 @@ def random_problem(
     """Return an instance whose memory sometimes binds: from half of what an even split needs to plenty."""
     chain = random_chain(rng, layers, edges=edges, saved=saved, optimizer=optimizer)
     weight_bytes = int(chain.sums.weight_bytes[-1])
-    even = (3 * weight_bytes + int(chain.saved_bytes(0, layers))) // devices + max(chain.cut_bytes)
+    even = (3 * weight_bytes + int(saved_bytes(chain, 0, layers))) // devices + max(chain.cut_bytes)
     low = max(1, int(even * rng.choice((0.5, 1.0, 1.5, 2.5, 4.0))))
     platform = random_platform(
         rng, devices, memory=(low, low * 5 // 4), levels=levels, latency=latency, speeds=speeds, duplex=duplex

@@ -9,6 +9,7 @@ from cases.chains import random_chain, random_problem
 from cases.plans import fitted, graph_of, greedy_pattern, random_plan
 
 from pipeplan.check.bounds import any_bound, layer_bound, load_bound, memory_bound, work_ns
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Bound, Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
@@ -128,7 +129,7 @@ def activations_bind(rng, problem):
         for x in problem.chain.layers
     )
     chain = replace(problem.chain, layers=layers)
-    memory = max(*(x.saved_bytes for x in layers), int(chain.saved_bytes(0, len(chain)) * rng.uniform(0.4, 1))) + 10
+    memory = max(*(x.saved_bytes for x in layers), int(saved_bytes(chain, 0, len(chain)) * rng.uniform(0.4, 1))) + 10
     devices = tuple(replace(d, memory_bytes=memory) for d in problem.platform.devices)
     return replace(problem, chain=chain, platform=replace(problem.platform, devices=devices))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.documents import profile_text, read_profile
 
 FOLDER = Path(__file__).parents[2] / "profiles"
@@ -54,4 +55,4 @@ def test_the_papers_networks_are_there_at_their_size() -> None:
 
 def test_resnet50_saves_what_a_real_run_was_seen_to_hold() -> None:
     chain = read_profile(str(FOLDER / "resnet50-1000-b8-v100.json"))
-    assert int(chain.saved_bytes(0, len(chain))) // 2**20 == 13_128
+    assert int(saved_bytes(chain, 0, len(chain))) // 2**20 == 13_128

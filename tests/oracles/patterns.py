@@ -12,6 +12,7 @@ from itertools import pairwise, product
 from math import ceil, lcm
 
 from pipeplan.cost import memory_model, time_model
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import StageGraph
 from pipeplan.problem import Problem
 from pipeplan.schedule.pattern import memory_fits, most_in_flight
@@ -160,8 +161,8 @@ def _granted(problem: Problem, stages: tuple[tuple[int, int, bool], ...], period
             charged = {"paper": group - 1, "full": group, "tight": group if first is None else max(first, group - 1)}
             first = first or group
             special_work += work
-            special_bytes += held + charged[charge] * chain.saved_bytes(start, stop)
-        elif work > period or held + group * chain.saved_bytes(start, stop) > memory:
+            special_bytes += held + charged[charge] * saved_bytes(chain, start, stop)
+        elif work > period or held + group * saved_bytes(chain, start, stop) > memory:
             return False
         if s > 0 and not (special and stages[s - 1][2]):
             transfer = platform.transfer_ns(chain.cut_bytes[start], 0)

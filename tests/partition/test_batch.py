@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 from cases.chains import random_chain, random_platform
 
+from pipeplan.cost.saved import storages
 from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline, splits
 from pipeplan.partition.contiguous.options import NEVER
 from pipeplan.plan import Stage
@@ -18,7 +19,7 @@ def instance(seed, checkpointing="segments"):
     stages, pipelines = rng.randint(1, 3), rng.choice((1, 1, 2))
     layers, microbatches = stages + rng.randint(0, 3), rng.randint(1, 6)
     chain = random_chain(rng, layers, saved=True, optimizer=seed % 3 == 0)
-    size = 2 * int(chain.sums.weight_bytes[-1]) + int(chain.sums.saved[-1]) * 2
+    size = 2 * int(chain.sums.weight_bytes[-1]) + int(storages(chain).totals[-1]) * 2
     memory = max(1, int(size * rng.choice((0.4, 0.8, 4))))
     platform = random_platform(rng, stages * pipelines, memory=(memory, memory * 5 // 4), latency=True, speeds=True)
     policy = Policy("flush", microbatches * pipelines, coarsening=rng.choice((None, 1)))

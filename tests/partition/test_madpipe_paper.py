@@ -12,6 +12,7 @@ from math import ceil
 from cases.chains import published, random_problem
 
 from pipeplan.cost import time_model
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.madpipe.paper import madpipe_paper
@@ -43,7 +44,7 @@ def recursion(problem: Problem) -> tuple[Callable[[int], int | None], int, int]:
     def size(k: int, m: int, g: int) -> int:
         weights = 3 * int(chain.sums.weight_bytes[m] - chain.sums.weight_bytes[k - 1])
         ends = sum(2 * chain.cut_bytes[cut] for cut in (k - 1, m) if 0 < cut < last)
-        return weights + g * chain.saved_bytes(k - 1, m) + ends
+        return weights + g * saved_bytes(chain, k - 1, m) + ends
 
     total = work(1, last)
     longest = total + sum(transfer(k) for k in range(1, last))

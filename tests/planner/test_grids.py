@@ -9,6 +9,7 @@ from oracles.grids import every_grid
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
+from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.documents import plan_text, read_plan, write_text
@@ -29,7 +30,7 @@ def instance(seed: int) -> GridProblem:
     rng = random.Random(seed)
     layers, devices = rng.randint(2, 5), rng.choice((2, 3, 4, 4))
     chain = random_chain(rng, layers, saved=rng.random() < 0.6, optimizer=rng.random() < 0.5)
-    size = 4 * int(chain.sums.weight_bytes[-1]) + 2 * int(chain.sums.saved[-1])
+    size = 4 * int(chain.sums.weight_bytes[-1]) + 2 * int(storages(chain).totals[-1])
     memory = max(1, int(size * rng.choice((0.2, 0.35, 0.5, 0.7, 1, 3))))
     platform = random_platform(
         rng, devices, memory=(memory, memory), levels=rng.random() < 0.5, latency=rng.random() < 0.3, duplex=True

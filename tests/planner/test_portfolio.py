@@ -11,6 +11,7 @@ from oracles.any_class import optimum
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
+from pipeplan.cost.saved import storages
 from pipeplan.errors import Infeasible
 from pipeplan.files.documents import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
@@ -25,7 +26,7 @@ HIGHS = Settings("highs")
 def small_problem(rng: random.Random, full: bool) -> Problem:
     """Return a chain of at most 5 layers on at most 3 devices whose memory matters (``full``: 4 layers, 3 devices)."""
     chain = random_chain(rng, rng.randint(2, 4 if full else 5), saved=rng.random() < 0.3)
-    memory = int(chain.sums.weight_bytes[-1]) * 2 + int(chain.sums.saved[-1]) * rng.choice([1, 2, 3]) + 20
+    memory = int(chain.sums.weight_bytes[-1]) * 2 + int(storages(chain).totals[-1]) * rng.choice([1, 2, 3]) + 20
     platform = Platform.flat(rng.randint(2, 3), memory, rng.choice([1, 2, 10]) * 10**9)
     return Problem(chain, platform, Policy(accumulate=64), full, "stages" if full else "none")
 
@@ -55,7 +56,7 @@ def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
     for _ in range(40):
         chain = random_chain(rng, rng.randint(3, 9))
         platform = Platform.flat(
-            rng.randint(2, 4), int(chain.sums.saved[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1]) + 9
+            rng.randint(2, 4), int(storages(chain).totals[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1]) + 9
         )
         problem = Problem(chain, platform, Policy(accumulate=64), False, "none")
         exact = next(contiguous(problem), None)
@@ -76,7 +77,9 @@ def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
 
 def test_same_input_same_bytes() -> None:
     chain = random_chain(random.Random(5), 9)
-    problem = Problem(chain, Platform.flat(3, int(chain.sums.saved[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1])))
+    problem = Problem(
+        chain, Platform.flat(3, int(storages(chain).totals[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1]))
+    )
     assert plan_text(make_plan(problem, settings=HIGHS)) == plan_text(make_plan(problem, settings=HIGHS))
 
 

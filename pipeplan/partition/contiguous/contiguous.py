@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 
 from ...cost import memory_model, time_model
+from ...cost.saved import storages
 from ...integers import Ints, ceil_div, extend, smallest
 from ...plan import Allocation, Stage
 from ...problem import Problem
@@ -251,7 +252,7 @@ def _spread_cuts(tables: Ground, bins: int) -> Ints | None:
     if 3 * count < 4 * bins:
         return None
     chain = tables.problem.chain
-    time, saved = (chain.sums.forward_ns + chain.sums.backward_ns)[tables.cuts], chain.sums.saved[tables.cuts]
+    time, saved = (chain.sums.forward_ns + chain.sums.backward_ns)[tables.cuts], storages(chain).totals[tables.cuts]
     share = time / max(1, int(time[-1]))
     if tables.problem.checkpointing == "segments":  # which need cuts where bytes are saved, too
         share = (share + saved / max(1, int(saved[-1]))) / 2

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model, time_model
+from ...cost.saved import saved_bytes
 from ...integers import IntLike, Ints
 from ...problem import Problem
 
@@ -167,7 +168,7 @@ def _choices(problem: Problem, start: Ints, stop: Ints) -> list[tuple[IntLike, I
     """
     if problem.checkpointing == "segments":
         return [(0, 0, 0)]
-    kept = problem.chain.saved_bytes(start, stop)
+    kept = saved_bytes(problem.chain, start, stop)
     choices = [(kept, kept, 0)]
     if problem.checkpointing == "stages":
         keeps, transient, recompute = memory_model.segment(problem.chain, start, stop)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost import memory_model, time_model
+from ...cost.saved import first_saved, saved_bytes
 from ...integers import IntLike, ceil_div
 from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Policy, Problem
@@ -101,7 +102,7 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
     size = chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start]
     count = chain.sums.parameters[stop] - chain.sums.parameters[start]
     none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
-    saved = np.asarray(chain.saved_bytes(start, stop))
+    saved = np.asarray(saved_bytes(chain, start, stop))
     crossing = [0, *(chain.cut_bytes[c] for c in cuts[1:-1].tolist()), 0]
     return Ground(
         policy=policy,
@@ -117,7 +118,7 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
         saved=saved.tolist(),
         round_trip=[2 * platform.transfer_ns(size, 0) for size in crossing],
         buffers=[2 * size for size in crossing],
-        least_saved=np.concatenate([[0], np.cumsum(chain.first_saved)])[cuts].tolist(),
+        least_saved=np.concatenate([[0], np.cumsum(first_saved(chain))])[cuts].tolist(),
     )
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil
 
+from ...cost.saved import storages
 from ...errors import BadInput
 from ...problem import Chain, Layer
 
@@ -118,7 +119,7 @@ def _saving_enough(chain: Chain) -> Chain:
     """Return ``chain`` with layers that save no less than the tensors they name: all were rounded on their own."""
     layers = tuple(
         layer if private >= 0 else replace(layer, saved_bytes=(layer.saved_bytes or 0) - private)
-        for layer, private in zip(chain.layers, chain.storages.facts.private, strict=True)
+        for layer, private in zip(chain.layers, storages(chain).facts.private, strict=True)
     )
     return replace(chain, layers=layers)
 

@@ -160,7 +160,7 @@ def lowered(
     """Return the instructions of every rank (``ranks``: device to rank) for ``program``, updates and versions included.
 
     Mini-batch j is microbatches ``[j * interval, (j + 1) * interval)``. The order is the program's total order, which
-    ``start_ns[microbatch][position]`` gives: passes and exchanges as :func:`...schedule.program.lower` places them, and an
+    ``start_ns[microbatch][position]`` gives: passes and exchanges as :func:`~.program.lower` places them, and an
     update on all replicas of a stage right after the stage's last backward of a mini-batch, wherever that ran. So
     collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need
     weights that are not made yet, or more versions than the policy keeps.

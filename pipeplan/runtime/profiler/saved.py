@@ -1,6 +1,6 @@
 """What each layer's forward keeps for its backward, seen by saved-tensor hooks, and the storages that values lie in.
 
-What ranges of layers keep follows from it (:mod:`pipeplan.storages`).
+What ranges of layers keep follows from it (:mod:`pipeplan.cost.saved`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeplan import zoo
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
@@ -98,7 +99,7 @@ def test_a_traced_model_computes_saves_and_holds_what_the_model_does(name, batch
     whole = network.with_loss(loss, target)
     sizes = tuple(sized_layers(whole, *saved_values(whole, "cpu")))
     dag = Chain("sizes", sizes, sum(y.nbytes for y in network.inputs), whole.edges())
-    assert dag.saved_bytes(0, len(dag)) == whole_saved_bytes(layers, x, target, loss)
+    assert saved_bytes(dag, 0, len(dag)) == whole_saved_bytes(layers, x, target, loss)
     held = {id(p) for layer in network.layers for p in layer.module.parameters()}
     assert held == {id(p) for p in layers.parameters()}
     assert bool(tied_layers(network)) == ("tied=true" in name or "awd" in name)

@@ -10,6 +10,7 @@ from cases.runtime import sized_chain, whole_saved_bytes
 from torch import nn
 
 from pipeplan import zoo
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput
 from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import named_layers, tied_layers
@@ -53,7 +54,7 @@ def test_saved_bytes_are_those_of_the_whole_model(name, batch):
     layers, x, target, loss = example(name, batch)
     chain = sized_chain(layers, x, loss, target)
     assert len(chain) == len(layers) + 1
-    assert chain.saved_bytes(0, len(chain)) == whole_saved_bytes(layers, x.clone(), target.clone(), loss)
+    assert saved_bytes(chain, 0, len(chain)) == whole_saved_bytes(layers, x.clone(), target.clone(), loss)
 
 
 ARCHITECTURES = [
@@ -68,7 +69,7 @@ def test_saved_bytes_of_every_zoo_model_are_those_of_the_whole(name):
         layers, x, loss = zoo.load(name)(2)
         _, target = zoo.load(name).data(2)(0, 0)
         chain = sized_chain(layers, x, loss, target)
-        assert chain.saved_bytes(0, len(chain)) == whole_saved_bytes(layers, x, target, loss)
+        assert saved_bytes(chain, 0, len(chain)) == whole_saved_bytes(layers, x, target, loss)
 
 
 def test_saved_bytes_of_resnet50_are_those_measured_in_a_real_run():
@@ -76,8 +77,8 @@ def test_saved_bytes_of_resnet50_are_those_measured_in_a_real_run():
         model = zoo.load("resnet50,image=1000")
         layers, x, loss = model(8)
         chain = sized_chain(layers, x, loss, model.data(8)(0, 0)[1])
-    assert chain.saved_bytes(0, len(chain)) // 2**20 == 13_128
-    assert chain.saved_bytes(0, 1) > 3 * x.nbytes
+    assert saved_bytes(chain, 0, len(chain)) // 2**20 == 13_128
+    assert saved_bytes(chain, 0, 1) > 3 * x.nbytes
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny,tied=true", "small-cnn"])

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from pipeplan import zoo
 from pipeplan.cost import memory_model
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.profile_rules import check_chain
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain
@@ -159,7 +160,7 @@ def test_every_range_of_a_stack_keeps_what_autograd_keeps(name):
     for start in range(len(chain)):
         for stop in range(start + 1, len(chain) + 1):
             held, _ = accounted(layers, x, loss, target, start, stop, ())
-            assert chain.saved_bytes(start, stop) == held, (start, stop)
+            assert saved_bytes(chain, start, stop) == held, (start, stop)
 
 
 @pytest.mark.parametrize(("name", "batch"), ZOO)
@@ -171,7 +172,7 @@ def test_ranges_of_the_zoo_keep_what_autograd_keeps(name, batch):
     for _ in range(2 if len(layers) > 12 else 4):
         start, stop = sorted(rng.sample(range(len(chain) + 1), 2))
         held, _ = accounted(layers, x, loss, target, start, stop, ())
-        assert chain.saved_bytes(start, stop) == held, (start, stop)
+        assert saved_bytes(chain, start, stop) == held, (start, stop)
 
 
 @pytest.mark.parametrize(("name", "batch"), [*((x, 0) for x in stacks()), *ZOO[:3]])
@@ -250,7 +251,7 @@ def test_ranges_of_a_dag_keep_what_autograd_keeps(which):
     rng = random.Random(5)
     pairs = [(i, j) for i in range(len(dag)) for j in range(i + 1, len(dag) + 1)]
     for start, stop in pairs if len(pairs) < 400 else rng.sample(pairs, 6):
-        assert dag.saved_bytes(start, stop) == dag_range(network, start, stop), (start, stop)
+        assert saved_bytes(dag, start, stop) == dag_range(network, start, stop), (start, stop)
 
 
 @pytest.mark.timeout(240)

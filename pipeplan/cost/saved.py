@@ -15,15 +15,16 @@ the stage ends between them it still counts, once on each side. Everything is an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .integers import IntLike, Ints
+from ..integers import IntLike, Ints
+from ..problem import Chain
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,27 @@ class ChainStorages:
         """Bytes by which the storage of each tensor is larger than the tensor, shape (L + 1,)."""
         return self.storage - self._sizes
 
+    def stored(self, start: IntLike, stop: IntLike, held: bool, inside: bool) -> IntLike:
+        """Bytes that a stored run adds to what its stage keeps before it, the tensor that enters it once.
+
+        ``held`` says that the storage of what enters is kept already, ``inside`` that the stage begins before the run:
+        then a view that enters takes the whole storage in which it was made.
+        """
+        if held:
+            return self.inner(start, stop)
+        more = self.beyond[start] * self.keeps_input(start, stop) if inside else 0
+        return self.inner(start, stop) + self.of_input(start, stop) + more
+
+    def segment_input(self, entering: IntLike, start: IntLike, held: bool, inside: bool) -> IntLike:
+        """Bytes that a recomputed segment adds for its input of ``entering`` bytes; the rest as in :meth:`stored`."""
+        return 0 * entering if held else entering + (self.beyond[start] if inside else 0)
+
+    def keeps_behind(self, start: IntLike, stop: IntLike, held: IntLike, recomputed: bool) -> IntLike:
+        """Whether the storage of what leaves a stored run, or a recomputed segment, is kept behind it."""
+        if recomputed:
+            return self.passes(start, stop)
+        return self.keeps_output(start, stop) | (held & self.passes(start, stop))
+
     @cached_property
     def least_first(self) -> tuple[int, ...]:
         """Bytes that each layer is the first to keep, at least, wherever stages begin."""
@@ -263,6 +285,18 @@ class DagStorages:
         """Bytes of :meth:`inner` that are taken for the input, as layers don't say what they keep."""
         return self._presumed[start, stop]
 
+    def stored(self, start: IntLike, stop: IntLike, held: bool, inside: bool) -> IntLike:
+        """Bytes that a stored run keeps, all of them counted."""
+        return self.inner(start, stop) + self.of_input(start, stop)
+
+    def segment_input(self, entering: IntLike, start: IntLike, held: bool, inside: bool) -> IntLike:
+        """Bytes that a recomputed segment keeps of what enters it: all."""
+        return entering
+
+    def keeps_behind(self, start: IntLike, stop: IntLike, held: IntLike, recomputed: bool) -> IntLike:
+        """Nothing is said of a DAG, where several tensors may leave."""
+        return np.zeros(np.broadcast(start, stop).shape, dtype=np.bool_)
+
     @cached_property
     def least_first(self) -> tuple[int, ...]:
         """Bytes that each layer is the first to keep, at least, wherever stages begin."""
@@ -273,3 +307,84 @@ class DagStorages:
                 entering = [self.facts.sizes[t] for t in tree if t <= min(keepers)]
                 least[min(keepers)] += min([self.facts.storages[tree[0]], *entering])
         return tuple(least)
+
+
+Answer = TypeVar("Answer")
+
+
+def _once(question: Callable[[Chain], Answer]) -> Callable[[Chain], Answer]:
+    """Answer a question about a chain once and keep the answer with it, as ``cached_property`` does.
+
+    A cache that is keyed by the chain would hash thousands of layers every time.
+    """
+    name = f"_{question.__name__}"
+
+    @wraps(question)
+    def answered(chain: Chain) -> Answer:
+        known = chain.__dict__
+        if name not in known:
+            known[name] = question(chain)
+        answer: Answer = known[name]
+        return answer
+
+    return answered
+
+
+@_once
+def storages(chain: Chain) -> ChainStorages | DagStorages:
+    """Return which storages ranges of layers keep: what all counts of saved bytes come from."""
+    reads: list[list[int]] = [[] for _ in chain.layers]
+    for tensor, readers in enumerate(chain.readers):
+        for reader in readers:
+            reads[reader].append(tensor)
+    facts = Facts.of(chain.layers, chain.tensor_bytes, [tuple(x) for x in reads])
+    return ChainStorages(facts) if chain.edges is None else DagStorages(facts)
+
+
+def first_saved(chain: Chain) -> tuple[int, ...]:
+    """Return the bytes that each layer is the first to save, at least, wherever stages begin; each storage once."""
+    return storages(chain).least_first
+
+
+def saved_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
+    """Return the bytes that ``layers[start:stop]`` as one stage keep per microbatch, each storage once."""
+    found = storages(chain)
+    return _plain(found.inner(start, stop) + found.of_input(start, stop))
+
+
+def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
+    """Return what :func:`saved_bytes` counts beside the tensors that enter the range from before ``start``.
+
+    Layers that don't say what they save are taken to save what enters, as far as their bytes reach.
+    """
+    found = storages(chain)
+    return _plain(found.inner(start, stop) - found.presumed(start, stop))
+
+
+@_once
+def _entering(chain: Chain) -> Ints | None:
+    """Return the table ``[start, stop]`` of distinct bytes read in ``layers[start:stop]`` from before it; None for a
+    chain."""
+    if chain.edges is None:
+        return None
+    count = len(chain.layers)
+    table = np.zeros((count + 1, count + 1), dtype=np.int64)
+    for tensor, (size, readers) in enumerate(zip(chain.tensor_bytes, chain.readers, strict=True)):
+        previous = tensor - 1  # its producer, then each earlier reader: the first reader inside pays
+        for reader in readers:
+            table[previous + 1 : reader + 1, reader + 1] += size
+            previous = reader
+    return np.cumsum(table, axis=1)
+
+
+def entering_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
+    """Return the bytes of the distinct tensors that ``layers[start:stop]`` read from before ``start``.
+
+    What a recomputed segment keeps. In a DAG it is less than the cut by the tensors that only pass through.
+    """
+    table = _entering(chain)
+    return _plain(np.asarray(chain.cut_bytes, dtype=np.int64)[start] if table is None else table[start, stop])
+
+
+def _plain(total: Any) -> IntLike:
+    return int(total) if np.ndim(total) == 0 else total
