@@ -1,4 +1,4 @@
-"""How long a batch takes on a grid of equal message-driven pipelines, in a few operations for each step.
+"""How long does a batch take message-driven, and what do devices hold meanwhile? In a few operations for each step.
 
 What ``simulate`` finds for the program of ``message_driven``, for searches that try thousands of splits; the tests hold
 the two to the same times, counts and bytes, and what a search keeps is simulated there.
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ...cost import memory_model
-from ...cost.stage_graph import StageGraph, stage_graph, updates_end_ns
-from ...plan import Stage
-from ...problem import Problem
+from ..cost import memory_model
+from ..cost.stage_graph import StageGraph, stage_graph, updates_end_ns
+from ..plan import Stage
+from ..problem import Platform, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,94 +49,133 @@ def drained(
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     pipelines = graph.resources[0].replicas
     if whole:
-        count, run = microbatches, _Run(graph, pipelines, microbatches * pipelines, limit * pipelines, 1)
+        count, run = microbatches, _Run(graph, microbatches * pipelines, limit * pipelines)
     else:
         count = min(microbatches, max(32, rounds * limit))
-        run = _Run(graph, 1, count, limit, pipelines)
+        run = _Run(graph, count, limit, alike=True)
     rest = 0
     if count < microbatches:
         first, window = count // 4, count // 2
         rest = -(-(run.left[first + window] - run.left[first]) * (microbatches - count) // window)
-    over, done, width = [], [], 1 if not whole else pipelines
-    for s, stage in enumerate(graph.stages):
-        lanes = slice(s * width, (s + 1) * width)
-        weights = memory_model.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, max(run.most[lanes]))
+    over = []
+    for stage in graph.stages:
         memory = graph.resources[stage.resource].memory_bytes
         assert memory is not None, "links have no stages"
-        over.append(weights + stage.buffer_bytes + max(run.peak[lanes]) - memory)
-        done.append(max(run.free[lanes]))
-    held = tuple(max(run.most[s * width : (s + 1) * width]) for s in range(len(graph.stages)))
-    steps = count * width * len(graph.operations)
+        over.append(max(map(run.peak_bytes, run.lanes[stage.resource])) - memory)
+    steps = count * (pipelines if whole else 1) * len(graph.operations)
     exact = whole or (pipelines == 1 and count == microbatches)
-    return Drained(updates_end_ns(graph, done) + rest, held, tuple(over), steps, exact)
+    held = tuple(max(most) for most in run.most)
+    return Drained(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, exact)
+
+
+def batch_on(graph: StageGraph, platform: Platform, microbatches: int, limit: int) -> tuple[int, int]:
+    """Return the time of a batch of ``microbatches`` in all on any stages, and the bytes that it needs too many.
+
+    The latter are of the device that lacks most, negative where all have room; ``limit`` counts for each replica of the
+    first stage.
+    """
+    run = _Run(graph, microbatches, limit * graph.resources[graph.stages[0].resource].replicas)
+    over = (
+        run.peak_bytes(lane) - platform.devices[device].memory_bytes
+        for resource, lanes in zip(graph.resources, run.lanes, strict=True)
+        if not resource.is_link
+        for device, lane in zip(resource.devices, lanes, strict=True)
+    )
+    return updates_end_ns(graph, run.done), max(over)
 
 
 class _Run:
-    """One simulation. Lanes are the devices, stage by stage, then the links; each has a queue for either direction.
+    """One simulation. Lanes are the devices in order, then the links; ``lanes`` lists those of each resource.
 
-    ``free``: when each lane has done everything; ``left``: when each microbatch has left; ``most``, ``peak``: by device
-    the most microbatches and activation bytes held. Transfers last ``slower`` times as long as in ``graph``.
+    What a lane may run next waits in two queues: what no message brings (the first stage's forwards, the last one's
+    backwards) goes first. ``left``: when each microbatch has left; ``done``: when each stage's last backward has ended;
+    ``most``: by stage and replica the most microbatches held. ``alike``: one lane stands for all replicas, and
+    transfers last as many times as long as there are replicas.
     """
 
-    def __init__(self, graph: StageGraph, pipelines: int, microbatches: int, limit: int, slower: int) -> None:
-        count = len(graph.stages)
-        devices = count * pipelines
-        length, half = len(graph.operations), len(graph.operations) // 2
-        links: dict[int, int] = {}
-        bases, widths, durations = [], [], []  # the lane of a position: base + microbatch % width
-        for op in graph.operations:
-            is_link = graph.resources[op.resource].is_link
-            bases.append(links.setdefault(op.resource, devices + len(links)) if is_link else op.stage * pipelines)
-            widths.append(1 if is_link else pipelines)
-            durations.append(op.duration_ns * slower if is_link else op.duration_ns)
-        kept = [stage.kept_bytes for stage in graph.stages for _ in range(pipelines)]
-        transient = [stage.peak_bytes - stage.kept_bytes for stage in graph.stages for _ in range(pipelines)]
-        self.free = free = [0] * (devices + len(links))
-        self.left = left = [0] * microbatches
-        self.most, self.peak = most, peak = [0] * devices, [0] * devices
-        held = [0] * devices
-        last = devices - pipelines  # the first device of the last stage
-        ahead: list[list[tuple[int, int, int]]] = [[] for _ in free]  # forwards: (arrival, microbatch, position)
-        back: list[list[tuple[int, int, int]]] = [[] for _ in free]
+    def __init__(self, graph: StageGraph, microbatches: int, limit: int, *, alike: bool = False) -> None:
+        self.graph = graph
+        self.lanes = _lanes(graph, alike)
+        self.left = [0] * microbatches
+        self.done = [0] * len(graph.stages)
+        self.most = [[0] * len(self.lanes[stage.resource]) for stage in graph.stages]
+        self._activations = [0] * sum(map(len, self.lanes))  # most bytes held, by lane
+        self._simulate(microbatches, limit, graph.resources[graph.stages[0].resource].replicas if alike else 1)
+
+    def peak_bytes(self, lane: int) -> int:
+        """Return what the device of a lane holds at most: weights, buffers and activations."""
+        graph, total = self.graph, self._activations[lane]
+        for s, stage in enumerate(graph.stages):
+            if lane in self.lanes[stage.resource]:
+                most = self.most[s][self.lanes[stage.resource].index(lane)]
+                weights = memory_model.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, most)
+                total += weights + stage.buffer_bytes
+        return total
+
+    def _simulate(self, microbatches: int, limit: int, slower: int) -> None:
+        graph, peak, left, done = self.graph, self._activations, self.left, self.done
+        length, half, last = len(graph.operations), len(graph.operations) // 2, len(graph.stages) - 1
+        free, bytes_held = [0] * len(peak), [0] * len(peak)
+        held = [[0] * len(most) for most in self.most]
+        inline: list[list[tuple[int, bool, int, int]]] = [[] for _ in free]  # (arrival, ahead, microbatch, position)
+        others: list[list[tuple[int, bool, int, int]]] = [[] for _ in free]
+        path = []  # of each position: lanes, duration, queues, whether it goes before backwards, its stage if computed
+        for position, op in enumerate(graph.operations):
+            is_link, ahead = graph.resources[op.resource].is_link, position < half
+            queues = inline if not is_link and op.stage == (0 if ahead else last) else others
+            duration = op.duration_ns * slower if is_link else op.duration_ns
+            path.append((self.lanes[op.resource], duration, queues, ahead and not is_link, -1 if is_link else op.stage))
+        entry, _, queues, ahead, _ = path[0]
         for m in range(min(limit, microbatches)):
-            ahead[m % pipelines].append((0, m, 0))
-        events = [(0, lane) for lane in range(pipelines)]
+            heappush(queues[entry[m % len(entry)]], (0, ahead, m, 0))
+        events = sorted((0, lane) for lane in entry)
         while events:
             now, lane = heappop(events)
             if free[lane] > now:
                 continue
-            forwards, backwards = ahead[lane], back[lane]
-            if forwards and forwards[0][0] <= now:
-                if not backwards or backwards[0][0] > now:
-                    goes_ahead = True
-                elif lane >= devices:  # links carry what came first
-                    goes_ahead = forwards[0] < backwards[0]
-                elif count > 1 and (lane < pipelines or lane >= last):  # what no message brings follows at once
-                    goes_ahead = lane < pipelines
-                else:
-                    goes_ahead = forwards[0][0] < backwards[0][0]
-            elif backwards and backwards[0][0] <= now:
-                goes_ahead = False
-            else:
-                continue
-            _, m, position = heappop(forwards if goes_ahead else backwards)
-            end = now + durations[position]
-            free[lane] = end
+            queue = inline[lane]
+            if not queue or queue[0][0] > now:
+                queue = others[lane]
+                if not queue or queue[0][0] > now:
+                    continue
+            _, _, m, position = heappop(queue)
+            lanes, duration, _, _, s = path[position]
+            free[lane] = end = now + duration
             heappush(events, (end, lane))
-            if lane < devices:
-                if goes_ahead:
-                    held[lane] += 1
-                    most[lane] = max(most[lane], held[lane])
-                    peak[lane] = max(peak[lane], held[lane] * kept[lane])
+            if s >= 0:
+                stage, replica, counts = graph.stages[s], m % len(lanes), held[s]
+                if position < half:
+                    counts[replica] += 1
+                    self.most[s][replica] = max(self.most[s][replica], counts[replica])
+                    bytes_held[lane] += stage.kept_bytes
+                    peak[lane] = max(peak[lane], bytes_held[lane])
                 else:
-                    peak[lane] = max(peak[lane], held[lane] * kept[lane] + transient[lane])
-                    held[lane] -= 1
+                    peak[lane] = max(peak[lane], bytes_held[lane] + stage.peak_bytes - stage.kept_bytes)
+                    counts[replica] -= 1
+                    bytes_held[lane] -= stage.kept_bytes
+                    done[s] = max(done[s], end)
             position += 1
             if position < length:
-                lane = bases[position] + m % widths[position]
-                heappush((ahead if position < half else back)[lane], (end, m, position))
+                lanes, _, queues, ahead, _ = path[position]
+                lane = lanes[m % len(lanes)]
+                heappush(queues[lane], (end, ahead, m, position))
                 heappush(events, (end, lane))
             else:
                 left[m] = end
                 if m + limit < microbatches:
-                    heappush(ahead[lane], (end, m + limit, 0))
+                    _, _, queues, ahead, _ = path[0]
+                    heappush(queues[lane], (end, ahead, m + limit, 0))
+
+
+def _lanes(graph: StageGraph, alike: bool) -> list[list[int]]:
+    """Return the lanes of each resource, one for each replica unless they run ``alike``."""
+    widths = [1 if alike else resource.replicas for resource in graph.resources]
+    order = sorted(
+        (resource.is_link, -1 if resource.is_link else resource.devices[replica], index, replica)
+        for index, (resource, width) in enumerate(zip(graph.resources, widths, strict=True))
+        for replica in range(width)
+    )
+    lanes = [[0] * width for width in widths]
+    for lane, (_, _, index, replica) in enumerate(order):
+        lanes[index][replica] = lane
+    return lanes

@@ -11,7 +11,7 @@ from ...plan import Stage
 from ...units import format_ns
 from ..explain import shortfall
 from ..incumbent import Settings
-from .pipeline_time import Drained, drained
+from ..pipeline_time import Drained, drained
 from .problem import Config, Found, GridProblem, Outcome, Row, configs, limits, why_not, work_bound
 
 _PROBES = 2  # splits of each configuration at first
