@@ -1,4 +1,4 @@
-"""``pipeplan grid`` and ``pipeplan plan --data-parallel``: what they print and write, and one sentence for every kind of bad input."""
+"""``pipeplan grid`` and ``plan --data-parallel``: what they print and write, and one sentence for every bad input."""
 
 from __future__ import annotations
 

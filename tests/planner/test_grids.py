@@ -16,9 +16,10 @@ from pipeplan.files.documents import plan_text, read_plan, write_text
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import Config, GridProblem, configs, limits, why_not, work_bound
+from pipeplan.planner.grid.problem import Config, GridProblem, configs, why_not, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.pipelines import limits
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
 MS = 10**6

@@ -206,14 +206,3 @@ def work_bound(asked: GridProblem, config: Config) -> int:
         rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
     return ceil(max(drain / speed, (count * work / speed + rounds) / p, count * largest / speed))
-
-
-def limits(inter: int, microbatches: int) -> list[int]:
-    """Return the limits worth trying: p, between p and 2p - 1, and less for where memory is short."""
-    if inter == 1:
-        return [1]
-    if inter <= 4:
-        tried = [inter, 2 * inter - 1, *range(inter + 1, 2 * inter - 1), *range(inter - 1, 0, -1)]
-    else:
-        tried = [inter, 2 * inter - 1, inter * 5 // 4, inter * 3 // 2, inter * 3 // 4, inter // 2, inter // 4, 2, 1]
-    return list(dict.fromkeys(min(x, microbatches) for x in tried))
