@@ -20,8 +20,8 @@ from ..schedule.program import unroll
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .explain import longest_period_ns
-from .incumbent import Judge, Propose, Settings, run_search
 from .grid.problem import Config
+from .incumbent import Judge, Propose, Settings, run_search
 from .limits import ENOUGH, Admission
 from .pipelines import Pipelines
 
