@@ -31,7 +31,7 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Problem
 from pipeplan.units import parse_bandwidth
 
-PUBLISHED = Path(__file__).parents[2].parent / "shared" / "data" / "pipedream-profiles"
+PUBLISHED = Path(__file__).parents[2] / "profiles" / "published"
 GB = 10**9
 
 
@@ -59,7 +59,7 @@ def cases(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
     def problem(chain: Chain, gpus: int, memory: int) -> Problem:
         return Problem(chain, Platform.flat(gpus, memory, bandwidth), replicas=replicas, checkpointing=checkpointing)
 
-    paths = arguments.profiles or [PUBLISHED / f"{name}.graph.txt" for name in ("vgg16", "resnet50", "densenet121")]
+    paths = arguments.profiles or [PUBLISHED / f"{name}.json" for name in ("vgg16", "resnet50", "densenet121")]
     made = {}
     for path in paths:
         chain = merge_articulation(read_profile(str(path)), "distinct" if arguments.distinct else "input")
