@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 from cases.chains import published
+from cases.patience import SECONDS
 from test_other_schedules import straight
 
 from pipeplan.files.documents import plan_text
@@ -97,7 +98,7 @@ def browser(page, *extra):
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *extra, page],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert found.returncode == 0, found.stderr[-1000:]
     return found

@@ -30,8 +30,6 @@ from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.training.checkpoint import newest
 from pipeplan.schedule.weight_versions import live_versions, versions_used
 
-SECONDS = 60  # far more than anything here takes
-pytestmark = pytest.mark.timeout(4 * SECONDS)
 STEPS, LR = 20, 0.05
 
 

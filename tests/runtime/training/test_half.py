@@ -19,7 +19,6 @@ from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale
 from pipeplan.runtime.training.loss_scale import LossScale, overflows
 from pipeplan.runtime.training.optimizers import parse_choice, schedule_maker
 
-pytestmark = pytest.mark.timeout(240)
 SCHEDULER = parse_choice("StepLR,step_size=2,gamma=0.5", "here")
 EXPLODING = ModelSpec("cases.runtime:exploding", "cases.runtime:exploding_vectors")
 
