@@ -7,6 +7,7 @@ the validator compute the same numbers from the same lines. Rules: ALGORITHMS se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,14 @@ def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
 def versions_grow(policy: Policy) -> bool:
     """Whether a stage keeps more weight versions the more microbatches it has in flight."""
     return policy.weights == "stash" or (policy.weights == "latest" and policy.vertical_sync)
+
+
+def without_vertical_sync(policy: Policy) -> Policy:
+    """Return the policy under which each stage keeps the versions that its own microbatches need and no more: a
+    relaxation, for searches that see one stage at a time."""
+    if not policy.vertical_sync:
+        return policy
+    return replace(policy, weights="stash" if versions_grow(policy) else policy.weights, vertical_sync=False)
 
 
 def weights_bytes(
