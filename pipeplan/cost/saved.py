@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..integers import IntLike, Ints
+from ..integers import IntLike, Ints, plain
 from ..problem import Chain
 
 
@@ -349,7 +349,7 @@ def first_saved(chain: Chain) -> tuple[int, ...]:
 def saved_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     """Return the bytes that ``layers[start:stop]`` as one stage keep per microbatch, each storage once."""
     found = storages(chain)
-    return _plain(found.inner(start, stop) + found.of_input(start, stop))
+    return plain(found.inner(start, stop) + found.of_input(start, stop))
 
 
 def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
@@ -358,7 +358,7 @@ def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     Layers that don't say what they save are taken to save what enters, as far as their bytes reach.
     """
     found = storages(chain)
-    return _plain(found.inner(start, stop) - found.presumed(start, stop))
+    return plain(found.inner(start, stop) - found.presumed(start, stop))
 
 
 @_once
@@ -383,8 +383,4 @@ def entering_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     What a recomputed segment keeps. In a DAG it is less than the cut by the tensors that only pass through.
     """
     table = _entering(chain)
-    return _plain(np.asarray(chain.cut_bytes, dtype=np.int64)[start] if table is None else table[start, stop])
-
-
-def _plain(total: Any) -> IntLike:
-    return int(total) if np.ndim(total) == 0 else total
+    return plain(np.asarray(chain.cut_bytes, dtype=np.int64)[start] if table is None else table[start, stop])

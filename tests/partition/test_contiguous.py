@@ -19,8 +19,8 @@ from pipeplan.partition.contiguous.contiguous import (
     on_lowest_devices,
     smallest_period,
 )
-from pipeplan.partition.contiguous.options import UNLIMITED, in_flight_limit
 from pipeplan.partition.granularity import merge_articulation
+from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star

@@ -7,6 +7,7 @@ the stages before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -231,7 +232,7 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enou
     if enough is not None and enough <= offer.most_ns * microbatches and possible(enough - 1) is None:
         return enough
     low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
-    low = max(1, low * microbatches // (count * _ceiling_speed(offer)))
+    low = max(1, low * microbatches // (count * math.ceil(offer.ground.best_device.speed)))
     beyond = offer.most_ns * microbatches  # longer stages are not on offer
     high = 2 * low
     while high < beyond and possible(high) is None:
@@ -248,14 +249,8 @@ def _bare_times(offer: Pipeline, stage: int) -> Ints:
     problem, cuts = offer.problem, offer.ground.cuts
     start, stop = cuts[:, None], cuts[None, :]
     speed = problem.platform.devices[stage].speed
-    bare = time_model.forward_ns(problem.chain, start, stop, speed) + time_model.backward_ns(
-        problem.chain, problem.policy, start, stop, 0, 1, speed
-    )
+    bare = time_model.work_ns(problem.chain, problem.policy, start, stop, speed=speed)
     return np.where(stop > start, bare, NEVER)
-
-
-def _ceiling_speed(offer: Pipeline) -> int:
-    return -(-max(d.speed for d in offer.problem.platform.devices) // 1)
 
 
 def least_drained_ns(offer: Pipeline, cuts: Sequence[int], in_flight: Sequence[int], limit: int) -> int | None:

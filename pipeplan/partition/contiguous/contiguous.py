@@ -211,9 +211,8 @@ def longest_period_ns(problem: Problem) -> int:
     chain, platform = problem.chain, problem.platform
     speed = min(x.speed for x in platform.devices)
     count = len(chain)
-    forward = time_model.forward_ns(chain, 0, count, speed)
     recompute = int(chain.sums.forward_ns[-1])
-    work: int = forward + time_model.backward_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
+    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
     transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
     period = work + 3 * count + transfers  # each stage rounds up three times
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
@@ -222,11 +221,9 @@ def longest_period_ns(problem: Problem) -> int:
 def _plain_delays(tables: Ground) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
     chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
-    speed = max(x.speed for x in tables.problem.platform.devices)
+    speed = tables.best_device.speed
     end = np.int64(len(chain))
-    bare: Ints = time_model.forward_ns(chain, cuts, end, speed) + time_model.backward_ns(
-        chain, policy, cuts, end, 0, 1, speed
-    )
+    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=speed)
     return bare
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...cost import memory_model
 from ...integers import Ints, ceil_div, extend_array
 from ...plan import Stage
 from ...problem import Device
 from .device_counts import Counts, device_counts
 from .options import NEVER
-from .tables import Ground, closed, longest_delay
+from .tables import Ground, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 
@@ -69,17 +68,7 @@ class _Sweep:
         problem = self.ground.problem
         if not problem.replicas:
             return None
-        table = np.array(
-            [
-                [2**62]
-                + [
-                    memory_model.largest_synced_gradient(problem.policy, self.period, r, bandwidth)
-                    for r in range(1, self.devices + 1)
-                ]
-                for bandwidth, _ in problem.platform.paths
-            ],
-            dtype=np.int64,
-        )
+        table = largest_synced_gradients(problem, self.period)
         return None if int(self.ground.gradients.max()) <= int(table.min()) else table
 
     def run(self) -> bool:

@@ -16,9 +16,10 @@ import numpy as np
 from ...cost import time_model
 from ...integers import Ints, ceil_div
 from ...problem import Chain, Device, Problem
+from ..in_flight import fixed_bytes, in_flight_limit, version_counts
 from .device_counts import device_counts
 from .labels import Labels, LeanLabels, Units, labels_from, lean_labels
-from .options import NEVER, Ranges, Work, fixed_bytes, in_flight_limit, replica_counts, version_counts, with_replicas
+from .options import NEVER, Ranges, Work, replica_counts, with_replicas
 from .pareto import Resolution
 from .tables import Ground
 
