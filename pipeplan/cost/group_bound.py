@@ -1,4 +1,10 @@
-"""What every pattern of a stage graph must hold, whatever shares a device: 1F1B*'s counts as a lower bound."""
+"""How short can the period of given stages be, and how much must they hold then? 1F1B*'s counts as a lower bound.
+
+A microbatch that reaches a stage's backward later is held longer, so a stage holds as many microbatches as periods pass
+until then. 1F1B* (MadPipe section 4.1) lets the least pass: it packs the stages from the last to the first into
+*groups*, each as much work as fits into one period, and a stage in the g-th group from the end holds g microbatches.
+That is the truth for stages that each have their devices for themselves, and a bound for all others.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What memory ``layers[start:stop]`` take on a device: weights in all their versions, activations: the one model.
+"""How many bytes do ``layers[start:stop]`` take on a device? Weights in all their versions, and activations.
 
-Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
-the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
+The one memory model. Its unit is a stage on one of its replicas: weights, gradient and optimizer state once, and
+activations for each microbatch in flight, that is, between its forward and its backward. Every function takes integers
+or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and the validator compute the
+same numbers from the same lines. Rules: ALGORITHMS section 3.
 """
 
 from __future__ import annotations

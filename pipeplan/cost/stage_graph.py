@@ -1,7 +1,7 @@
-"""StageGraph, the narrow waist: an allocation as operations with durations on resources, and what it holds in memory.
+"""What does a whole allocation cost? Its stages as operations with durations on resources, and what they hold.
 
-Partitioners speak layers; schedulers, bounds, validator, simulator and runtime read only this. The path of one
-microbatch is stated here and nowhere else.
+The narrow waist of the package: partitioners speak of layers; schedulers, bounds, validator, simulator and runtime read
+only a :class:`StageGraph`. The path of one microbatch is stated here and nowhere else.
 """
 
 from __future__ import annotations

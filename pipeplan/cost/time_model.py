@@ -1,4 +1,4 @@
-"""What time ``layers[start:stop]`` take on a device: passes, optimizer steps, sums over replicas.
+"""How long do ``layers[start:stop]`` take on a device? Forward, backward, optimizer steps, sums over replicas.
 
 Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
 the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.

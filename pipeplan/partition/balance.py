@@ -1,4 +1,4 @@
-"""The baseline of block partition: one stage per device, with compute as equal as cuts allow."""
+"""What do the simplest plans look like? One stage per device with equal compute, or the whole model on every device."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: IntL
 def version_counts(problem: Problem) -> range:
     """Return the replica counts between which the weight versions of a stage differ, the last for all beyond it.
 
-    See :func:`costs.versions`: more replicas than microbatches between updates keep as many as two.
+    See :func:`..cost.memory_model.versions`: more replicas than microbatches between updates keep as many as two.
     """
     policy = problem.policy
     if not problem.replicas or not memory_model.versions_grow(policy):

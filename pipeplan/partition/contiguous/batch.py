@@ -1,4 +1,6 @@
-"""Splits of a chain over the p devices of one pipeline that drain a batch soon, and a bound on how soon any can.
+"""Which splits over the p devices of one pipeline run a batch of M microbatches, start to end, the soonest?
+
+Splits that drain soon, by a heuristic, and a bound on how soon any contiguous split can.
 
 Legend: p stages, M microbatches, at most ``limit`` of them in the pipeline; U(i, j) forward and backward of the stage
 between the cuts i and j, with what it must recompute to hold its microbatches; P the sum of U and of the transfers over
@@ -30,12 +32,12 @@ _PRECISION = 4096  # a bound is found to this part
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the stages of one pipeline offer: stage s runs on ``groups[s]``, which is as good as ``problem``'s device s.
+    """How long the stages of one pipeline take: stage s on ``groups[s]``, which is as good as ``problem``'s device s.
 
     ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
     ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is what
-    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is on
-    offer; ``exact``: all others are, at their least times.
+    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is in
+    the tables; ``exact``: all others are, at their least times.
     """
 
     problem: Problem
@@ -57,7 +59,7 @@ class Pipeline:
         return {}
 
     def menu(self, stage: int) -> Menu:
-        """Return what the devices of ``stage`` offer."""
+        """Return the times of all stages on the devices of ``stage``."""
         return self._menus[self.problem.platform.devices[stage]]
 
     def times(self, stage: int, in_flight: int) -> Ints:
@@ -90,7 +92,7 @@ class Pipeline:
 
 
 def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> Pipeline | None:
-    """Return what a pipeline whose stage s runs on ``groups[s]`` offers for a batch; None when no split fits.
+    """Return the tables of a pipeline whose stage s runs on ``groups[s]`` for a batch; None when no split fits.
 
     ``problem`` is that of all devices; ``policy.accumulate`` counts the microbatches of all pipelines. Any split that
     drains sooner than p stages at the shortest possible period has no stage longer than (p + M) / M of that period,
@@ -233,7 +235,7 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enou
         return enough
     low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
     low = max(1, low * microbatches // (count * math.ceil(offer.ground.best_device.speed)))
-    beyond = offer.most_ns * microbatches  # longer stages are not on offer
+    beyond = offer.most_ns * microbatches  # longer stages are not in the tables
     high = 2 * low
     while high < beyond and possible(high) is None:
         low, high = high + 1, 2 * high

@@ -1,7 +1,8 @@
-"""The exact contiguous partitioner: the shortest period of all allocations in platform order.
+"""Which stages, each on devices of its own in the platform's order, have the shortest period?
 
-Optimal among allocations whose stages take devices in platform order (any may stay unused), each stage with any number
-of replicas and recomputed as the problem allows, under 1-periodic schedules (1F1B*, ALGORITHMS sections 4 and 5).
+Exact: optimal among allocations whose stages take devices in platform order (any may stay unused), each stage with any
+number of replicas and recomputed as the problem allows, under schedules that repeat every period (1F1B*, ALGORITHMS
+sections 4 and 5). A period can be met or not (:mod:`.decision`); here the smallest one that can is searched.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
 
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
-    segments only while the fronts of their labels stay small enough to be kept whole, as they do for chains of up to
-    about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The decision for one
-    period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices
-    before pruning.
+    segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
+    chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The
+    decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
+    and P devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:
@@ -60,7 +61,7 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
     """Return a contiguous allocation that has a valid pattern of ``period`` ns, or None when there is none.
 
     Of those that have, one with the smallest delay at its first stage, so the first to drain. The allocation claims its
-    own smallest period, which may be shorter. With segments that holds while the fronts of their labels stay small;
+    own smallest period, which may be shorter. With segments that holds while all ways to recompute a stage can be kept;
     beyond, a plan may be missed or drain later, but never when the period is so long that memory alone decides.
     """
     if not len(problem.chain) or period < 1:
@@ -81,7 +82,8 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
 
 
 def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
-    """Return all that stages offer up to ``slack`` times the smallest period, that time, whether nothing is missing.
+    """Return (tables of all stages that take at most ``slack`` times the smallest period, that time, whether the tables
+    have every way to recompute them).
 
     For searches with another goal than the period, with up to 2P microbatches in flight on P devices. None when no
     contiguous allocation fits the memory at any period.
@@ -133,9 +135,10 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
 def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocation | None:
     """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments").
 
-    The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so the
-    fronts of labels; a search on few buckets bounds it tighter, and the last ones are exact where they need no buckets.
-    Chains of many cuts are searched between some of them, with segments that begin and end there, which is never exact.
+    The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
+    many ways to recompute a stage are worth keeping; a search that keeps few of them bounds it tighter, and the last
+    ones are exact where they keep all. Chains of many cuts are searched between some of them, with segments that begin
+    and end there, which is never exact.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
     best = smallest_period(replace(problem, checkpointing="stages"), high, low)
@@ -160,7 +163,7 @@ def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocatio
         proved, before = index is None and (found is None or found[1]), best
         if found is not None:
             best = _search(found[0], ends, low, upper, best, tolerance)
-        if effort is _FINE and (proved or best is before):
+        if effort is _FINE and (proved or best is before):  # nothing left to prove, or another round would be the same
             break
     if best is None:
         return None

@@ -1,8 +1,10 @@
-"""Decide one period: the smallest delay reachable behind every cut, by dynamic programming from the chain's end.
+"""Can contiguous stages meet one given period? A dynamic program from the chain's end that keeps the smallest delays.
 
-The delay V is the time from the end of a stage's forward to the start of its backward (ALGORITHMS section 4). ``(+)``
-is nondecreasing in V and so is the number in flight, so of all ways to place the layers behind a cut on the same
-devices the one with the smallest delay is as good as any.
+The *delay* at a cut is the time from the last forward before it to the first backward before it on the same microbatch:
+as long, what lies before the cut has to hold the microbatch. A longer delay never helps: each step of the walk of 1F1B*
+(:func:`...integers.extend`) is nondecreasing in it, and so is the number of microbatches in flight. So of all ways to
+place the layers behind a cut on the same devices, the one with the smallest delay is as good as any, and one number for
+each (cut, first device) is all that a decision needs. Exact; ALGORITHMS section 5, ``contiguous``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Bounds that prune: how many devices the two sides of every cut need at least, and how long a delay is at least."""
+"""How many devices do the layers on the two sides of every cut need at least, and how long is a delay at least?
+
+Relaxations that cost far less than a decision (:mod:`.decision`) and spare it most of its transitions: no stage is
+looked at that leaves too few devices to the layers before or behind it.
+"""
 
 from __future__ import annotations
 

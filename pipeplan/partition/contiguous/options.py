@@ -1,7 +1,8 @@
-"""What every stage offers: its time per microbatch as a function of how many microbatches it must hold.
+"""How long does a stage take per microbatch, given how many microbatches it must hold?
 
-A stage that holds more microbatches may have to recompute, and then takes longer. The partitioners read this trade from
-tables over pairs of cuts, computed once per class of devices by the one cost model.
+A stage that must hold more of them may have to recompute activations instead of keeping them, and then takes longer.
+The partitioners read this trade from tables over pairs of cuts, computed once per class of devices by the one cost
+model. Here a stage stores everything or recomputes all of itself; :mod:`.segments` has the finer choice.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Menu(Protocol):
-    """What the stages between cuts offer on devices of one class."""
+    """How long every stage between two cuts takes on devices of one class, by the microbatches that it holds."""
 
     @property
     def by_replicas(self) -> bool:
-        """Whether what a stage offers depends on its replicas."""
+        """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
 
     def select(self, index: Ints) -> Menu:
-        """Return the menu of the stages between the cuts ``index`` alone."""
+        """Return the options of the stages between the cuts ``index`` alone."""
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
         """Return a function from in-flight counts to the least times of the stages from cut ``start`` to ``stops``,
@@ -44,8 +45,8 @@ class Menu(Protocol):
         microbatches."""
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
-        """Return options (times, in-flight limits) with one replica, tables over pairs of cuts, that bound the menu:
-        no stage is quicker, on any number of replicas, than the quickest option that its count allows."""
+        """Return pairs (times, in-flight limits) of tables over pairs of cuts, with one replica, as lower bounds: no
+        stage is quicker, on any number of replicas, than the quickest pair whose limit allows what it holds."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class OptionMenu:
 
     @property
     def by_replicas(self) -> bool:
-        """Whether what a stage offers depends on its replicas."""
+        """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
         return len(self.times[0]) > 1 or len(self.limits[0]) > 1
 
     def select(self, index: Ints) -> OptionMenu:
-        """Return the menu of the stages between the cuts ``index`` alone."""
+        """Return the options of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
         times, limits = (
             tuple(tuple(table[both] for table in tables) for tables in options) for options in (self.times, self.limits)

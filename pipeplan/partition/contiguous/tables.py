@@ -1,6 +1,7 @@
-"""What a search over contiguous allocations stands on: the costs of all stages, cuts and device groups, as tables.
+"""What do all stages, cuts and groups of devices cost? The tables that a search over contiguous allocations reads.
 
-Everything here holds for every period, so one search computes it once.
+Everything here holds for every period, so one search computes it once. Stages begin and end at the n + 1 ``cuts``
+(0 and L included); tables over pairs of cuts are indexed ``[first cut, last cut]``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .options import NEVER, Menu, OptionMenu, stage_limits, stage_times
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """The groups of devices whose slowest speed and smallest memory are the same, and what stages offer on them.
+    """The groups of devices whose slowest speed and smallest memory are the same, and how long stages take on them.
 
     A stage on the devices ``a..b-1`` takes all of them that are at least as fast and as large as the class, so
     ``replicas[a, b]`` names a group. It is 0 where the first or the last device isn't taken, or no device is as slow or
@@ -64,7 +65,8 @@ class Ground:
 def ground(problem: Problem) -> Ground:
     """Return the tables of ``problem`` over all its legal cuts.
 
-    Where segments are allowed the menus are a relaxation, and their labels have to be put in their place.
+    Where segments are allowed, stages are taken to hold and to recompute nothing: a relaxation, in whose place
+    :mod:`.segments` puts what they may really do.
     """
     chain, platform = problem.chain, problem.platform
     cuts = legal_cuts(problem)

@@ -1,6 +1,8 @@
-"""Where one device is special and may hold several stages: what stages cost there, shared by MadPipe's partitioners.
+"""What do all stages cost on one of equal devices? The tables that both of MadPipe's partitioners read.
 
-All devices are taken as equal. A stage costs what ``costs`` says; here it stands in tables over pairs of legal cuts.
+MadPipe's class of plans: every device has one stage, but for the *special device*, which may have several that need not
+be neighbours (its section 4.2). No replicas, no recomputation. All devices are taken as equal; a stage costs what the
+models in ``cost`` say, here in tables over pairs of legal cuts.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Ground:
     least_saved: list[int]
 
     def select(self, starts: list[int]) -> Ground:
-        """Return the same ground with cuts at the layers ``starts`` and at the end alone."""
+        """Return the same tables with cuts at the layers ``starts`` and at the end alone."""
         index = [*(self.cuts.index(start) for start in starts), len(self.cuts) - 1]
 
         def pairs(table: list[list[int]]) -> list[list[int]]:
@@ -117,7 +119,7 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
 
 
 class Stages(NamedTuple):
-    """The nearest stage, between two cuts, and those behind it."""
+    """The first stage of a part of the chain (indices of its two cuts, whether on the special device), and the rest."""
 
     start: int
     stop: int

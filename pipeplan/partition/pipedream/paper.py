@@ -1,6 +1,6 @@
-"""PipeDream's partitioner: stages with replicas that balance compute, weight synchronisation and transfers.
+"""Which stages with replicas balance compute, weight synchronisation and transfers best? PipeDream's partitioner.
 
-It does not look at memory in flight; 1F1B* makes its allocation schedulable afterwards.
+It does not look at memory in flight; 1F1B* makes its allocation schedulable afterwards. PipeDream section 3.1.
 """
 
 from __future__ import annotations
