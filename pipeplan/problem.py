@@ -5,7 +5,7 @@ Times are integer nanoseconds per microbatch, sizes integer bytes, layer ranges 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -116,6 +116,15 @@ class Chain:
         return Sums.of(self)
 
 
+def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
+    """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
+    found: list[set[int]] = []
+    for one in map(set, sets):
+        whole = one.union(*(other for other in found if other & one))
+        found = [other for other in found if not other & whole] + [whole]
+    return found
+
+
 @dataclass(frozen=True)
 class Sums:
     """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``."""
@@ -214,6 +223,20 @@ class Platform:
         """Time to move ``size`` bytes one way over a path that spans ``level``; 0 for no bytes."""
         bandwidth, latency = self.paths[level]
         return latency + ceil_div(size * 10**9, bandwidth) if size else 0
+
+    @cached_property
+    def spans(self) -> Ints:
+        """The lowest level that joins the devices a..b-1, shape (P, P + 1); 0 where b <= a."""
+        count = len(self.devices)
+        table = np.zeros((count, count + 1), dtype=np.int64)
+        for a in range(count):
+            table[a, a + 1 :] = [self.level_of((a, b - 1)) for b in range(a + 1, count + 1)]
+        return table
+
+    @property
+    def best_device(self) -> Device:
+        """The most memory and the most speed that any device has: what no device exceeds."""
+        return Device(max(x.memory_bytes for x in self.devices), max(x.speed for x in self.devices))
 
     def slowest(self, devices: Sequence[int]) -> Device:
         """Return the least memory and the least speed among ``devices``: what a replicated stage gets."""

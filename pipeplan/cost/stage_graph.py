@@ -1,7 +1,7 @@
-"""StageGraph, the narrow waist: an allocation as operations with durations on resources, and what it holds in memory.
+"""What does a whole allocation cost? Its stages as operations with durations on resources, and what they hold.
 
-Partitioners speak layers; schedulers, bounds, validator, simulator and runtime read only this. The path of one
-microbatch is stated here and nowhere else.
+The narrow waist of the package: partitioners speak of layers; schedulers, bounds, validator, simulator and runtime read
+only a :class:`StageGraph`. The path of one microbatch is stated here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
-from ..problem import Chain, Platform, Policy
+from ..problem import Chain, Platform, Policy, connected
 from . import memory_model, time_model
 from .saved import saved_bytes
 
@@ -177,8 +177,7 @@ def _stage_cost(
     start, stop, r = stage.start, stage.stop, stage.replicas
     kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
     speed = platform.slowest(stage.devices).speed
-    weight_bytes = int(chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start])
-    parameters = int(chain.sums.parameters[stop] - chain.sums.parameters[start])
+    weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
     bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
     sync_period = time_model.sync_period_ns(policy, gradient, r, bandwidth)
@@ -204,17 +203,8 @@ def _stage_cost(
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of several stages that hold weights of each other, in order; no stage is in two of them."""
-    sets = _joined(_holders(stages, layers) for layers in _joined(set(pair) for pair in chain.tied))
+    sets = connected(_holders(stages, layers) for layers in connected(chain.tied))
     return tuple(sorted(tuple(sorted(found)) for found in sets if len(found) > 1))
-
-
-def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
-    """Return the unions of sets that have elements in common."""
-    found: list[set[int]] = []
-    for one in sets:
-        whole = one.union(*(other for other in found if other & one))
-        found = [other for other in found if not other & whole] + [whole]
-    return found
 
 
 def _holders(stages: Sequence[Stage], layers: Iterable[int]) -> set[int]:
@@ -230,7 +220,7 @@ def _with_tied_sums(
     over all devices that have a copy sums them instead of those over replicas, once for each group of devices.
     """
     more = [0] * len(parts)
-    for layers in _joined(set(pair) for pair in chain.tied):
+    for layers in connected(chain.tied):
         holders = _holders(stages, layers)
         if len(holders) < 2:
             continue
