@@ -33,9 +33,9 @@ class Evaluation:
     most_in_flight: int
 
 
-def evaluate(plan: Plan) -> Evaluation:
-    """Return the figures of ``plan``, whose structure and operations must be in order."""
-    graph = graph_of(plan)
+def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
+    """Return the figures of ``plan``, whose structure and operations must be in order; ``graph`` is of its stages."""
+    graph = graph or graph_of(plan)
     if plan.schedule.kind in SIMULATED:
         return evaluate_simulated(graph, plan.schedule, plan.platform)
     assert plan.pattern is not None

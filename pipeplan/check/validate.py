@@ -19,14 +19,15 @@ from ..schedule.kinds import SIMULATED, graph_of, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..schedule.program import not_one_each
 from ..units import format_bytes
-from .evaluate import evaluate_simulated
+from .evaluate import Evaluation, evaluate, evaluate_simulated
 
 
-def check(plan: Plan) -> None:
-    """Raise InvalidPlan with every violation of ``plan``, or return."""
-    found = violations(plan)
-    if found:
+def check(plan: Plan) -> Evaluation:
+    """Return the figures of ``plan``; raise InvalidPlan with every violation when it has any."""
+    graph, found = _judged(plan)
+    if graph is None or found:
         raise InvalidPlan(found)
+    return evaluate(plan, graph)
 
 
 def violations(plan: Plan) -> list[str]:
@@ -34,24 +35,29 @@ def violations(plan: Plan) -> list[str]:
 
     Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
     """
+    return _judged(plan)[1]
+
+
+def _judged(plan: Plan) -> tuple[StageGraph | None, list[str]]:
+    """Return the stage graph, None where the structure gives none, and the violations."""
     found = [
         *structure_violations(plan.chain, plan.platform, plan.policy, plan.allocation.stages),
         *schedule_violations(plan),
     ]
     if found:
-        return found
+        return None, found
     graph = graph_of(plan)
     endless = too_long(len(graph.operations), plan.schedule)
     if endless is not None:
-        return [f"schedule: {endless}"]
+        return graph, [f"schedule: {endless}"]
     if plan.schedule.kind in SIMULATED:
-        return simulated_violations(plan, graph)
+        return graph, simulated_violations(plan, graph)
     if plan.pattern is None:
-        return ["the plan has no pattern: nothing says when its operations run"]
+        return graph, ["the plan has no pattern: nothing says when its operations run"]
     found = operation_violations(graph, plan.pattern)
     if found:
-        return found
-    return [*pattern_violations(graph, plan.pattern), *bound_violations(plan, plan.pattern.period_ns)]
+        return graph, found
+    return graph, [*pattern_violations(graph, plan.pattern), *bound_violations(plan, plan.pattern.period_ns)]
 
 
 def simulated_violations(plan: Plan, graph: StageGraph) -> list[str]:

@@ -66,7 +66,7 @@ def command(
         from ..planner.plan import make_plan
 
         platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
-        loaded = make_plan(Problem(before, platform))
+        loaded = make_plan(Problem(before, platform)).plan
     if loaded is not None:
         result = carried(loaded, matching_chain(loaded, before, after))
     if as_json:

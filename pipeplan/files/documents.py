@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..check.bounds import any_bound
-from ..check.evaluate import evaluate, gap
+from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import violations
 from ..errors import BadInput, InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
@@ -239,14 +239,14 @@ def platform_form(platform: Platform) -> PlatformFile:
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the JSON of a valid plan, with the figures that its stages and starts give."""
-    return _encode(plan_form(plan))
+def plan_text(plan: Plan, result: Evaluation | None = None) -> str:
+    """Return the JSON of a valid plan, with the figures that its stages and starts give: ``result``, or computed."""
+    return _encode(plan_form(plan, result))
 
 
-def plan_form(plan: Plan) -> PlanFile:
-    """Return the file form of a plan that has passed the validator."""
-    result = evaluate(plan)
+def plan_form(plan: Plan, result: Evaluation | None = None) -> PlanFile:
+    """Return the file form of a plan that has passed the validator; ``result`` is its evaluation if there is one."""
+    result = result or evaluate(plan)
     policy, bound = plan.policy, any_of(plan.lower_bounds)
     assert bound is not None
     return PlanFile(

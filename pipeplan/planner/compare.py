@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
-from ..check.evaluate import evaluate
 from ..cost.stage_graph import stage_graph
 from ..errors import Infeasible
 from ..integers import ceil_div
@@ -78,15 +77,15 @@ def _cell(problem: Problem, algorithm: str, clock: Callable[[], float], settings
     if algorithm == GPIPE:
         return Cell(algorithm, gpipe_period_ns(problem), None, clock() - began)
     try:
-        plan = make_plan(problem, algorithm, settings=settings, effort=effort)
+        found = make_plan(problem, algorithm, settings=settings, effort=effort)
     except Infeasible:
         return Cell(algorithm, None, None, clock() - began)
     return Cell(
         algorithm,
-        evaluate(plan).period_ns,
-        plan.provenance.claimed_period_ns,
+        found.evaluation.period_ns,
+        found.plan.provenance.claimed_period_ns,
         clock() - began,
-        plan.allocation.data_parallel,
+        found.plan.allocation.data_parallel,
     )
 
 

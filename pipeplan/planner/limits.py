@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..check.evaluate import evaluate_simulated, fits
+from ..check.evaluate import evaluate_simulated
 from ..cost.stage_graph import StageGraph
 from ..integers import smallest
 from ..plan import Schedule
@@ -16,6 +16,7 @@ from ..problem import Platform
 from ..schedule.message_driven import default_limit
 from ..schedule.nf1b import default_mini_batches
 from ..schedule.program import not_one_each
+from .pipeline_time import batch_on
 
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
 
@@ -28,13 +29,16 @@ class Choice:
     schedule: Schedule
 
 
-def cost_and_fit(graph: StageGraph, schedule: Schedule, platform: Platform) -> tuple[int, bool]:
-    """Return the cost (ns) of stages under a simulated kind of schedule, and whether they fit every device's memory.
+def cost_and_excess(graph: StageGraph, schedule: Schedule, platform: Platform) -> tuple[int, int]:
+    """Return the cost (ns) of stages under a schedule with its limit, and the bytes that the fullest device lacks.
 
-    The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B.
+    The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B; everything
+    fits where the fullest device lacks nothing or less.
     """
+    if schedule.kind == "message-driven":
+        return batch_on(graph, platform, schedule.microbatches or 1, schedule.limit or 1)
     result = evaluate_simulated(graph, schedule, platform)
-    return result.period_ns if result.makespan_ns is None else result.makespan_ns, fits(result)
+    return result.period_ns, max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,7 @@ class Admission:
 
     def excess_bytes(self, graph: StageGraph) -> int:
         """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
-        result = evaluate_simulated(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)
-        return max(use.peak_bytes - use.memory_bytes for use in result.devices)
+        return cost_and_excess(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)[1]
 
     def _usual(self, graph: StageGraph) -> tuple[int, ...]:
         """Return the limits to try, least first: with transfers, which take their time, more has to be inside."""
@@ -89,5 +92,5 @@ class Admission:
 
     def _tried(self, graph: StageGraph, limit: int) -> Choice | None:
         schedule = replace(self.schedule, limit=limit)
-        cost, fitting = cost_and_fit(graph, schedule, self.platform)
-        return Choice(cost, schedule) if fitting else None
+        cost, excess = cost_and_excess(graph, schedule, self.platform)
+        return Choice(cost, schedule) if excess <= 0 else None

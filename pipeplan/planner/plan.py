@@ -6,11 +6,12 @@ Takes and returns values; the clock belongs to the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import __version__
 from ..check.bounds import any_bound
+from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
 from ..cost.stage_graph import stage_graph
 from ..errors import BadInput, Infeasible
@@ -34,6 +35,14 @@ KINDS: dict[Weights, tuple[ScheduleKind, ...]] = {  # of schedules that a weight
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan that has passed the validator, and its figures."""
+
+    plan: Plan
+    evaluation: Evaluation
+
+
 def make_plan(
     problem: Problem,
     algorithm: str = AUTO,
@@ -42,7 +51,7 @@ def make_plan(
     effort: str = "normal",
     schedule: ScheduleKind | None = None,
     limit: int | None = None,
-) -> Plan:
+) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
     ``options`` go to the algorithm. ``schedule`` is one of :data:`KINDS` for the weights policy, by default its first;
@@ -88,8 +97,7 @@ def make_plan(
         schedule=judge.best.schedule
         or (Schedule("flush", problem.policy.accumulate) if kind == "flush" else Schedule()),
     )
-    check(plan)
-    return plan
+    return Planned(plan, check(plan))
 
 
 def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:

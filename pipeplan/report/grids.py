@@ -7,12 +7,15 @@ from typing import Any
 
 from rich.table import Table
 
+from ..check.evaluate import Evaluation
 from ..plan import Plan
 from ..units import format_ns
 from .tables import console, print_plan
 
 
-def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None = None) -> None:
+def print_grids(
+    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
+) -> None:
     """Print the plan of a grid: the grid in one line, the other grids, then the plan as any other."""
     out = console(width)
     options = plan.provenance.options
@@ -33,7 +36,7 @@ def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None =
     out.print()
     out.print(_table(options["grids"], chosen))
     out.print()
-    print_plan(plan, assumptions, width)
+    print_plan(plan, assumptions, width, result)
 
 
 def seconds(nanoseconds: int) -> str:

@@ -48,10 +48,15 @@ def throughput(plan: Plan, result: Evaluation) -> str:
     return text if plan.chain.microbatch == 1 else f"{text} = {rate * plan.chain.microbatch:.1f} samples/s"
 
 
-def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = None) -> None:
-    """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage."""
+def print_plan(
+    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
+) -> None:
+    """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage.
+
+    ``result`` is its evaluation, computed where it isn't given.
+    """
     out = console(width)
-    result = evaluate(plan)
+    result = result or evaluate(plan)
     chain, platform = plan.chain, plan.platform
     memories = sorted({device.memory_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")

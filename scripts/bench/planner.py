@@ -108,7 +108,7 @@ def main() -> None:
             for i, (problem, limit) in enumerate(zip(problems, limits, strict=True)):
                 began = time.process_time()
                 try:
-                    plan = make_plan(problem, name, settings=Settings(arguments.solver), effort=arguments.effort)
+                    plan = make_plan(problem, name, settings=Settings(arguments.solver), effort=arguments.effort).plan
                 except Infeasible:
                     seconds.append(time.process_time() - began)
                     continue

@@ -208,7 +208,7 @@ def plan_of(chain: Chain, system: System, gpus: int, parts: int) -> Plan:
     """Return the system's plan, cut where the stages are most equal."""
     policy = Policy(system.weights, parts, optimizer="momentum", vertical_sync=system.vertical_sync)
     problem = Problem(chain, Platform.flat(gpus, 10**12), policy, replicas=False, checkpointing="none")
-    return make_plan(problem, "balance")
+    return make_plan(problem, "balance").plan
 
 
 def epoch_losses(report: RunReport, mini_batches: int) -> list[float]:

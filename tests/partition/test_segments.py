@@ -118,7 +118,7 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
         found = smallest_period(problem)
         if found is None:
             continue
-        plan = make_plan(problem, "contiguous", schedule="pattern" if weights == "latest" else None)
+        plan = make_plan(problem, "contiguous", schedule="pattern" if weights == "latest" else None).plan
         assert violations(plan) == []
         assert plan.pattern is not None
         planned += any(stage.checkpoint for stage in plan.allocation.stages)
@@ -261,7 +261,7 @@ def test_many_layers_give_a_plan_that_does_not_claim_to_be_optimal() -> None:
     assert whole.claimed_period_ns is not None
     assert found.lower_bound_ns < found.claimed_period_ns < whole.claimed_period_ns
     assert_attains(problem, found)
-    plan = make_plan(problem, "contiguous")
+    plan = make_plan(problem, "contiguous").plan
     assert plan.lower_bounds[0].allocation == "contiguous"
     assert plan.lower_bounds[0].period_ns < plan.pattern.period_ns  # type: ignore[union-attr]
 

@@ -95,7 +95,7 @@ def test_stages_cut_anew_recompute_what_the_plan_recomputes():
 
 
 def test_schedules_of_one_gpu_per_stage_cut_replicated_plans_anew():
-    plan = make_plan(Problem(straight().chain, Platform.flat(4, 10**9), Policy("2bw")), "data-parallel")
+    plan = make_plan(Problem(straight().chain, Platform.flat(4, 10**9), Policy("2bw")), "data-parallel").plan
     assert len(plan.allocation.stages) == 1
     assert len(program_of(plan, "zb1p", 8).graph.stages) == 4
     assert len(program_of(plan, "gpipe", 8).graph.stages) == 1
@@ -127,7 +127,7 @@ def test_three_views_of_memory_agree_on_published_profiles(name):
     for memory, replicas, checkpointing in ((16, True, "stages"), (16, False, "none"), (5, False, "stages")):
         problem = Problem(published(name), Platform.flat(4, memory * 10**9), Policy("2bw"), replicas, checkpointing)
         try:
-            plan = make_plan(problem, "contiguous")
+            plan = make_plan(problem, "contiguous").plan
         except Infeasible:
             continue
         plans += 1

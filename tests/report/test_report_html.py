@@ -143,7 +143,9 @@ def test_hover_and_zoom_work_offline_in_a_browser(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.mark.parametrize("devices", [4, 32])
 def test_screenshots_of_a_published_profile_are_not_empty(tmp_path, devices):
-    plan = make_plan(Problem(published("densenet121"), Platform.flat(devices, 16 * 10**9), Policy("2bw")), "balance")
+    plan = make_plan(
+        Problem(published("densenet121"), Platform.flat(devices, 16 * 10**9), Policy("2bw")), "balance"
+    ).plan
     assert plan_text(plan)
     file, picture = tmp_path / "report.html", tmp_path / "report.png"
     file.write_text(report_html(simulate_plan(plan, microbatches_shown(plan, 40))))

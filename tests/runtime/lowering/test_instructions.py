@@ -263,7 +263,7 @@ def test_devices_of_planned_replicas_have_room_for_their_versions():
         problem = random_problem(rng, rng.randint(2, 5), rng.randint(2, 5), levels=True, saved=True)
         policy = Policy("stash", accumulate=rng.choice((None, 1, 2, 3)), vertical_sync=rng.random() < 0.3)
         try:
-            plan = make_plan(problem.with_policy(policy), "contiguous")
+            plan = make_plan(problem.with_policy(policy), "contiguous").plan
         except Infeasible:
             continue
         script = prepare(plan, 24)

@@ -136,7 +136,7 @@ def test_a_skip_keeps_its_bytes_in_every_cut_that_it_crosses():
         image, image, image + top, image + top + low, image + top + low, image + top + top, both, image, 0,
     )  # fmt: skip
     assert torch.equal(traced(module, x)[1], module(x))
-    plan = make_plan(Problem(chain, Platform.flat(2, 10**9, 10**9), replicas=False), "contiguous")
+    plan = make_plan(Problem(chain, Platform.flat(2, 10**9, 10**9), replicas=False), "contiguous").plan
     cut = plan.allocation.stages[1].start
     sends = [op.duration_ns for op in plan.pattern.operations if op.kind == "SEND_F"]
     assert sends == [-(-chain.cut_bytes[cut] * 10**9 // 10**9)]
@@ -179,7 +179,7 @@ def test_a_residual_dag_and_its_hand_linearised_chain_give_the_same_plan(gpus, b
         plans = [
             make_plan(
                 Problem(x, Platform.flat(gpus, 10**6, bandwidth), Policy(), replicas, checkpointing), "contiguous"
-            )
+            ).plan
             for x in (dag, chain)
         ]
         assert plans[0].allocation == plans[1].allocation
