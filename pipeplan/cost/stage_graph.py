@@ -24,6 +24,7 @@ class StageCost:
 
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
+    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
     ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
     optimizer's step where it overlaps with that instead of being charged to backwards.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
@@ -43,6 +44,7 @@ class StageCost:
     backward_weight_ns: int = 0
     saved_bytes: int = 0
     update_ns: int = 0
+    update_share_ns: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -185,6 +187,7 @@ def _stage_cost(
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
         update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
+    share = time_model.update_share_ns(policy, time_model.step_ns(chain, start, stop), r)
     return StageCost(
         forward_ns=time_model.forward_ns(chain, start, stop, speed),
         backward_ns=time_model.backward_ns(chain, policy, start, stop, recompute, r, speed),
@@ -199,6 +202,7 @@ def _stage_cost(
         backward_weight_ns=time_model.backward_weight_ns(chain, policy, start, stop, r, speed),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
+        update_share_ns=time_model.scaled(share, speed),
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from ..check.evaluate import evaluate
+from ..cost.time_model import step_ns
 from ..plan import Plan
-from ..runtime.measure.trace_file import Measured, predicted_updates
+from ..runtime.measure.trace_file import Measured
 from ..units import format_bytes, format_ns
 from .tables import console
 
@@ -20,15 +21,13 @@ def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
     """
     result = evaluate(plan)
     graph = result.graph
-    updates = predicted_updates(plan)
     operations = []
-    for s, (cost, found) in enumerate(zip(graph.stages, run.stages, strict=True)):
-        replicas = graph.resources[cost.resource].replicas
-        share = -(-updates[s] * replicas // plan.policy.update_interval(replicas))
+    for s, (stage, cost, found) in enumerate(zip(plan.allocation.stages, graph.stages, run.stages, strict=True)):
+        step = int(step_ns(plan.chain, stage.start, stage.stop, plan.platform.slowest(stage.devices).speed))
         operations += [
             _row("F", s, cost.forward_ns, found.forward_ns),
-            _row("B", s, max(cost.backward_ns - share, 0), found.backward_ns),
-            _row("update", s, updates[s], found.update_ns),
+            _row("B", s, cost.backward_ns - cost.update_share_ns, found.backward_ns),
+            _row("update", s, step, found.update_ns),
         ]
     for transfer in run.transfers:
         kind = "SEND_F" if transfer.kind == "F" else "SEND_B"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ...integers import ceil_div
+from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import Script
@@ -21,24 +21,28 @@ def calibrated(
 ) -> Program:
     """Return the run's program, its devices in the same order (or under the same rules), as long as measured.
 
-    ``occupied`` is what each stage's passes and updates take of their process, sends included; a backward is charged
-    its share of the update, as costs charge it. ``latency_ns`` is how long after a send its message is there. As that
-    was measured beside everything else that travels, transfers don't wait for each other. ``waits_ns`` are each
-    stage's waits at updates: a drained mini-batch ends with them, otherwise backwards are charged their share.
+    ``occupied`` is what each stage's passes and updates take of their process, sends included; updates are charged as
+    costs charge them: to backwards by shares, or to the end of the batch where they overlap with sums. ``latency_ns``
+    is how long after a send its message is there. As that was measured beside everything else that travels, transfers
+    don't wait for each other. ``waits_ns`` are each stage's waits at updates: a drained mini-batch ends with them,
+    otherwise backwards are charged their share.
     """
-    program, interval, decides = script.program, script.interval, script.plan.schedule.kind == "message-driven"
+    program, decides = script.program, script.plan.schedule.kind == "message-driven"
     graph = program.graph
+    policy = replace(graph.policy, accumulate=script.interval)
     stages = []
     for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
-        charged = occupied["UPDATE", s] + (0 if script.drains else waits_ns[s])
+        step = occupied["UPDATE", s]
+        share = update_share_ns(policy, step + (0 if script.drains else waits_ns[s]), replicas)
         stages.append(
             replace(
                 cost,
                 forward_ns=occupied["F", s],
-                backward_ns=occupied["B", s] + ceil_div(charged * replicas, max(replicas, interval)),
+                backward_ns=occupied["B", s] + int(share),
                 sync_period_ns=0,
-                update_ns=waits_ns[s] if script.drains else 0,
+                update_ns=waits_ns[s] + (0 if policy.coarsening is None else step) if script.drains else 0,
+                update_share_ns=int(share),
             )
         )
     operations = []

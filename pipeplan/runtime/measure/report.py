@@ -24,8 +24,8 @@ from .times import Activity, OpTime, RankMeasurement, covers, median, settled
 class StageTimes:
     """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, all else per microbatch).
 
-    ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't. ``exchange_ns`` is
-    what its process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
+    Backwards are without the microbatch's share of the update, planned and measured. ``exchange_ns`` is what its
+    process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order.
     """
 
@@ -151,7 +151,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         StageTimes(
             stage=s,
             planned_forward_ns=cost.forward_ns,
-            planned_backward_ns=cost.backward_ns,
+            planned_backward_ns=cost.backward_ns - cost.update_share_ns,
             forward_ns=durations["F", s],
             backward_ns=durations["B", s],
             update_ns=durations["UPDATE", s],

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...cost import time_model
 from ...errors import BadInput
 from ...files.documents import digest, read_text
 from ...plan import Plan
@@ -202,12 +201,3 @@ def _shares(weights: Sequence[int], total: int) -> list[int]:
         shares.append(total * seen // whole - given)
         given += shares[-1]
     return shares
-
-
-def predicted_updates(plan: Plan) -> list[int]:
-    """Return how long the plan thinks that one update of each stage takes, in ns."""
-    sums = plan.chain.sums.optimizer_ns
-    return [
-        int(time_model.scaled(int(sums[s.stop] - sums[s.start]), plan.platform.slowest(s.devices).speed))
-        for s in plan.allocation.stages
-    ]
