@@ -36,12 +36,12 @@ class Layer:
     weight_bytes: int
     output_bytes: int
     saved_bytes: int | None = None
-    backward_weight_ns: int | None = None
-    optimizer_ns: int = 0
-    parameters: int | None = None
     saves: tuple[int, ...] | None = None
     view_of: int | None = None
     storage_bytes: int | None = None
+    backward_weight_ns: int | None = None
+    optimizer_ns: int = 0
+    parameters: int | None = None
 
     @property
     def parameter_count(self) -> int:
