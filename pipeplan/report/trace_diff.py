@@ -9,6 +9,7 @@ from rich.table import Table
 from ..check.evaluate import evaluate
 from ..cost.time_model import step_ns
 from ..plan import Plan
+from ..runtime.measure.report import planned_transfer_ns
 from ..runtime.measure.trace_file import Measured
 from ..units import format_bytes, format_ns
 from .tables import console
@@ -30,10 +31,8 @@ def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
             _row("update", s, step, found.update_ns),
         ]
     for transfer in run.transfers:
-        kind = "SEND_F" if transfer.kind == "F" else "SEND_B"
-        position = graph.position.get((kind, transfer.stage))  # type: ignore[arg-type]  # one of the two
-        planned = 0 if position is None else graph.operations[position].duration_ns
-        operations.append(_row(kind, transfer.stage, planned, transfer.transfer_ns))
+        planned = planned_transfer_ns(graph, transfer.kind, transfer.stage)
+        operations.append(_row(f"SEND_{transfer.kind}", transfer.stage, planned, transfer.measured_ns))
     return {
         "period": {
             "planned_ns": result.period_ns,
@@ -45,7 +44,7 @@ def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
             {
                 "device": x.device,
                 "planned_activation_bytes": result.devices[x.device].activation_bytes,
-                "measured_activation_bytes": x.activation_bytes,
+                "measured_activation_bytes": x.measured_bytes,
             }
             for x in run.devices
         ],

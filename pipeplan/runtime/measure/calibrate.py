@@ -10,7 +10,7 @@ from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import Script
-from .times import Activity, RankMeasurement, covers, median, settled
+from .times import Activity, RankMeasurement, Samples, covers, median, medians, settled
 
 
 def calibrated(
@@ -118,8 +118,8 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
     sending of its result and what lies between; an update with the telling of it.
     """
     first = settled(script)
-    samples: dict[tuple[Activity, int], list[int]] = {}
-    early: dict[tuple[Activity, int], list[int]] = {}
+    samples: Samples = {}
+    early: Samples = {}
     for x in measurements:
         spent: dict[tuple[Activity, int, int], int] = {}
         before = 0  # the next pass
@@ -144,13 +144,7 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
         for (activity, stage, m), ns in spent.items():
             counts = activity == "UPDATE" or first <= m
             (samples if counts else early).setdefault((activity, stage), []).append(ns)
-    kinds: tuple[Activity, ...] = ("F", "B", "UPDATE")
-    stages = range(len(script.graph.stages))
-    return {
-        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
-        for kind in kinds
-        for s in stages
-    }
+    return medians(script, ("F", "B", "UPDATE"), samples, early)
 
 
 def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) -> list[int]:
