@@ -14,6 +14,7 @@ from itertools import pairwise
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy
+from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
 
@@ -272,18 +273,13 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
 
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     memory = platform.slowest(devices).memory_bytes
-    return Resource(f"{'device' if len(devices) == 1 else 'devices'} {_ranges(devices)}", devices, len(devices), memory)
+    name = f"{'device' if len(devices) == 1 else 'devices'} {format_devices(devices)}"
+    return Resource(name, devices, len(devices), memory)
 
 
 def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
     arrow = " -> " if platform.full_duplex else " - "
-    return Resource(f"link {_ranges(one)}{arrow}{_ranges(other)}", one + other, 1)
-
-
-def _ranges(devices: tuple[int, ...]) -> str:
-    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ",".join(str(d) for d in devices)
+    return Resource(f"link {format_devices(one)}{arrow}{format_devices(other)}", one + other, 1)
 
 
 def versions_of_first(graph: StageGraph, in_flight: int) -> int:

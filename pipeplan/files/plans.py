@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..check.bounds import any_bound
-from ..check.evaluate import evaluate, gap
+from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import violations
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
@@ -66,14 +66,14 @@ PlanFile: type[Any] = msgspec.defstruct(
 )
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the JSON of a valid plan, with the figures that its stages and starts give."""
-    return json_text(plan_form(plan))
+def plan_text(plan: Plan, result: Evaluation | None = None) -> str:
+    """Return the JSON of a valid plan, with the figures that its stages and starts give: ``result``, or computed."""
+    return json_text(plan_form(plan, result))
 
 
-def plan_form(plan: Plan) -> Any:
-    """Return the :data:`PlanFile` of a plan that has passed the validator."""
-    result = evaluate(plan)
+def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
+    """Return the :data:`PlanFile` of a plan that has passed the validator; ``result`` is its evaluation if known."""
+    result = result or evaluate(plan)
     bound = any_class_bound(plan)
     assert bound is not None
     keys = {

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from ..check.evaluate import evaluate
 from ..cost.time_model import step_ns
 from ..plan import Plan
 from ..runtime.measure.report import planned_transfer_ns
 from ..runtime.measure.trace_file import Measured
 from ..units import format_bytes, format_ns
-from .tables import console
+from .tables import console, make_table
 
 
 def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
@@ -69,9 +67,7 @@ def print_comparison(plan: Plan, run: Measured, width: int | None = None) -> Non
                 f"            {format_ns(period[name])} {what}, {period[name] / period['planned_ns']:.2f} x planned"
             )
     out.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("operation", "stage", "planned", "measured", "ratio"):
-        table.add_column(name, justify="left" if name == "operation" else "right", no_wrap=True)
+    table = make_table("operation", "stage", "planned", "measured", "ratio", left=("operation",))
     for row in figures["operations"]:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         table.add_row(
