@@ -89,7 +89,7 @@ def grid_problem(
     overlap: bool,
 ) -> tuple[GridProblem, list[str]]:
     """Return the question that the options ask about ``problem``, and the assumptions behind it."""
-    from ..files.documents import read_profile
+    from ..files.profiles import read_profile
     from ..planner.grid.microbatches import profiles
     from ..planner.grid.problem import GridProblem
 

@@ -90,7 +90,8 @@ def command(
 
     Ctrl-C ends the search with the best plan so far.
     """
-    from ..files.documents import plan_text, write_text
+    from ..files.plans import plan_text
+    from ..files.text import write_text
     from ..planner.incumbent import Settings
 
     wanted = {name: shared.pop(name) for name in NAMES}

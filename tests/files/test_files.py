@@ -17,20 +17,12 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, InvalidPlan
-from pipeplan.files.documents import (
-    digest,
-    load_plan,
-    plan_text,
-    profile_text,
-    read_plan,
-    read_platform,
-    read_profile,
-    read_text,
-    write_text,
-)
 from pipeplan.files.forms import json_text
-from pipeplan.files.platforms import platform_form, platform_of
+from pipeplan.files.plans import load_plan, plan_text, read_plan
+from pipeplan.files.platforms import platform_form, platform_of, read_platform
+from pipeplan.files.profiles import digest, profile_text, read_profile
 from pipeplan.files.schemas import SCHEMAS, schema
+from pipeplan.files.text import read_text, write_text
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from ...errors import BadInput
-from ...files.documents import digest, read_text
 from ...files.forms import converted, form, read_json
+from ...files.profiles import digest
+from ...files.text import read_text
 from ...plan import Plan
 from ...problem import Chain
 from .report import DeviceActivations, RunReport, StageTimes, TransferTime
