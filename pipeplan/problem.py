@@ -19,14 +19,14 @@ from .integers import Ints, ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's measured costs for one microbatch.
+    """One layer's measured costs for one microbatch: times in ns, sizes in bytes.
 
     ``output_bytes`` is the size of the one tensor that it produces; ``saved_bytes`` is what its forward keeps for its
     backward when the layer is a stage by itself, None for "what it reads" (MadPipe section 3). ``saves`` names the
     layers whose outputs are among that, -1 for the network's input and its own index for its own output, so that ranges
-    of layers count each once (:mod:`.cost.saved`); None where that isn't known: its bytes are then shared with no other
-    layer. ``view_of`` is the layer (or -1) in whose output's storage the output lies, None where it has its own, of
-    ``storage_bytes`` (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
+    of layers count each once; None where that isn't known: its bytes are then shared with no other layer. ``view_of``
+    is the layer (or -1) in whose output's storage the output lies, None where it has its own, of ``storage_bytes``
+    (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
     """
 
@@ -36,12 +36,12 @@ class Layer:
     weight_bytes: int
     output_bytes: int
     saved_bytes: int | None = None
-    backward_weight_ns: int | None = None
-    optimizer_ns: int = 0
-    parameters: int | None = None
     saves: tuple[int, ...] | None = None
     view_of: int | None = None
     storage_bytes: int | None = None
+    backward_weight_ns: int | None = None
+    optimizer_ns: int = 0
+    parameters: int | None = None
 
     @property
     def parameter_count(self) -> int:

@@ -34,8 +34,9 @@ def command(
     \b
     Example: pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv
     """
-    from ..files.documents import load_plan, write_text
     from ..files.export import TARGETS, notes
+    from ..files.plans import load_plan
+    from ..files.text import write_text
     from ..planner.other_schedules import own_schedule, schedule_stages
     from ..planner.simulation import simulate_plan
     from ..schedule.registry import SCHEDULES

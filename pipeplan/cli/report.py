@@ -20,7 +20,8 @@ def command(plan: str, output: str, schedule: str | None, microbatches: int | No
     \b
     Example: pipeplan report plan.json -o report.html
     """
-    from ..files.documents import load_plan, write_text
+    from ..files.plans import load_plan
+    from ..files.text import write_text
     from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
     from ..planner.simulation import simulate_plan
     from ..report.html import microbatches_shown, report_html

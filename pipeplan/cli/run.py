@@ -153,7 +153,7 @@ def command(
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise BadInput(f"--trace: there is no folder {Path(trace).absolute().parent}")
-    from ..files.documents import load_plan
+    from ..files.plans import load_plan
 
     loaded = load_plan(plan)
     from ..check.validate import check
@@ -210,7 +210,7 @@ def command(
     if report is None:  # another rank under torchrun reports
         return
     if trace is not None:
-        from ..files.documents import write_text
+        from ..files.text import write_text
         from ..runtime.measure.trace_file import measured_trace
 
         write_text(trace, measured_trace(loaded, report))

@@ -88,7 +88,8 @@ def command(
     Example: pipeplan simulate plan.json --schedule all --jitter 5%
     """
     from ..errors import BadInput
-    from ..files.documents import load_plan, write_text
+    from ..files.plans import load_plan
+    from ..files.text import write_text
     from ..planner.other_schedules import own_schedule
     from ..planner.simulation import Refused, compare_schedules, simulate_plan
     from ..schedule.registry import SCHEDULES

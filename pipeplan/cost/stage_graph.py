@@ -14,6 +14,7 @@ from itertools import pairwise
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy, connected
+from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
 
@@ -24,6 +25,7 @@ class StageCost:
 
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
+    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
     ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
     optimizer's step where it overlaps with that instead of being charged to backwards.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
@@ -43,6 +45,7 @@ class StageCost:
     backward_weight_ns: int = 0
     saved_bytes: int = 0
     update_ns: int = 0
+    update_share_ns: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -184,6 +187,7 @@ def _stage_cost(
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
         update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
+    share = time_model.update_share_ns(policy, time_model.step_ns(chain, start, stop), r)
     return StageCost(
         forward_ns=time_model.forward_ns(chain, start, stop, speed),
         backward_ns=time_model.backward_ns(chain, policy, start, stop, recompute, r, speed),
@@ -198,6 +202,7 @@ def _stage_cost(
         backward_weight_ns=time_model.backward_weight_ns(chain, policy, start, stop, r, speed),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
+        update_share_ns=time_model.scaled(share, speed),
     )
 
 
@@ -258,18 +263,13 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
 
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     memory = platform.slowest(devices).memory_bytes
-    return Resource(f"{'device' if len(devices) == 1 else 'devices'} {_ranges(devices)}", devices, len(devices), memory)
+    name = f"{'device' if len(devices) == 1 else 'devices'} {format_devices(devices)}"
+    return Resource(name, devices, len(devices), memory)
 
 
 def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
     arrow = " -> " if platform.full_duplex else " - "
-    return Resource(f"link {_ranges(one)}{arrow}{_ranges(other)}", one + other, 1)
-
-
-def _ranges(devices: tuple[int, ...]) -> str:
-    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ",".join(str(d) for d in devices)
+    return Resource(f"link {format_devices(one)}{arrow}{format_devices(other)}", one + other, 1)
 
 
 def versions_of_first(graph: StageGraph, in_flight: int) -> int:

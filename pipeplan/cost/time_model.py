@@ -32,13 +32,9 @@ def backward_ns(
     replicas: int = 1,
     speed: Fraction = Fraction(1),
 ) -> IntLike:
-    """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step.
-
-    Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
-    microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
-    """
+    """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step."""
     total = chain.sums.backward_ns
-    update = _share_of_step_ns(chain, policy, start, stop, replicas)
+    update = update_share_ns(policy, step_ns(chain, start, stop), replicas)
     return scaled(plain(total[stop] - total[start]) + recompute_ns + update, speed)
 
 
@@ -61,14 +57,19 @@ def backward_weight_ns(
 ) -> IntLike:
     """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
     total = chain.sums.backward_weight_ns
-    update = _share_of_step_ns(chain, policy, start, stop, replicas)
+    update = update_share_ns(policy, step_ns(chain, start, stop), replicas)
     return scaled(plain(total[stop] - total[start]) + update, speed)
 
 
-def _share_of_step_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int) -> IntLike:
+def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1) -> IntLike:
+    """What a microbatch's backward is charged of an update that takes each of ``replicas`` replicas ``update_ns``.
+
+    Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
+    microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
+    """
     if policy.coarsening is not None:
         return 0
-    return ceil_div(step_ns(chain, start, stop) * replicas, policy.update_interval(replicas))
+    return ceil_div(update_ns * replicas, policy.update_interval(replicas))
 
 
 def step_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:

@@ -15,18 +15,11 @@ from ..errors import BadInput
 from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..units import format_ns
-from .gantt import Row, plan_window, timeline_rows
+from .gantt import NAMES, Row, plan_window, timeline_rows
 from .tables import headline
 
 COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
 LATER = {"F": "#2f6fd0", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
-NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "W": "weight gradient",
-    "SEND_F": "activation sent",
-    "SEND_B": "gradient sent",
-}
 SUFFIXES = (".svg", ".png", ".pdf")
 INCH_PER_ROW = 0.28
 MOST_BARS = 40_000  # beyond that a picture takes long and shows nothing

@@ -16,6 +16,13 @@ from ..schedule.steady import steady_nf1b
 from ..schedule.timeline import Timeline
 from ..units import format_ns
 
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weight gradient",
+    "SEND_F": "activation sent",
+    "SEND_B": "gradient sent",
+}
 STYLES = {
     "F": "black on bright_blue",
     "B": "black on bright_green",

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from ..plan import Plan
 from ..units import format_bytes, format_ns
-from .tables import console
+from .tables import console, make_table
 
 _EXCHANGES = {
     "nccl": "tensors travelled over NCCL",
@@ -59,9 +57,7 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         )
         out.print(f"            {format_ns(calibrated * count)} simulated with this run's own operation times")
     out.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stage", "forward", "planned", "backward", "planned"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("stage", "forward", "planned", "backward", "planned")
     for stage in report.stages:
         table.add_row(
             str(stage.stage),

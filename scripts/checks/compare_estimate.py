@@ -28,7 +28,7 @@ from torch import nn
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.accelerators import Accelerator, accelerator
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Chain
 from pipeplan.report.differences import rank_correlation, time_ns
 from pipeplan.runtime.profiler.clock import ThreadClock

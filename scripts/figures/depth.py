@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem

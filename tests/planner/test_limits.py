@@ -15,7 +15,7 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.limits import Admission, cost_and_excess
 from pipeplan.planner.plan import make_plan

@@ -89,7 +89,7 @@ def test_every_schedule_gives_json_that_reads_back():
 
 
 def test_the_command_writes_a_trace(pipeplan, tmp_path):
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile, plan, trace = tmp_path / "p.json", tmp_path / "plan.json", tmp_path / "trace.json"
     profile.write_text(profile_text(straight().chain))

@@ -11,7 +11,8 @@ from cases.schedules import balanced, vee
 from test_other_schedules import straight
 
 from pipeplan.errors import BadInput
-from pipeplan.files.documents import plan_text, profile_text
+from pipeplan.files.plans import plan_text
+from pipeplan.files.profiles import profile_text
 from pipeplan.planner.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
 from pipeplan.schedule.message_driven import message_driven
@@ -204,7 +205,7 @@ def _crossed():
 def test_plans_written_to_files_simulate_as_in_memory(pipeplan, plan_file):
     code, out, _ = pipeplan("simulate", plan_file, "--json")
     assert code == 0
-    from pipeplan.files.documents import load_plan
+    from pipeplan.files.plans import load_plan
 
     plan = load_plan(plan_file)
     assert plan_text(plan)

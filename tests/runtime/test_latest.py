@@ -19,7 +19,8 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.validate import check
 from pipeplan.cli import group
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.files.documents import plan_text, read_profile
+from pipeplan.files.plans import plan_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.launch import run_plan

@@ -26,7 +26,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cli import group
 from pipeplan.errors import BadInput
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform, Problem
 from pipeplan.runtime.arrival_order import arrival_order
