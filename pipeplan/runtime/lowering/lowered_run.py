@@ -16,12 +16,13 @@ from ...cost.stage_graph import StageGraph, tied_stages
 from ...errors import BadInput
 from ...plan import Plan, Schedule
 from ...schedule.kinds import graph_of, program_of_kind
+from ...schedule.memory import in_flight, lane_use, most_held
 from ...schedule.message_driven import default_limit
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
 from ...schedule.simulate import simulate
 from ...schedule.timeline import Timeline, Times, flush_makespan_ns
-from ...schedule.weight_policies import weight_policy
+from ...schedule.weight_versions import weight_policy
 from .instructions import (
     Agree,
     Instruction,
@@ -132,10 +133,10 @@ class Script:
         """
         device = self.devices[rank]
         lane = next(i for i, lane in enumerate(self.program.lanes) if lane.device == device)
-        held = self.timeline.in_flight(lane)
+        held = in_flight(self.timeline, lane)
         if len(held) == 1:
             ((s, count),) = held.items()
-            free = self.plan.platform.devices[device].memory_bytes - self.timeline.peak_bytes(lane)
+            free = self.plan.platform.devices[device].memory_bytes - lane_use(self.timeline, lane).peak_bytes
             held[s] = count + max(0, free) // max(1, self.graph.stages[s].kept_bytes)
         return held
 
@@ -157,7 +158,7 @@ class Script:
             if self.drains:
                 return self.interval
             lanes = [index for index, lane in enumerate(self.program.lanes) if lane.device is not None]
-            return 2 * max(map(self.timeline.most_held, lanes)) + self.round
+            return 2 * max(most_held(self.timeline, lane) for lane in lanes) + self.round
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
     def stages_of(self, rank: int) -> list[int]:
@@ -204,7 +205,7 @@ def prepare(
         timeline = simulate(program)
         if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        return program, timeline, lowered(program, timeline.start_ns, policy, interval, ranks)
+        return program, timeline, lowered(timeline, policy, interval, ranks)
 
     made: dict[int, tuple[Program, Timeline, list[Listing]]] = {}
     for length in sorted(set(lengths), reverse=True):
