@@ -10,12 +10,12 @@ from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
 from ..plan import Bound, Plan, Schedule
 from ..problem import Platform
-from ..schedule.kinds import SIMULATED, graph_of, program_of_kind
+from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind
 from ..schedule.memory import run_uses
 from ..schedule.pattern import DeviceUse, device_uses, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
 from ..schedule.simulate import simulate
-from ..schedule.steady import SteadyRun, steady_nf1b
+from ..schedule.steady import SteadyRun
 from ..schedule.timeline import flush_makespan_ns
 
 
@@ -37,12 +37,13 @@ class Evaluation:
 def evaluate(plan: Plan) -> Evaluation:
     """Return the figures of ``plan``, whose structure and operations must be in order."""
     graph = graph_of(plan)
-    if plan.schedule.kind in SIMULATED:
+    kind = kind_of(plan)
+    if kind.simulated is not None:
         return evaluate_simulated(graph, plan.schedule, plan.platform)
     assert plan.pattern is not None
     starts, period = starts_of(plan.pattern), plan.pattern.period_ns
     makespan = None
-    if plan.schedule.kind == "flush":
+    if kind.drains:
         assert plan.schedule.microbatches is not None
         makespan = flush_makespan_ns(simulate(unroll(graph, plan.pattern, plan.schedule.microbatches)))
     return Evaluation(
@@ -64,8 +65,9 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
     exceed in whatever order messages really arrive is ``limit`` microbatches per stage and pipeline.
     """
     makespan = None
-    if schedule.kind == "nf1b":
-        steady = steady_nf1b(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
+    find_steady = KINDS[schedule.kind].steady
+    if find_steady is not None:
+        steady = find_steady(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
         timeline, period = steady.timeline, steady.period_ns
         uses = run_uses(timeline, platform) if steady.settled else _admitted_uses(steady, platform)
     else:

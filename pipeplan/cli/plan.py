@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from ..partition import ALGORITHMS
 from ..plan import ScheduleKind
+from ..schedule.kinds import KINDS
 from ..units import parse_time
 from .grid import NAMES, grid_options, grid_problem, refuse_without_grid
 from .options import JSON, problem_options, read_problem
@@ -49,7 +50,7 @@ QUIET_S = 1.0  # what takes less needs no progress
 )
 @click.option(
     "--schedule",
-    type=click.Choice(["pattern", "flush", "nf1b", "message-driven"]),
+    type=click.Choice(list(KINDS)),
     help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
     "[default: the first]",
 )

@@ -14,8 +14,9 @@ from ..errors import BadInput
 from ..plan import Plan
 from ..schedule.memory import in_flight, most_held, run_uses
 from ..schedule.pattern import DeviceUse
+from ..schedule.registry import schedules
 from ..schedule.simulate import jittered_ns, simulate
-from ..schedule.steady import SteadyRun, steady_nf1b
+from ..schedule.steady import SteadyRun
 from ..schedule.timeline import Timeline, flush_makespan_ns
 from ..schedule.weight_versions import kept_by_stages, weight_policy
 from .other_schedules import default_microbatches, drains, own_schedule, program_of
@@ -49,10 +50,10 @@ class Simulation:
     @property
     def steady(self) -> SteadyRun | None:
         """The steady state of nF1B; None for other schedules."""
-        program = self.timeline.program
-        if self.schedule != "nf1b" or program.limit is None:
+        program, steady = self.timeline.program, schedules()[self.schedule].steady
+        if steady is None or program.limit is None:
             return None
-        return steady_nf1b(program.graph, program.batch, program.limit)
+        return steady(program.graph, program.batch, program.limit)
 
     def versions(self, vertical_sync: bool) -> list[int]:
         """Return how many versions of its weights each stage keeps in this nF1B run."""
@@ -127,7 +128,7 @@ class Simulation:
             ],
         }
         if steady is not None:
-            found["nf1b"] = {
+            found[self.schedule] = {
                 "batch": timeline.program.batch,
                 "limit": timeline.program.limit,
                 "steady_period_ns": steady.period_ns,

@@ -9,6 +9,7 @@ from html import escape
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Plan, Stage
 from ..planner.simulation import Simulation
+from ..schedule.kinds import kind_of
 from ..schedule.memory import activation_steps
 from ..units import format_bandwidth, format_bytes, format_ns
 from .gantt import Row, plan_window, timeline_rows
@@ -57,7 +58,7 @@ def report_html(simulation: Simulation) -> str:
         "<h2>Stages</h2>",
         _stages(plan, result),
     ]
-    if plan.pattern is not None or plan.schedule.kind == "nf1b":
+    if plan.pattern is not None or kind_of(plan).steady is not None:
         window = plan_window(plan)
         parts += [
             f"<h2>Steady state: {escape(window.title)}</h2>",

@@ -19,7 +19,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps, in_flight, lane_use
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
-from pipeplan.schedule.registry import SCHEDULES
+from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import simulate
 
 
@@ -37,7 +37,7 @@ def straight(layers=8, devices=4, checkpoint=()):
     return Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("test"))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
     rng = random.Random(name)
     ran = 0
@@ -56,7 +56,7 @@ def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
     assert ran >= 8
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_all_memory_is_given_back_and_nothing_is_negative(name):
     timeline = simulate(program_of(straight(checkpoint=[(0, 2), (5, 6)]), name, 12))
     for i, lane in enumerate(timeline.program.lanes):

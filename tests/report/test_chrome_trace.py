@@ -14,7 +14,7 @@ from pipeplan.report.chrome_trace import trace_events, trace_text
 from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.one_f_one_b import one_f_one_b
 from pipeplan.schedule.program import Step
-from pipeplan.schedule.registry import SCHEDULES
+from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import simulate
 
 
@@ -84,7 +84,7 @@ def test_memory_counters_add_up_to_the_device():
 
 
 def test_every_schedule_gives_json_that_reads_back():
-    for name in SCHEDULES:
+    for name in schedules():
         text = trace_text(simulate_plan(straight(), 8, name).timeline, straight().platform)
         assert len(json.loads(text)["traceEvents"]) > 100
 

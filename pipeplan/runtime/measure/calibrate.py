@@ -26,7 +26,7 @@ def calibrated(
     was measured beside everything else that travels, transfers don't wait for each other. ``waits_ns`` are each
     stage's waits at updates: a drained mini-batch ends with them, otherwise backwards are charged their share.
     """
-    program, interval, decides = script.program, script.interval, script.plan.schedule.kind == "message-driven"
+    program, interval, decides = script.program, script.interval, script.by_arrival
     graph = program.graph
     stages = []
     for s, cost in enumerate(graph.stages):
