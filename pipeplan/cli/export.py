@@ -39,10 +39,10 @@ def command(
     from ..files.text import write_text
     from ..planner.other_schedules import own_schedule, schedule_stages
     from ..planner.simulation import simulate_plan
-    from ..schedule.registry import SCHEDULES
+    from ..schedule.registry import schedules
 
-    if schedule is not None and schedule not in SCHEDULES:
-        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if schedule is not None and schedule not in schedules():
+        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(schedules())}")
     loaded = load_plan(plan)
     schedule = schedule or own_schedule(loaded)
     stages = schedule_stages(loaded, schedule, options["chunks"] or 2)

@@ -163,9 +163,10 @@ def command(
         check(loaded)  # it keeps other versions
     from ..runtime.lowering.lowered_run import message_driven_plan, prepare
     from ..runtime.model.spec import ModelSpec
+    from ..schedule.kinds import KINDS
 
     if schedule is not None or limit is not None:
-        if schedule is None and loaded.schedule.kind != "message-driven":
+        if schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
             raise click.UsageError("--limit goes with --schedule message-driven")
         loaded = message_driven_plan(loaded, limit)
         check(loaded)  # another limit holds other activations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..integers import ceil_div, extend, smallest
 from . import memory_model
-from .stage_graph import StageGraph, versions_of_first
+from .stage_graph import StageGraph
 
 
 def lifetimes(graph: StageGraph, period: int) -> list[int]:
@@ -80,14 +80,12 @@ def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:
     At the start of an operation of s, earlier stages hold what s holds, and every stage at least its peak less one.
     """
     stages = graph.stages_on(resource)
-    replicas, needed = graph.resources[resource].replicas, versions_of_first(graph, counts[0])
     fixed = most = 0
     for s in stages:
         stage = graph.stages[s]
         fixed += stage.buffer_bytes
-        fixed += memory_model.weights_bytes(
-            graph.policy, stage.weight_bytes, stage.parameters, counts[s], replicas, needed
-        )
+        kept = graph.versions(s, counts[s], counts[0])
+        fixed += memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
         held: int = memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, counts[s])
         for q in stages:
             if q != s:

@@ -69,14 +69,9 @@ def weights_bytes(
     parameters: IntLike,
     in_flight: IntLike,
     replicas: int = 1,
-    at_least: int = 1,
 ) -> IntLike:
-    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak.
-
-    ``at_least`` is the number of versions that vertical sync needs, those of the first stage.
-    """
-    kept = versions(policy, in_flight, replicas)
-    return versioned_bytes(policy, weight_bytes, parameters, plain(np.maximum(kept, at_least)))
+    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak."""
+    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight, replicas))
 
 
 def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike) -> IntLike:

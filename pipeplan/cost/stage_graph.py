@@ -112,6 +112,18 @@ class StageGraph:
         """Return the stages of a device group, in chain order."""
         return [s for s, stage in enumerate(self.stages) if stage.resource == resource]
 
+    def versions(self, stage: int, in_flight: int, of_first: int) -> int:
+        """Return the weight versions that a device keeps of ``stage`` when it holds ``in_flight`` microbatches of it.
+
+        Under vertical sync a microbatch uses on every stage what the first had when it entered. So no stage keeps fewer
+        versions than the first, of which a device holds ``of_first`` microbatches.
+        """
+        held = [(stage, in_flight), (0, of_first)] if self.policy.vertical_sync else [(stage, in_flight)]
+        return max(
+            int(memory_model.versions(self.policy, max(1, n), self.resources[self.stages[s].resource].replicas))
+            for s, n in held
+        )
+
     @property
     def contiguous(self) -> bool:
         """Whether every stage has its devices for itself."""
@@ -270,16 +282,3 @@ def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
 def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
     arrow = " -> " if platform.full_duplex else " - "
     return Resource(f"link {format_devices(one)}{arrow}{format_devices(other)}", one + other, 1)
-
-
-def versions_of_first(graph: StageGraph, in_flight: int) -> int:
-    """Return the weight versions that vertical sync makes every stage keep, 1 without it.
-
-    A microbatch uses on every stage what the first had when it entered, of which there are as many as the first keeps
-    with ``in_flight`` microbatches on a device.
-    """
-    if not graph.policy.vertical_sync:
-        return 1
-    return int(
-        memory_model.versions(graph.policy, max(1, in_flight), graph.resources[graph.stages[0].resource].replicas)
-    )

@@ -58,7 +58,7 @@ def cells(analysis: Analysis) -> Iterator[Cell]:
             kind = program.operations[step.position].kind
             mini_batch, place = divmod(step.microbatch, program.batch)
             label = f"{mini_batch + 1}{letters(place) if kind == 'F' else ''}"
-            version = analysis.used[step.microbatch][step.position]
+            version = analysis.version[step]
             yield Cell(worker, timeline.begin_ns(step), timeline.end_ns(step), kind, mini_batch + 1, label, version)
 
 

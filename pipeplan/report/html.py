@@ -9,6 +9,8 @@ from html import escape
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Plan, Stage
 from ..planner.simulation import Simulation
+from ..schedule.kinds import kind_of
+from ..schedule.memory import activation_steps
 from ..units import format_bytes, format_devices, format_ns
 from .gantt import NAMES, Row, plan_window, timeline_rows
 from .page import SCRIPT, STYLE
@@ -49,7 +51,7 @@ def report_html(simulation: Simulation) -> str:
         "<h2>Stages</h2>",
         _stages(plan, result),
     ]
-    if plan.pattern is not None or plan.schedule.kind == "nf1b":
+    if plan.pattern is not None or kind_of(plan).steady is not None:
         window = plan_window(plan)
         parts += [
             f"<h2>Steady state: {escape(window.title)}</h2>",
@@ -200,9 +202,9 @@ def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
     timeline, devices = simulation.timeline, simulation.plan.platform.devices
     return {
         str(lane.device): {
-            "static": timeline.static_bytes(i),
+            "static": simulation.uses[lane.device].static_bytes,
             "limit": devices[lane.device].memory_bytes,
-            "steps": list(timeline.memory_steps(i)),
+            "steps": list(activation_steps(timeline, i)),
         }
         for i, lane in enumerate(timeline.program.lanes)
         if lane.device is not None and lane.steps
@@ -217,13 +219,13 @@ def _memory(simulation: Simulation) -> str:
         (i, lane.device) for i, lane in enumerate(timeline.program.lanes) if lane.device is not None and lane.steps
     ]
     memory = {device: simulation.plan.platform.devices[device].memory_bytes for _, device in lanes}
-    top = max([timeline.peak_bytes(i) for i, _ in lanes] + list(memory.values()), default=1) * 1.05
+    top = max([simulation.uses[device].peak_bytes for _, device in lanes] + list(memory.values()), default=1) * 1.05
     span = max(1, timeline.makespan_ns)
     for i, device in lanes:
-        static, peak = timeline.static_bytes(i), timeline.peak_bytes(i)
+        static, peak = simulation.uses[device].static_bytes, simulation.uses[device].peak_bytes
         path: list[str] = []
         last = 0.0
-        for at, held in timeline.memory_steps(i):
+        for at, held in activation_steps(timeline, i):
             x, y = 100 * at / span, 1000 * (1 - (static + held) / top)
             path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
             last = y

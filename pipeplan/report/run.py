@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ..plan import Plan
+from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
 from .tables import console, make_table
 
@@ -50,7 +51,7 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             f"            {format_ns(report.planned_period_ns)} planned from the profile: "
             f"measured is {measured / report.planned_period_ns - 1:+.1%}"
         )
-    if plan.schedule.kind == "message-driven" and measured is not None and calibrated is not None:
+    if kind_of(plan).by_arrival and measured is not None and calibrated is not None:
         count = report.microbatches // report.steps
         out.print(
             f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"

@@ -13,6 +13,7 @@ from rich.table import Table
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Platform
+from ..schedule.kinds import kind_of
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
 
 LAYER_WIDTH = 36  # columns of a layer's name, at most
@@ -104,19 +105,16 @@ def print_plan(
     )
     if result.makespan_ns is not None:
         out.print(f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}")
-    if plan.schedule.kind == "nf1b":
-        out.print(
-            f"nf1b        one backward for a mini-batch of {plan.schedule.microbatches} microbatches, at most "
-            f"{plan.schedule.limit} mini-batches inside"
-        )
-    if plan.schedule.kind == "message-driven":
-        out.print(f"order       message-driven, at most {plan.schedule.limit} microbatches in a pipeline")
+    kind = kind_of(plan)
+    if kind.headline is not None:
+        name, sentence = kind.headline(plan.schedule)
+        out.print(f"{name:<12}{sentence}")
     for bound in plan.lower_bounds:
         distance = gap(result.period_ns, bound)
         verdict = "optimal" if bound.period_ns == result.period_ns else f"gap {distance:.2%}"
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
     claimed = plan.provenance.claimed_period_ns
-    if claimed is not None and claimed != result.period_ns and plan.schedule.kind == "pattern":
+    if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         out.print(f"claimed     {format_ns(claimed)} by {plan.provenance.algorithm} itself, before scheduling")
     out.print(
         f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"

@@ -27,7 +27,7 @@ def calibrated(
     don't wait for each other. ``waits_ns`` are each stage's waits at updates: a drained mini-batch ends with them,
     otherwise backwards are charged their share.
     """
-    program, decides = script.program, script.plan.schedule.kind == "message-driven"
+    program, decides = script.program, script.by_arrival
     graph = program.graph
     policy = replace(graph.policy, accumulate=script.interval)
     stages = []

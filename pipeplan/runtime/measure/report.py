@@ -13,6 +13,7 @@ from typing import Literal
 
 from ...cost import memory_model
 from ...cost.stage_graph import StageGraph
+from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import Script
@@ -162,7 +163,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         )
         for s, cost in enumerate(graph.stages)
     )
-    lanes = {lane.device: index for index, lane in enumerate(script.program.lanes) if lane.device is not None}
+    uses = run_uses(script.timeline, plan.platform)
     measured, mean = _periods(script, measurements)
     everything = [time for x in measurements for time in x.times]
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
@@ -185,7 +186,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             DeviceActivations(
                 device=device,
                 rank=rank,
-                planned_bytes=script.timeline.peak_activation_bytes(lanes[device]),
+                planned_bytes=uses[device].activation_bytes,
                 measured_bytes=measurements[rank].peak_activation_bytes,
             )
             for rank, device in enumerate(script.devices)
@@ -202,7 +203,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         ),
         times=tuple(x.times for x in measurements),
         memory=tuple(
-            DeviceMemory(device, rank, script.timeline.peak_bytes(lanes[device]), peak)
+            DeviceMemory(device, rank, uses[device].peak_bytes, peak)
             for rank, device in enumerate(script.devices)
             if (peak := measurements[rank].peak_device_bytes) is not None
         ),
@@ -212,7 +213,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             DeviceState(
                 device,
                 rank,
-                planned_bytes=script.timeline.weights_bytes(lanes[device]),
+                planned_bytes=uses[device].weights_bytes,
                 measured_bytes=measurements[rank].state_bytes,
                 planned_host_bytes=_host_bytes(graph, script.stages_of(rank)),
                 measured_host_bytes=measurements[rank].host_bytes,
