@@ -20,7 +20,8 @@ import torch
 
 from pipeplan import zoo
 from pipeplan.files.accelerators import accelerator
-from pipeplan.files.documents import profile_text, read_profile, write_text
+from pipeplan.files.profiles import profile_text, read_profile
+from pipeplan.files.text import write_text
 from pipeplan.problem import Chain
 from pipeplan.runtime.profiler.clock import ThreadClock
 from pipeplan.runtime.profiler.estimate import estimate_model

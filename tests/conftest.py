@@ -6,10 +6,14 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 os.environ["COLUMNS"] = "120"  # as wide as no terminal, or one, would happen to be
+os.environ["OMP_NUM_THREADS"] = "1"  # of what tests start; torch, where it is loaded here, reads it too
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # this checkout
 
 Command = Callable[..., tuple[int, str, str]]
 

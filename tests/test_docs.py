@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases.patience import SECONDS
 
 from pipeplan.cli import COMMANDS
 
@@ -54,7 +55,7 @@ def test_console_blocks_print_what_they_say(block: str, folder: Path) -> None:
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, wanted = part.partition("\n")
         done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
         got = done.stdout + (done.stderr if done.returncode else "")  # progress comes and goes with the load
         assert checker.check_output(wanted, got, flags), f"$ {command}\nREADME says:\n{wanted}\nit prints:\n{got}"

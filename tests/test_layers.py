@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
 NOUNS = "errors integers units problem plan"
@@ -149,5 +150,5 @@ def test_help_is_instant():
     """Importing the command line loads none of the heavy libraries, not even numpy."""
     heavy = ["numpy", "rich", "torch", "pulp", "networkx", "msgspec", "matplotlib"]
     code = f"import pipeplan.cli, sys; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS)
     assert done.stdout.strip() == "[]"

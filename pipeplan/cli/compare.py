@@ -36,7 +36,7 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
     \b
     Example: pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB
     """
-    from ..files.documents import write_text
+    from ..files.text import write_text
     from ..planner.compare import compare
     from ..planner.incumbent import Settings
     from ..report.comparison import print_rows

@@ -101,7 +101,7 @@ def plan_grid(
     **shared: Any,
 ) -> None:
     """Plan, print and write the grid that the options ask for."""
-    from ..files.documents import read_profile
+    from ..files.profiles import read_profile
     from ..planner.grid.plan import make_grid_plan
     from ..planner.grid.problem import grid_problem
     from ..report.grids import print_grids

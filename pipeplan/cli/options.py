@@ -120,7 +120,7 @@ def read_problem(
 
     ``segments`` says whether segments of layers may be recomputed where the user didn't say what may.
     """
-    from ..files.documents import read_profile
+    from ..files.profiles import read_profile
 
     if no_checkpointing and checkpointing not in (None, "none"):
         raise click.UsageError(f"--no-checkpointing and --checkpointing {checkpointing} contradict each other")
@@ -138,7 +138,7 @@ def read_problem(
 def _platform(
     gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None
 ) -> tuple[Platform, list[str]]:
-    from ..files.documents import read_platform
+    from ..files.platforms import read_platform
 
     if file is not None:
         given = [

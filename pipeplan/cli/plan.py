@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from ..partition import ALGORITHMS
 from ..plan import ScheduleKind
+from ..schedule.kinds import KINDS
 from .grid import DRAINED, LIMIT, grid_options, plan_grid
 from .options import EFFORT, SOLVER, problem_options, read_problem
 from .search import search, search_options
@@ -49,7 +50,7 @@ GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap"
 @EFFORT
 @click.option(
     "--schedule",
-    type=click.Choice(["pattern", "flush", "nf1b", "message-driven"]),
+    type=click.Choice(list(KINDS)),
     help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
     "[default: the first]",
 )

@@ -78,7 +78,8 @@ def command(
     if estimate is not None and (device is not None or measuring["hold"] != "auto"):
         raise click.UsageError("--estimate needs no device; leave out --device and --hold")
 
-    from ..files.documents import profile_text, write_text
+    from ..files.profiles import profile_text
+    from ..files.text import write_text
     from ..partition.granularity import merge_zero_time
     from ..runtime.profiler.steps import check_device, dtype_of, optimizer_of
 

@@ -153,7 +153,7 @@ def command(
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise BadInput(f"--trace: there is no folder {Path(trace).absolute().parent}")
-    from ..files.documents import load_plan
+    from ..files.plans import load_plan
 
     loaded = load_plan(plan)
     from ..check.validate import check
@@ -163,9 +163,10 @@ def command(
         check(loaded)  # it keeps other versions
     from ..runtime.lowering.lowered_run import message_driven_plan, prepare
     from ..runtime.model.spec import ModelSpec
+    from ..schedule.kinds import KINDS
 
     if schedule is not None or limit is not None:
-        if schedule is None and loaded.schedule.kind != "message-driven":
+        if schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
             raise click.UsageError("--limit goes with --schedule message-driven")
         loaded = message_driven_plan(loaded, limit)
         check(loaded)  # another limit holds other activations
@@ -210,7 +211,7 @@ def command(
     if report is None:  # another rank under torchrun reports
         return
     if trace is not None:
-        from ..files.documents import write_text
+        from ..files.text import write_text
         from ..runtime.measure.trace_file import measured_trace
 
         write_text(trace, measured_trace(loaded, report))

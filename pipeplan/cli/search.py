@@ -39,7 +39,8 @@ def search(
     solver: str = "cbc",
 ) -> None:
     """Write or ``show`` what ``find`` finds, with the seconds that it took."""
-    from ..files.documents import plan_text, write_text
+    from ..files.plans import plan_text
+    from ..files.text import write_text
     from ..planner.incumbent import Settings
 
     limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")

@@ -16,6 +16,7 @@ from ..partition.local_search import local_search
 from ..partition.pipedream.paper import pipedream
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind
 from ..problem import Problem
+from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
@@ -37,7 +38,7 @@ def plan_drained(
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
     count = problem.policy.accumulate or 1
-    if kind == "flush":
+    if KINDS[kind].simulated is None:
         judge = Judge(problem, settings, partial(_drained, count))
     else:
         judge = Judge(problem, settings, admission=Admission(Schedule(kind, count, limit), problem.platform))
@@ -45,7 +46,7 @@ def plan_drained(
 
 
 def plan_nf1b(
-    problem: Problem, propose: Propose, settings: Settings, widen: bool, limit: int | None
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
 ) -> tuple[Problem, Judge, str | None]:
     """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
 
@@ -60,7 +61,7 @@ def plan_nf1b(
     proposals = _proposed_around(propose) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
-        judge = Judge(here, _naming(settings, size), admission=Admission(Schedule("nf1b", size, limit), here.platform))
+        judge = Judge(here, _naming(settings, size), admission=Admission(Schedule(kind, size, limit), here.platform))
         status = run_search(proposals, here, judge, chosen is not None)
         if chosen is None:
             proposals = _again(judge, widen)
@@ -194,7 +195,7 @@ def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
     offer = pipeline(problem, [(device,) for device in range(count)], size)
     if offer is None:
         return
-    batch = size if admission.schedule.kind == "nf1b" else 1
+    batch = size if admission.kind.joins else 1
     asked = admission.schedule.limit
     for limit in [asked] if asked else dict.fromkeys((count, 2 * count - 1, max(1, count // 2), 1)):
         for in_flight in dict.fromkeys(held(count, limit, batch)):

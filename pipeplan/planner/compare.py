@@ -12,6 +12,7 @@ from ..integers import ceil_div
 from ..partition.balance import balance
 from ..problem import Device, Platform, Problem
 from ..schedule.gpipe import gpipe
+from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .by_simulation import MINI_BATCH_PER_DEVICE
@@ -100,11 +101,6 @@ def gpipe_period_ns(problem: Problem) -> int | None:
     for allocation in balance(problem.with_policy(policy)):
         graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
         timeline = simulate(gpipe(graph, microbatches))
-        lanes = timeline.program.lanes
-        if all(
-            timeline.peak_bytes(i) <= problem.platform.devices[lane.device].memory_bytes
-            for i, lane in enumerate(lanes)
-            if lane.device is not None
-        ):
+        if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
             return ceil_div(flush_makespan_ns(timeline), microbatches)
     return None

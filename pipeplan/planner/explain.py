@@ -16,6 +16,7 @@ from ..integers import smallest
 from ..partition.contiguous.contiguous import feasible
 from ..plan import Allocation, Schedule, Stage
 from ..problem import Device, Level, Platform, Problem, Weights
+from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ..units import format_bytes
 
@@ -72,14 +73,15 @@ def why_not_admitted(
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
-    count = f"{admitted.limit} {'mini-batch' if schedule.kind == 'nf1b' else 'microbatch'}"
-    count += "es" if admitted.limit != 1 else ""
-    size = f" of {schedule.microbatches}" if schedule.kind == "nf1b" else " per pipeline"
+    kind = KINDS[schedule.kind]
+    assert kind.limit is not None, "what is simulated has a limit"
+    count = f"{admitted.limit} {kind.limit.noun}{'es' if admitted.limit != 1 else ''}"
+    size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
     remedies = []
     if schedule.limit is not None and schedule.limit > 1:
         fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
         remedies += [f"with --limit {fewer}"] if fewer else []
-    if schedule.kind == "nf1b" and schedule.microbatches is not None and not remedies:
+    if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
         remedies += [f"with --accumulate {smaller}"] if smaller else []
     remedies.append(f"from {format_bytes(_round_up(use.peak_bytes))} per GPU")

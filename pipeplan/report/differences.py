@@ -8,7 +8,6 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from ..check.evaluate import evaluate, gap
 from ..cost.saved import saved_bytes
@@ -16,7 +15,7 @@ from ..plan import Plan
 from ..planner.carry import Carried
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
-from .tables import bound_class, console
+from .tables import LAYER_WIDTH, alone_ns, bound_class, console, make_table
 
 MOST_ROWS = 30
 
@@ -82,12 +81,10 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
         keep = {id(pair) for pair in by_size[:MOST_ROWS]}
         shown = [pair for pair in moved if id(pair) in keep]
     out.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("layer", no_wrap=True, max_width=36)
-    for name in ("A ms", "B ms", "B/A", "share", "weights", "saved", "output"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.caption = "share: of all time, B minus A in points; sizes are B minus A"
-    table.caption_style, table.caption_justify = "dim", "left"
+    columns = ("layer", "A ms", "B ms", "B/A", "share", "weights", "saved", "output")
+    caption = "share: of all time, B minus A in points; sizes are B minus A"
+    table = make_table(*columns, left=("layer",), space=2, caption=caption)
+    table.columns[0].max_width = LAYER_WIDTH
     for pair in shown:
         table.add_row(*_row(pair, before, after))
     out.print(table)
@@ -156,10 +153,7 @@ def _share_change(pair: LayerPair, before: Chain, after: Chain) -> float | None:
     """Return the layer's share of all forward and backward time in B minus that in A."""
     if pair.before is None or pair.after is None:
         return None
-    shares = [
-        time_ns(x) / int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
-        for x, chain in ((pair.before, before), (pair.after, after))
-    ]
+    shares = [time_ns(x) / alone_ns(chain) for x, chain in ((pair.before, before), (pair.after, after))]
     return shares[1] - shares[0]
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from ..plan import Plan
+from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
-from .tables import console
+from .tables import console, make_table
 
 _EXCHANGES = {
     "nccl": "tensors travelled over NCCL",
@@ -52,16 +51,14 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             f"            {format_ns(report.planned_period_ns)} planned from the profile: "
             f"measured is {measured / report.planned_period_ns - 1:+.1%}"
         )
-    if plan.schedule.kind == "message-driven" and measured is not None and calibrated is not None:
+    if kind_of(plan).by_arrival and measured is not None and calibrated is not None:
         count = report.microbatches // report.steps
         out.print(
             f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
         )
         out.print(f"            {format_ns(calibrated * count)} simulated with this run's own operation times")
     out.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stage", "forward", "planned", "backward", "planned"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("stage", "forward", "planned", "backward", "planned")
     for stage in report.stages:
         table.add_row(
             str(stage.stage),

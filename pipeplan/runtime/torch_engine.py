@@ -29,7 +29,7 @@ def refuse_for_torch(script: Script) -> None:
     stages = script.plan.allocation.stages
     if not script.drains:
         raise BadInput(f"plan: torch's engine drains before every update; weights are {script.plan.policy.weights!r}")
-    if script.plan.schedule.kind == "message-driven":
+    if script.by_arrival:
         raise BadInput("plan: torch's engine runs a fixed order; message-driven devices decide as messages come")
     if script.plan.policy.precision == "mixed":
         raise BadInput("plan: torch's engine runs in fp32; the precision is mixed")

@@ -1,6 +1,6 @@
 """Wall times of the command line, start-up included: medians of fresh processes, beside a bare Python start.
 
-Usage: python scripts/bench/cli.py [PROFILE]   (default: PipeDream's resnet50 where at hand, else a shipped one)
+Usage: python scripts/bench/cli.py [PROFILE]   (default: PipeDream's resnet50)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = ROOT.parent / "shared" / "data" / "pipedream-profiles" / "resnet50.graph.txt"
+PUBLISHED = ROOT / "profiles" / "published" / "resnet50.json"
 RUNS = 15
 
 
@@ -26,9 +26,7 @@ def median_seconds(command: list[str]) -> float:
 
 
 def main() -> None:
-    shipped = sorted((ROOT / "profiles").glob("resnet50*.json"))
-    default = PUBLISHED if PUBLISHED.exists() else shipped[0]
-    profile = sys.argv[1] if len(sys.argv) > 1 else str(default)
+    profile = sys.argv[1] if len(sys.argv) > 1 else str(PUBLISHED)
     pipeplan = [sys.executable, "-m", "pipeplan"]
     rows = {
         "python -c pass": [sys.executable, "-c", "pass"],

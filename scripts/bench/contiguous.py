@@ -1,8 +1,8 @@
 """Measure the contiguous partitioner: 1,000 layers on 64 devices, the published profiles, and decoders.
 
-``python scripts/bench/contiguous.py [large|published|segments|decoders]``; the published profiles lie in the folder
-that tests/cases.py names. The tables print, for every profile and option, how many of the 20 instances (2, 4, 6, 8
-devices of 3, 4, 6, 8, 12 GB) have a plan, the geometric mean of period / (work / devices) over those, how many of these
+``python scripts/bench/contiguous.py [large|published|segments|decoders]``; the published profiles lie in
+``profiles/published``. The tables print, for every profile and option, how many of the 20 instances (2, 4, 6, 8 devices
+of 3, 4, 6, 8, 12 GB) have a plan, the geometric mean of period / (work / devices) over those, how many of these
 plans are plain data parallelism, and the seconds. ``segments`` and ``decoders`` compare recomputed segments with
 recomputation of all or nothing, also by the geometric mean over the lower bound of class ``any``, and count the plans
 that are proved optimal. ``decoders`` are GPT-like chains of equal blocks on 8 and 16 devices, from the least memory
@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.files.graph_txt import read_graph_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.integers import smallest
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.plan import Allocation
 from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Policy, Problem
 
-FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "pipedream-profiles"
+FOLDER = Path(__file__).parents[2] / "profiles" / "published"
 PROFILES = ("vgg16", "resnet50", "densenet121")
 
 
@@ -81,7 +81,7 @@ def published() -> None:
     ):
         print(f"\n{title:45s} layers  feasible  period / ideal  data-parallel  median s     max s")
         for name in PROFILES:
-            chain = convert(read_graph_text((FOLDER / f"{name}.graph.txt").read_text(), name, name))
+            chain = convert(read_profile(str(FOLDER / f"{name}.json")))
             for label, replicas, checkpointing in rows:
                 ratios, seconds, parallel = [], [], 0
                 for devices in (2, 4, 6, 8):
@@ -114,9 +114,7 @@ def segments() -> None:
     ):
         print(f"\n{title:30s} {COLUMNS}")
         for name in PROFILES:
-            chain = merge_articulation(
-                read_graph_text((FOLDER / f"{name}.graph.txt").read_text(), name, name), saved="input"
-            )
+            chain = merge_articulation(read_profile(str(FOLDER / f"{name}.json")), saved="input")
             if free_input:
                 chain = replace(chain, input_bytes=0)
             problems = [

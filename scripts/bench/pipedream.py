@@ -1,10 +1,9 @@
 """Print what PipeDream's partitioner claims, in both modes, and how long it takes.
 
-    python scripts/bench/pipedream.py [FOLDER]
+    python scripts/bench/pipedream.py [PROFILE ...]
 
-FOLDER holds PipeDream's ``*.graph.txt`` profiles; the default is ``../shared/data/pipedream-profiles`` beside the
-repository. Four platforms (4 at 10 GB/s, 8 at 30 GB/s, 16 flat at 1.25 GB/s, 4x4 at 10 and 1.25 GB/s), then a chain of
-400 made-up layers on 8 servers of 8.
+The default are the profiles published with it, in ``profiles/published``. Four platforms (4 at 10 GB/s, 8 at 30 GB/s,
+16 flat at 1.25 GB/s, 4x4 at 10 and 1.25 GB/s), then a chain of 400 made-up layers on 8 servers of 8.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeplan.files.graph_txt import read_graph_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.partition.pipedream.paper import pipedream
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Problem
 
@@ -48,16 +47,12 @@ def report(chain: Chain, where: str, machine: Platform) -> None:
 
 
 def main() -> None:
-    here = Path(__file__).resolve().parents[2]
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else here.parent / "shared" / "data" / "pipedream-profiles"
-    files = sorted(folder.glob("*.graph.txt"))
-    if not files:
-        print(f"no *.graph.txt in {folder}", file=sys.stderr)
+    files = sys.argv[1:] or sorted(map(str, (Path(__file__).parents[2] / "profiles" / "published").glob("*.json")))
     print(
         f"{'profile':12} {'GB/s':14} {'paper ms':>11} {'s':>6}  {'replicas':24} {'released ms':>11} {'s':>6}  replicas"
     )
     for path in files:
-        chain = read_graph_text(path.read_text(), path.name.removesuffix(".graph.txt"), path.name)
+        chain = read_profile(path)
         for where, machine in PLATFORMS.items():
             report(chain, where, machine)
     rng = random.Random(0)

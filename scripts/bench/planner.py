@@ -22,7 +22,7 @@ from pathlib import Path
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import Infeasible
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.madpipe.exact import one_special_bound
 from pipeplan.planner.explain import least_memory
@@ -31,7 +31,7 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Problem
 from pipeplan.units import parse_bandwidth
 
-PUBLISHED = Path(__file__).parents[2].parent / "shared" / "data" / "pipedream-profiles"
+PUBLISHED = Path(__file__).parents[2] / "profiles" / "published"
 GB = 10**9
 
 
@@ -59,7 +59,7 @@ def cases(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
     def problem(chain: Chain, gpus: int, memory: int) -> Problem:
         return Problem(chain, Platform.flat(gpus, memory, bandwidth), replicas=replicas, checkpointing=checkpointing)
 
-    paths = arguments.profiles or [PUBLISHED / f"{name}.graph.txt" for name in ("vgg16", "resnet50", "densenet121")]
+    paths = arguments.profiles or [PUBLISHED / f"{name}.json" for name in ("vgg16", "resnet50", "densenet121")]
     made = {}
     for path in paths:
         chain = merge_articulation(read_profile(str(path)), "distinct" if arguments.distinct else "input")

@@ -1,9 +1,9 @@
 """Compare estimated with measured profiles on this CPU, layer by layer, for what the roofline is worth.
 
     python scripts/checks/compare_estimate.py [--layers] [--save cpu.json] [MODEL BATCH]...
-    python scripts/checks/compare_estimate.py --published FOLDER
+    python scripts/checks/compare_estimate.py --published
 
-The first form compares on this CPU, the second with PipeDream's published profiles (``*.graph.txt``) of a V100. The
+The first form compares on this CPU, the second with PipeDream's published profiles of a V100. The
 CPU's own entry of the accelerator table is measured on one thread: the peak from products of large matrices, the
 bandwidth from copies of tensors far larger than the caches, the launch time from additions of a few numbers. Then each
 model is measured and estimated, as its own layers and as a traced DAG. Printed: the rank correlation (Spearman) of the
@@ -28,7 +28,7 @@ from torch import nn
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.accelerators import Accelerator, accelerator
-from pipeplan.files.graph_txt import read_graph_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Chain
 from pipeplan.report.differences import rank_correlation, time_ns
 from pipeplan.runtime.profiler.clock import ThreadClock
@@ -108,15 +108,15 @@ def rows(estimated: Chain, measured: Chain) -> None:
         )
 
 
+FOLDER = Path(__file__).parents[2] / "profiles" / "published"
 PUBLISHED = [("vgg16", 128), ("resnet50", 128), ("densenet121", 64)]  # batches inferred from the activations' sizes
 
 
-def compare_published(folder: Path) -> None:
+def compare_published() -> None:
     """Compare estimates for a V100 with what PipeDream measured on one, in total and for convolutions and products."""
     print(f"{'model':12} {'batch':>5} {'measured ms':>22} {'estimated ms':>22} {'total':>7}  rank of layers")
     for name, batch in PUBLISHED:
-        path = folder / f"{name}.graph.txt"
-        measured = read_graph_text(path.read_text(encoding="utf-8"), name, path.name)
+        measured = read_profile(str(FOLDER / f"{name}.json"))
         model = zoo.load(name)
 
         def build(size: int, model: Any = model) -> Any:
@@ -140,10 +140,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=MODELS, help="names of the zoo and batch sizes, in turns")
     parser.add_argument("--layers", action="store_true", help="print every layer")
     parser.add_argument("--save", metavar="FILE", help="write the CPU's entry, for profile --estimate FILE")
-    parser.add_argument("--published", metavar="FOLDER", type=Path, help="compare with PipeDream's profiles instead")
+    parser.add_argument("--published", action="store_true", help="compare with PipeDream's profiles instead")
     arguments = parser.parse_args()
     if arguments.published:
-        compare_published(arguments.published)
+        compare_published()
         return
     torch.set_num_threads(1)
     cpu = this_cpu()

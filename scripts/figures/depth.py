@@ -2,7 +2,7 @@
 
     python scripts/figures/depth.py [PROFILE ...] [-o FIGURE]
 
-For each profile (default: PipeDream's gnmt and resnet50 where they are at hand) the model is cut into four straight
+For each profile (default: PipeDream's gnmt and resnet50) the model is cut into four straight
 stages by PipeDream's partitioner, and its 1F1B schedule is simulated with 1, 2, .. microbatches in flight at the input
 stage, weights stashed. The paper finds that throughput grows with the depth, by less and less, while memory grows in
 proportion.
@@ -14,13 +14,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.units import format_bytes, parse_bandwidth
 
-PUBLISHED = Path(__file__).parents[2].parent / "shared" / "data" / "pipedream-profiles"
+PUBLISHED = Path(__file__).parents[2] / "profiles" / "published"
 GPUS, MICROBATCHES, DEPTHS = 4, 96, range(1, 9)
 BANDWIDTH = "10GB/s"
 
@@ -45,12 +45,7 @@ def main() -> int:
     parser.add_argument("profiles", nargs="*")
     parser.add_argument("-o", "--output", help="draw the curves into this .svg, .png or .pdf")
     arguments = parser.parse_args()
-    profiles = arguments.profiles or [
-        str(p) for n in ("gnmt", "resnet50") if (p := PUBLISHED / f"{n}.graph.txt").exists()
-    ]
-    if not profiles:
-        print("no profile given, and PipeDream's are not at hand", file=sys.stderr)
-        return 2
+    profiles = arguments.profiles or [str(PUBLISHED / f"{name}.json") for name in ("gnmt", "resnet50")]
     curves = {Path(path).name.split(".")[0]: curve(path) for path in profiles}
     for name, points in curves.items():
         print(f"{name}: {GPUS} straight stages, {BANDWIDTH}, weights stashed")

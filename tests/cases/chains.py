@@ -12,27 +12,18 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from pipeplan.cost.saved import saved_bytes
-from pipeplan.files.graph_txt import read_graph_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Chain, Checkpointing, Device, Layer, Level, Platform, Policy, Problem, Weights
 
 PUBLISHED = ["alexnet", "densenet121", "gnmt", "resnet50", "vgg16"]
-PUBLISHED_FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "pipedream-profiles"
-
-
-def published(name: str) -> Chain:
-    """Return a profile published with PipeDream as a DAG; skips the test where the files are absent."""
-    if not (PUBLISHED_FOLDER / f"{name}.graph.txt").exists():
-        pytest.skip(f"no published profile {name} in {PUBLISHED_FOLDER}")
-    return _read(name)
+PUBLISHED_FOLDER = Path(__file__).parents[2] / "profiles" / "published"
 
 
 @cache
-def _read(name: str) -> Chain:
-    path = PUBLISHED_FOLDER / f"{name}.graph.txt"
-    return read_graph_text(path.read_text(), name, path.name)
+def published(name: str) -> Chain:
+    """Return a profile published with PipeDream, a DAG."""
+    return read_profile(str(PUBLISHED_FOLDER / f"{name}.json"))
 
 
 def random_chain(

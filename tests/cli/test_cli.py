@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.patience import SECONDS
 from conftest import Command
 
 from pipeplan.cli import COMMANDS
@@ -247,7 +248,7 @@ def test_a_closed_pipe_prints_no_traceback(profile: str) -> None:
         shell=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert "Traceback" not in done.stderr
 
@@ -272,7 +273,7 @@ def test_an_interrupt_exits_130_without_a_traceback(profile: str, tmp_path: Path
     assert process.stdout.readline() == "up\n"
     writer = os.open(fifo, os.O_WRONLY)  # returns once the command has opened the pipe and waits for the profile
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=SECONDS)
     os.close(writer)
     assert process.returncode == 130
     assert "Traceback" not in err

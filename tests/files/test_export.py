@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases.patience import SECONDS
 from cases.plans import greedy_pattern
 
 from pipeplan.cost.stage_graph import stage_graph
@@ -86,7 +87,7 @@ def run_torch(tmp_path: Path, csvs: list[str], held: list[str]) -> list[list[dic
         for rank, stages in enumerate(held)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=200)
+        _, errors = rank.communicate(timeout=SECONDS)
         assert rank.returncode == 0, errors[-2000:]
     return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(len(held))]
 
@@ -223,7 +224,7 @@ def test_notes_say_what_changes():
 
 def test_the_command_writes_a_file_and_refuses_with_the_reason(pipeplan, tmp_path):
     profile = tmp_path / "profile.json"
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile.write_text(profile_text(planned(THREE).chain))
     plan, out = tmp_path / "plan.json", tmp_path / "schedule.csv"

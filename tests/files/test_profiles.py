@@ -104,13 +104,14 @@ def test_malformed_graphs_are_refused_with_their_place(lines: list[str], message
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, "gnmt_large"])
 def test_published_profiles_keep_their_totals(name: str) -> None:
     chain = published(name)
     layers, milliseconds = {
         "alexnet": (22, 85.321),
         "densenet121": (428, 326.155),
         "gnmt": (45, 89.416),
+        "gnmt_large": (93, 520.453),
         "resnet50": (176, 443.419),
         "vgg16": (40, 672.535),
     }[name]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeplan.cost.saved import saved_bytes
-from pipeplan.files.documents import profile_text, read_profile
+from pipeplan.files.profiles import profile_text, read_profile
 
 FOLDER = Path(__file__).parents[2] / "profiles"
 FILES = sorted(FOLDER.glob("*.json"))
+PUBLISHED = sorted((FOLDER / "published").glob("*.json"))
 PARAMETERS = {
     "resnet50": 25_557_032,
     "resnet101": 44_549_160,
@@ -42,6 +43,22 @@ def test_each_file_is_canonical_and_says_where_it_comes_from(path: Path) -> None
     if name in PARAMETERS:
         shared = sum(chain.layers[i].parameter_count for _, i in chain.tied)
         assert sum(x.parameter_count for x in chain.layers) - shared == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_profiles_are_canonical_and_say_where_they_come_from(path: Path) -> None:
+    chain = read_profile(str(path))
+    assert profile_text(chain) == path.read_text()
+    assert path.stat().st_size < 100_000
+    assert (chain.name, chain.device) == (path.stem, "V100")
+    assert chain.source == "PipeDream (Narayanan et al. 2019), published profile, V100, MIT licence"
+    assert chain.edges is not None
+    assert not any(layer.name.startswith("Input") for layer in chain.layers)
+
+
+def test_the_published_networks_are_there() -> None:
+    names = {"alexnet", "densenet121", "gnmt", "gnmt_large", "resnet50", "vgg16"}
+    assert {path.stem for path in PUBLISHED} == names
 
 
 def test_the_papers_networks_are_there_at_their_size() -> None:

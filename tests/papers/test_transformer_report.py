@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cases.patience import SECONDS
 from conftest import Command
 
 TABLE_2 = ["--model", "myelin-12b", "--gpus", "48", "--inter", "6", "--microbatch", "8", "--batch", "16384"]
@@ -129,6 +130,10 @@ def test_no_torch_is_imported() -> None:
     code = "import sys; from pipeplan.cli import main; main()"
     script = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); {code}"
     done = subprocess.run(
-        [sys.executable, "-c", script, "estimate", *TABLE_2], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, "estimate", *TABLE_2],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
     )
     assert done.stderr.strip() == "False"

@@ -11,7 +11,8 @@ from conftest import Command
 
 from pipeplan.check.evaluate import Evaluation
 from pipeplan.cost.stage_graph import StageGraph
-from pipeplan.files.documents import plan_text, profile_text
+from pipeplan.files.plans import plan_text
+from pipeplan.files.profiles import profile_text
 from pipeplan.planner.grid.plan import make_grid_plan
 from pipeplan.planner.grid.problem import grid_problem
 from pipeplan.planner.plan import make_plan

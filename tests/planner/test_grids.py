@@ -12,7 +12,8 @@ from pipeplan.check.validate import violations
 from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.files.documents import plan_text, read_plan, write_text
+from pipeplan.files.plans import plan_text, read_plan
+from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length

@@ -15,13 +15,14 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.grid.problem import Config
 from pipeplan.planner.limits import Admission, cost_and_excess
 from pipeplan.planner.pipelines import Pipelines
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.steady import steady_nf1b
@@ -133,8 +134,8 @@ def test_with_replicas_the_limit_counts_for_each_pipeline():
     alone = simulate(message_driven(balanced(2, 1, 2), 6, 3))
     both = simulate(message_driven(graph, 12, 3))
     assert both.makespan_ns == alone.makespan_ns
-    assert [max(both.in_flight(i).values()) for i in range(4)] == [
-        max(alone.in_flight(i // 2).values()) for i in range(4)
+    assert [max(in_flight(both, i).values()) for i in range(4)] == [
+        max(in_flight(alone, i // 2).values()) for i in range(4)
     ]
 
 

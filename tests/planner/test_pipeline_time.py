@@ -14,6 +14,7 @@ from pipeplan.partition.local_search import _neighbours
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.pipeline_time import batch_on, drained
 from pipeplan.problem import Level, Policy, Problem
+from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
@@ -56,9 +57,9 @@ def test_a_grid_runs_as_the_simulator_says(seed):
     assert found.batch_ns == flush_makespan_ns(timeline)
     lanes = {lane.device: i for i, lane in enumerate(timeline.program.lanes)}
     for s, stage in enumerate(split):
-        assert found.in_flight[s] == max(timeline.in_flight(lanes[d])[s] for d in stage.devices)
+        assert found.in_flight[s] == max(in_flight(timeline, lanes[d])[s] for d in stage.devices)
         memory = platform.slowest(stage.devices).memory_bytes
-        assert found.over_bytes[s] == max(timeline.peak_bytes(lanes[d]) - memory for d in stage.devices)
+        assert found.over_bytes[s] == max(lane_use(timeline, lanes[d]).peak_bytes - memory for d in stage.devices)
     assert found.fits == (max(found.over_bytes) <= 0)
 
 

@@ -13,7 +13,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.saved import storages
 from pipeplan.errors import Infeasible
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
 from pipeplan.partition.madpipe.exact import one_special_bound
 from pipeplan.planner.incumbent import Settings

@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 from cases.chains import published
+from cases.patience import SECONDS
 from test_other_schedules import straight
 
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
@@ -97,7 +98,7 @@ def browser(page, *extra):
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *extra, page],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=SECONDS,
     )
     assert found.returncode == 0, found.stderr[-1000:]
     return found
@@ -158,7 +159,7 @@ def test_screenshots_of_a_published_profile_are_not_empty(tmp_path, devices):
 
 
 def test_the_command(pipeplan, tmp_path):
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile, plan, out = tmp_path / "p.json", tmp_path / "plan.json", tmp_path / "report.html"
     profile.write_text(profile_text(straight().chain))

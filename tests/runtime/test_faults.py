@@ -10,15 +10,13 @@ torch = pytest.importorskip("torch")
 from multiprocessing import forkserver
 
 from cases import runtime as runtime_cases
+from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.training.checkpoint import newest
-
-SECONDS = 60  # far more than anything here takes
-pytestmark = pytest.mark.timeout(4 * SECONDS)
 
 PASS = r"the (forward|backward) of microbatch \d+ on stage {}"
 KILLED = {  # (operation, rank): what died in what, and the newest complete checkpoint

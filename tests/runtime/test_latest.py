@@ -19,7 +19,8 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.validate import check
 from pipeplan.cli import group
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.files.documents import plan_text, read_profile
+from pipeplan.files.plans import plan_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.launch import run_plan
@@ -28,10 +29,9 @@ from pipeplan.runtime.lowering.instructions import Backward, Forward, Update, se
 from pipeplan.runtime.lowering.lowered_run import prepare
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.training.checkpoint import newest
-from pipeplan.schedule.weight_versions import live_versions, versions_used
+from pipeplan.schedule.program import Step
+from pipeplan.schedule.weight_versions import kept_by_stages, used, weight_policy
 
-SECONDS = 60  # far more than anything here takes
-pytestmark = pytest.mark.timeout(4 * SECONDS)
 STEPS, LR = 20, 0.05
 
 
@@ -202,8 +202,7 @@ def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     for found, expected in zip(trained, weights, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 if exact else 1e-5)
     timeline = script.timeline
-    versions = versions_used(timeline, vertical_sync)
-    kept = [live_versions(timeline, versions, s) for s in range(len(stages))]
+    kept = kept_by_stages(timeline, weight_policy(plan.policy), script.interval)
     assert [x.versions for x in report.stages] == [x.planned_versions for x in report.stages] == kept
     assert kept == [1] * len(stages) or (vertical_sync and max(kept) > 1)
     for held in report.activations:
@@ -241,14 +240,15 @@ def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
 def test_versions_are_those_of_the_simulated_schedule(stages, batch, limit, vertical_sync):
     plan = nf1b_plan(chain_of(images, 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
     script = prepare(plan, 12)
-    graph, used = script.graph, versions_used(script.timeline, vertical_sync)
+    passes = used(script.timeline, weight_policy(plan.policy), batch)
+    expected = {use.step: use.version for uses in passes for use in uses}
     seen = set()
     for rank in script.instructions:
         made = 0
         for x in rank:
             if isinstance(x, Forward | Backward):
                 kind = "F" if isinstance(x, Forward) else "B"
-                assert x.version == used[x.microbatch][graph.position[kind, x.stage]]
+                assert x.version == expected[Step(x.microbatch, script.graph.position[kind, x.stage])]
                 assert x.version <= made
                 assert vertical_sync or x.version == made
                 seen.add(made - x.version)

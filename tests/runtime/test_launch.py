@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
+from cases.patience import SECONDS, fails_when_patient
 from cases.runtime import (
     BACKWARD_S,
     FORWARD_S,
@@ -24,10 +25,6 @@ from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.training.optimizers import parse_choice
-
-SECONDS = 60  # far more than anything here takes
-pytestmark = pytest.mark.timeout(4 * SECONDS)
-
 
 TWO_STAGES = [(0, 3, (0,)), (3, 8, (1,))]
 SHARED = [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))]  # the first and the last stage on one device
@@ -235,10 +232,12 @@ def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
 
 def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
     model = ModelSpec("cases.runtime:hanging", "cases.runtime:vectors")
-    with pytest.raises(
-        RunFailed, match=r"rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost"
-    ):
-        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01, timeout_s=2)
+
+    def run(timeout_s):
+        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01, timeout_s=timeout_s)
+
+    words = "rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost"
+    fails_when_patient(run, RunFailed, words)
 
 
 def test_a_microbatch_of_another_shape_fails_before_it_is_sent():

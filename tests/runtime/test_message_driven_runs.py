@@ -13,6 +13,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
+from cases.patience import SECONDS
 from cases.runtime import (
     chain_of,
     largest_difference,
@@ -25,7 +26,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cli import group
 from pipeplan.errors import BadInput
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform, Problem
 from pipeplan.runtime.arrival_order import arrival_order
@@ -37,9 +38,6 @@ from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.schedule.message_driven import next_message
 from pipeplan.schedule.program import Step
-
-SECONDS = 60  # far more than anything here takes
-pytestmark = pytest.mark.timeout(4 * SECONDS)
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
 GRID = [(0, 2, (0, 1)), (2, 6, (2, 3))]

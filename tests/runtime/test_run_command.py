@@ -14,7 +14,8 @@ from cases.runtime import chain_of, plan_of
 from pipeplan.check.bounds import any_bound
 from pipeplan.cli import group
 from pipeplan.errors import BadInput
-from pipeplan.files.documents import load_plan, plan_text, read_profile
+from pipeplan.files.plans import load_plan, plan_text
+from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Problem
 from pipeplan.report.run import print_run
 from pipeplan.runtime.launch import run_plan

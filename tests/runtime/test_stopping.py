@@ -5,14 +5,12 @@ import threading
 import pytest
 
 torch = pytest.importorskip("torch")
+from cases.patience import SECONDS
 from torch.distributed import HashStore
 
 from pipeplan.runtime import stopping
 from pipeplan.runtime.exchange.transport import PeerLost
 from pipeplan.runtime.stopping import StoreStop
-
-SECONDS = 60  # far more than anything here takes
-pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
 @pytest.fixture(autouse=True)

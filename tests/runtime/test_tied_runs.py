@@ -35,8 +35,6 @@ from pipeplan.runtime.model.spec import LoadedModel, ModelSpec
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.tied import check_ties, separated, ties_of
 
-pytestmark = pytest.mark.timeout(240)
-
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
 TABLE, HEAD = "embedding.tokens.weight", "head.weight"
 APART = [(0, 2, (0,)), (2, 6, (1,))]

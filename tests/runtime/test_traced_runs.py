@@ -25,8 +25,6 @@ from pipeplan.runtime.model.pieces import Cut, message_spec, packed, traced_cut,
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.model.traced import fitted
 
-pytestmark = pytest.mark.timeout(300)
-
 CHAINS = {}
 
 

@@ -9,6 +9,7 @@ from cases.schedules import balanced, held, picture, staircase, vee
 
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.memory import activation_steps
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.zbv import zbv
 from pipeplan.schedule.zero_bubble import zb1p, zb2p
@@ -141,5 +142,5 @@ def test_split_backwards_hold_what_weight_gradients_need():
     graph = balanced(1, 1, 2, weight_part=1, saved=100)
     program = zb1p(graph, 1, Fraction(1, 4))
     timeline = simulate(program)
-    assert list(timeline.memory_steps(0)) == [(0, 100), (2, 25), (3, 0)]
-    assert list(simulate(zb1p(graph, 1)).memory_steps(0)) == [(0, 100), (3, 0)]
+    assert list(activation_steps(timeline, 0)) == [(0, 100), (2, 25), (3, 0)]
+    assert list(activation_steps(simulate(zb1p(graph, 1)), 0)) == [(0, 100), (3, 0)]

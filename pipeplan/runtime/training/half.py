@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...plan import Plan
-from ...schedule.weight_policies import weight_policy
+from ...schedule.weight_versions import weight_policy
 from ..device import CPU
 from ..model.contract import boundaries_of
 from ..model.network import converted

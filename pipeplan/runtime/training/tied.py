@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ...problem import Chain
+from ...problem import Chain, connected
 from ..exchange.replica_sum import ChunkSum, Group, added
 from ..exchange.transport import exchanging
 from ..lowering.lowered_run import Script
@@ -86,11 +86,7 @@ def _layers(model: LoadedModel, one: int, other: int) -> str:
 
 def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Return the first layer of those that each layer is connected with."""
-    first: dict[int, int] = {}
-    for pair in pairs:
-        ends = {first.get(layer, layer) for layer in pair}
-        first.update((layer, min(ends)) for layer in (*pair, *first) if first.get(layer, layer) in ends)
-    return first
+    return {layer: min(layers) for layers in connected(pairs) for layer in layers}
 
 
 def ties_of(script: Script, model: LoadedModel) -> list[Tie]:

