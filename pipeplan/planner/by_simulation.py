@@ -11,7 +11,7 @@ from ..check.bounds import any_bound
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..partition.balance import balance
 from ..partition.contiguous.batch import held, pipeline, splits
-from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..partition.local_search import local_search
 from ..partition.pipedream.paper import pipedream
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind
@@ -20,7 +20,6 @@ from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
-from .explain import longest_period_ns
 from .grid.problem import Config
 from .incumbent import Judge, Propose, Settings, run_search
 from .limits import ENOUGH, Admission
