@@ -22,17 +22,17 @@ MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 def local_search(
     problem: Problem,
     start: Allocation,
-    promise: Callable[[Allocation], int | None],
-    judge: Callable[[Allocation], bool],
+    lower_bound: Callable[[Allocation], int | None],
+    try_: Callable[[Allocation], bool],
     budget: int,
     done: Callable[[], bool],
     seed: int = 0,
 ) -> int:
     """Walk from ``start`` to better allocations; return how many candidates were looked at, about ``budget`` at most.
 
-    ``promise`` bounds an allocation's period from below without scheduling it, or says None when it cannot become the
-    best; ``judge`` schedules it and says whether it is the best so far. Neighbours are judged in the order of their
-    promises; when none is better, the search goes on from two random moves away from the best. Deterministic, but for
+    ``lower_bound`` bounds an allocation's period from below without scheduling it, or says None when it cannot become
+    the best; ``try_`` schedules it and says whether it is the best so far. Neighbours are tried in the order of their
+    bounds; when none is better, the search goes on from two random moves away from the best. Deterministic, but for
     ``done``, which ends it.
     """
     rng = random.Random(seed)
@@ -46,14 +46,14 @@ def local_search(
                 continue
             seen.add(neighbour)
             looked += 1
-            bound = promise(Allocation(neighbour))
+            bound = lower_bound(Allocation(neighbour))
             if bound is not None:
                 hopeful.append((bound, len(hopeful), neighbour))
             if looked >= budget:
                 break
         improved = False
         for _, _, neighbour in sorted(hopeful):
-            if judge(Allocation(neighbour)):
+            if try_(Allocation(neighbour)):
                 best = current = neighbour
                 improved = True
                 break

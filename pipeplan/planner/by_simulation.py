@@ -21,8 +21,8 @@ from ..schedule.program import unroll
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .grid.problem import Config
-from .incumbent import Judge, Propose, Settings, run_search
-from .limits import ENOUGH, Admission
+from .incumbent import Incumbent, Propose, Settings, run_search
+from .limits import ENOUGH, LimitSearch
 from .pipelines import Pipelines
 
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
@@ -31,44 +31,46 @@ DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
 
 def plan_drained(
     problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
-) -> tuple[Problem, Judge, str | None]:
+) -> tuple[Problem, Incumbent, str | None]:
     """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic."""
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
     count = problem.policy.accumulate or 1
     if KINDS[kind].simulated is None:
-        judge = Judge(problem, settings, partial(_drained, count))
+        incumbent = Incumbent(problem, settings, partial(_drained, count))
     else:
-        judge = Judge(problem, settings, admission=Admission(Schedule(kind, count, limit), problem.platform))
-    return problem, judge, run_search(_widened(propose) if widen else propose, problem, judge)
+        incumbent = Incumbent(problem, settings, limits=LimitSearch(Schedule(kind, count, limit), problem.platform))
+    return problem, incumbent, run_search(_widened(propose) if widen else propose, problem, incumbent)
 
 
 def plan_nf1b(
     problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
-) -> tuple[Problem, Judge, str | None]:
+) -> tuple[Problem, Incumbent, str | None]:
     """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
 
     Of several sizes of mini-batches the one with the shortest period is taken, the largest of those that differ by no
     more than a thousandth (the smallest where none fits), and its plan improved by local moves. The allocations
-    proposed for the first size are judged with the others too.
+    proposed for the first size are tried with the others too.
     """
     problem = replace(problem, replicas=False)
     sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
-    chosen: Judge | None = None
+    chosen: Incumbent | None = None
     status = None
     proposals = _proposed_around(propose) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
-        judge = Judge(here, _naming(settings, size), admission=Admission(Schedule(kind, size, limit), here.platform))
-        status = run_search(proposals, here, judge, chosen is not None)
+        incumbent = Incumbent(
+            here, _naming(settings, size), limits=LimitSearch(Schedule(kind, size, limit), here.platform)
+        )
+        status = run_search(proposals, here, incumbent, chosen is not None)
         if chosen is None:
-            proposals = _again(judge, widen)
-        if judge.limit is not None and chosen is not None and chosen.limit is not None:
-            shorter = judge.limit < chosen.limit - chosen.limit // ENOUGH
+            proposals = _again(incumbent, widen)
+        if incumbent.best_ns is not None and chosen is not None and chosen.best_ns is not None:
+            shorter = incumbent.best_ns < chosen.best_ns - chosen.best_ns // ENOUGH
         else:
-            shorter = judge.limit is not None
-        chosen = judge if chosen is None or chosen.best is None or shorter else chosen
+            shorter = incumbent.best_ns is not None
+        chosen = incumbent if chosen is None or chosen.best is None or shorter else chosen
         if status is not None:
             break
     assert chosen is not None
@@ -85,13 +87,13 @@ def _naming(settings: Settings, size: int) -> Settings:
     return replace(settings, progress=lambda line: progress(f"{line}, in mini-batches of {size}"))
 
 
-def _again(earlier: Judge, widen: bool) -> Propose:
-    """Return what proposes the allocations that ``earlier`` has judged, and those that hold other mini-batches."""
+def _again(earlier: Incumbent, widen: bool) -> Propose:
+    """Return what proposes the allocations that ``earlier`` has tried, and those that hold other mini-batches."""
 
-    def proposed(problem: Problem, judge: Judge) -> None:
-        assert judge.admission is not None
-        more = _holding(problem, judge.admission) if widen else ()
-        _judged(judge, chain(map(Allocation, earlier.seen), more))
+    def proposed(problem: Problem, incumbent: Incumbent) -> None:
+        assert incumbent.limits is not None
+        more = _holding(problem, incumbent.limits) if widen else ()
+        _try_all(incumbent, chain(map(Allocation, earlier.seen), more))
 
     return proposed
 
@@ -111,81 +113,81 @@ def _mini_batches(devices: int) -> list[int]:
 def _widened(propose: Propose) -> Propose:
     """Return ``propose``, then more contiguous plans, then local moves.
 
-    The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B, so others are judged too: see
+    The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B, so others are tried too: see
     :func:`_around`.
     """
 
-    def widened(problem: Problem, judge: Judge) -> None:
-        _proposed_around(propose)(problem, judge)
-        _moved(problem, judge)
-        walked = judge.best
-        if judge.admission is not None:
-            _judged(judge, _grids(problem, judge))
-            if judge.best is not walked:
-                _moved(problem, judge)
+    def widened(problem: Problem, incumbent: Incumbent) -> None:
+        _proposed_around(propose)(problem, incumbent)
+        _moved(problem, incumbent)
+        walked = incumbent.best
+        if incumbent.limits is not None:
+            _try_all(incumbent, _grids(problem, incumbent))
+            if incumbent.best is not walked:
+                _moved(problem, incumbent)
 
     return widened
 
 
 def _proposed_around(propose: Propose) -> Propose:
-    def proposed(problem: Problem, judge: Judge) -> None:
-        propose(problem, judge)
-        _judged(judge, _around(problem, judge))
+    def proposed(problem: Problem, incumbent: Incumbent) -> None:
+        propose(problem, incumbent)
+        _try_all(incumbent, _around(problem, incumbent))
 
     return proposed
 
 
-def _judged(judge: Judge, allocations: Iterable[Allocation]) -> None:
+def _try_all(incumbent: Incumbent, allocations: Iterable[Allocation]) -> None:
     for allocation in allocations:
-        if judge.expired:
+        if incumbent.expired:
             return
-        judge(allocation)
+        incumbent.try_(allocation)
 
 
-def _moved(problem: Problem, judge: Judge) -> None:
+def _moved(problem: Problem, incumbent: Incumbent) -> None:
     """Walk from the best allocation so far, if there is one, to better ones."""
-    if judge.best is not None:
-        start = judge.best.allocation
-        local_search(problem, start, judge.promise, judge.improves, DRAINED_MOVES, lambda: judge.expired)
+    if incumbent.best is not None:
+        start = incumbent.best.allocation
+        local_search(problem, start, incumbent.lower_bound, incumbent.try_, DRAINED_MOVES, lambda: incumbent.expired)
 
 
-def _around(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+def _around(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield the baselines' splits, those that hold what a limit admits, then the best contiguous plans of periods
     longer than the best so far has; the last are also what fits little memory, or has replicas."""
     yield from chain(balance(problem), pipedream(problem), pipedream(problem, straight=True))
-    if judge.admission is not None:
-        yield from _holding(problem, judge.admission)
-        if judge.best is not None and not problem.replicas:
+    if incumbent.limits is not None:
+        yield from _holding(problem, incumbent.limits)
+        if incumbent.best is not None and not problem.replicas:
             return
-    elif judge.best is None:
+    elif incumbent.best is None:
         return
-    for period in longer_periods(_period(problem, judge), longest_period_ns(problem)):
+    for period in longer_periods(_period(problem, incumbent), longest_period_ns(problem)):
         slower = feasible(problem, period)
         if slower is not None:
             yield slower
 
 
-def _grids(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+def _grids(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield the best split of every grid of equal pipelines that may drain sooner than the best so far."""
-    assert judge.admission is not None
+    assert incumbent.limits is not None
     count = problem.policy.accumulate or 1
     for stages in range(min(len(problem.platform), len(problem.chain)), 0, -1):
         pipelines = len(problem.platform) // stages if problem.replicas else 1
         if count % pipelines:
             continue
         groups = Config(stages, pipelines, 1).groups()
-        grid = Pipelines(problem, groups, count // pipelines, judge.admission.schedule.limit)
-        grid.bound(judge.limit)
-        if judge.limit is not None and grid.bound_ns >= judge.limit:
+        grid = Pipelines(problem, groups, count // pipelines, incumbent.limits.schedule.limit)
+        grid.bound(incumbent.best_ns)
+        if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:
             continue
         proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
-        for _ in grid.try_(takewhile(lambda _: not judge.expired, proposals)):
+        for _ in grid.try_(takewhile(lambda _: not incumbent.expired, proposals)):
             pass  # the last is the best
         if grid.best is not None:
             yield Allocation(grid.best.stages)
 
 
-def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
+def _holding(problem: Problem, limits: LimitSearch) -> Iterator[Allocation]:
     """Yield splits into one stage per GPU that recompute no more than they must to hold what a limit admits.
 
     For the limit that was asked for, or for some: see :func:`..partition.contiguous.batch.splits`.
@@ -194,8 +196,8 @@ def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
     offer = pipeline(problem, [(device,) for device in range(count)], size)
     if offer is None:
         return
-    batch = size if admission.kind.joins else 1
-    asked = admission.schedule.limit
+    batch = size if limits.kind.joins else 1
+    asked = limits.schedule.limit
     for limit in [asked] if asked else dict.fromkeys((count, 2 * count - 1, max(1, count // 2), 1)):
         for in_flight in dict.fromkeys(held(count, limit, batch)):
             for cuts in splits(offer, in_flight):
@@ -204,13 +206,15 @@ def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
                 yield Allocation(stages)
 
 
-def _period(problem: Problem, judge: Judge) -> int:
+def _period(problem: Problem, incumbent: Incumbent) -> int:
     """Return the period of the best so far, without a pattern that of its busiest resource; first a lower bound."""
-    if judge.best is None:
+    if incumbent.best is None:
         return any_bound(problem).period_ns
-    if judge.best.pattern is not None:
-        return judge.best.pattern.period_ns
-    return stage_graph(problem.chain, problem.platform, problem.policy, judge.best.allocation.stages).period_floor_ns
+    if incumbent.best.pattern is not None:
+        return incumbent.best.pattern.period_ns
+    return stage_graph(
+        problem.chain, problem.platform, problem.policy, incumbent.best.allocation.stages
+    ).period_floor_ns
 
 
 def longer_periods(period: int, longest: int, parts: int = 4) -> Iterator[int]:

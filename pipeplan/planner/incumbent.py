@@ -1,8 +1,8 @@
-"""Judge: schedules allocations, remembers the best, and tells searches what each is worth.
+"""Which allocation is the best so far, how is it scheduled, and can another one beat it?
 
-Searches propose allocations and never schedule; the judge schedules and never proposes. Contiguous allocations go to
-1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff. Where GPUs
-decide as they go there is no pattern, and the simulated run decides.
+Searches propose allocations and never schedule; the incumbent schedules and never proposes. Contiguous allocations go
+to 1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff. Where
+GPUs decide as they go there is no pattern, and the simulated run decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..plan import Allocation, Bound, Pattern, Schedule, Stage
 from ..problem import Problem
 from ..schedule.periodic.ilp import IlpStatus, Solver, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
-from .limits import Admission
+from .limits import LimitSearch
 
 MARGIN = 1000
 Cost = Callable[[StageGraph, Pattern], int]
@@ -43,7 +43,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Scheduled:
     """A scheduled allocation: its cost (ns), its pattern, and what the solver said (None for 1F1B*).
 
     Without a pattern there is the ``schedule`` instead, its limit decided.
@@ -56,10 +56,10 @@ class Verdict:
     schedule: Schedule | None = None
 
 
-class Judge:
+class Incumbent:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
 
-    With an ``admission`` they run without a pattern, and their cost is that of the limit that it chooses.
+    With ``limits`` they run without a pattern, and their cost is that of the limit that is chosen.
 
     More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
     run something that the model doesn't know.
@@ -71,17 +71,17 @@ class Judge:
     """
 
     def __init__(
-        self, problem: Problem, settings: Settings, cost: Cost = period_cost, admission: Admission | None = None
+        self, problem: Problem, settings: Settings, cost: Cost = period_cost, limits: LimitSearch | None = None
     ) -> None:
-        self.problem, self.settings, self.cost, self.admission = problem, settings, cost, admission
-        self.best: Verdict | None = None
+        self.problem, self.settings, self.cost, self.limits = problem, settings, cost, limits
+        self.best: Scheduled | None = None
         self.rejected: Allocation | None = None
-        self._excess_bytes = 0  # of ``rejected``, with an admission
+        self._excess_bytes = 0  # of ``rejected``, with limits
         self.broken: str | None = None
         self.stopped = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
-        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were judged
+        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were tried
 
     @property
     def expired(self) -> bool:
@@ -93,79 +93,69 @@ class Judge:
     @property
     def periodic(self) -> bool:
         """Whether an allocation costs the period of its pattern, so that bounds on periods are bounds on costs."""
-        return self.cost is period_cost and self.admission is None
+        return self.cost is period_cost and self.limits is None
 
     @property
-    def limit(self) -> int | None:
+    def best_ns(self) -> int | None:
         """Cost that an allocation must beat, or None while nothing fits."""
         return None if self.best is None else self.best.cost
 
-    def promise(self, allocation: Allocation) -> int | None:
-        """Return a lower bound on the allocation's period, or None when it was judged or shall not be."""
+    def lower_bound(self, allocation: Allocation) -> int | None:
+        """Return a lower bound on the allocation's period, or None when it was tried or shall not be."""
         if allocation.stages in self.seen or self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)
-        if self.admission is not None:
-            floor = self.admission.floor_ns(graph)
+        if self.limits is not None:
+            floor = self.limits.floor_ns(graph)
             beaten = self.best is not None and floor >= self._to_beat(graph)
-            return None if beaten or self.admission.refuses(graph) else floor
+            return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
             return graph.period_floor_ns if graph.contiguous else None
         if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
             return None
         return group_bound(graph)
 
-    def improves(self, allocation: Allocation) -> bool:
-        """Judge an allocation and return whether it is the best so far."""
-        before = self.best
-        self(allocation)
-        return self.best is not before
-
-    def __call__(self, allocation: Allocation) -> int | None:
-        """Return the allocation's cost when it can run and was not judged before; None otherwise.
-
-        A non-contiguous allocation is scheduled only as far as it can become the best.
-        """
+    def try_(self, allocation: Allocation) -> bool:
+        """Schedule an allocation that wasn't tried before, as far as it can become the best; return whether it did."""
         if allocation.stages in self.seen:
-            return None
+            return False
         self.seen[allocation.stages] = None
         if self._breaks_rules(allocation):
-            return None
+            return False
         graph = self._graph(allocation)
-        verdict = self._decided(graph, allocation) if self.admission else self._patterned(graph, allocation)
-        if verdict is None:
-            return None
-        if self.best is None or verdict.cost < self._to_beat(graph):
-            self.best = verdict
-            if self.settings.progress:
-                bound = "" if self.floor_ns is None else f", no plan is below {self.floor_ns / 1e6:.3f} ms"
-                self.settings.progress(f"best so far {verdict.cost / 1e6:.3f} ms{bound}")
-        return verdict.cost
+        found = self._decided(graph, allocation) if self.limits else self._patterned(graph, allocation)
+        if found is None or (self.best is not None and found.cost >= self._to_beat(graph)):
+            return False
+        self.best = found
+        if self.settings.progress:
+            bound = "" if self.floor_ns is None else f", no plan is below {self.floor_ns / 1e6:.3f} ms"
+            self.settings.progress(f"best so far {found.cost / 1e6:.3f} ms{bound}")
+        return True
 
-    def _patterned(self, graph: StageGraph, allocation: Allocation) -> Verdict | None:
+    def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
         pattern, status = self._schedule(graph)
         if pattern is not None:
-            return Verdict(self.cost(graph, pattern), allocation, pattern, status)
+            return Scheduled(self.cost(graph, pattern), allocation, pattern, status)
         if status is None or status == "infeasible":
             self.rejected = self.rejected or allocation
         return None
 
-    def _decided(self, graph: StageGraph, allocation: Allocation) -> Verdict | None:
+    def _decided(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
         """Simulate an allocation that could become the best."""
-        assert self.admission is not None
-        refused = self.admission.refuses(graph)
+        assert self.limits is not None
+        refused = self.limits.refuses(graph)
         if refused is not None:
             self.broken = self.broken or refused
             return None
-        if self.best is not None and self.admission.floor_ns(graph) >= self._to_beat(graph):
+        if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(graph):
             return None
-        choice = self.admission.choose(graph)
+        choice = self.limits.choose(graph)
         if choice is None:
-            excess = self.admission.excess_bytes(graph)
+            excess = self.limits.excess_bytes(graph)
             if self.rejected is None or excess < self._excess_bytes:
                 self.rejected, self._excess_bytes = allocation, excess
             return None
-        return Verdict(choice.cost_ns, allocation, None, schedule=choice.schedule)
+        return Scheduled(choice.cost_ns, allocation, None, schedule=choice.schedule)
 
     def _to_beat(self, graph: StageGraph) -> int:
         assert self.best is not None
@@ -203,15 +193,15 @@ class Judge:
         return result.pattern, result.status
 
 
-Propose = Callable[[Problem, Judge], None]
+Propose = Callable[[Problem, Incumbent], None]
 
 
-def run_search(propose: Propose, problem: Problem, judge: Judge, dispensable: bool = False) -> str | None:
-    """Let ``propose`` feed the judge; return why it stopped early, or None. A ``dispensable`` judge may end empty."""
+def run_search(propose: Propose, problem: Problem, incumbent: Incumbent, dispensable: bool = False) -> str | None:
+    """Let ``propose`` feed the incumbent; return why it stopped early, or None. A ``dispensable`` one may end empty."""
     try:
-        propose(problem, judge)
+        propose(problem, incumbent)
     except KeyboardInterrupt:
-        if judge.best is None and not dispensable:
+        if incumbent.best is None and not dispensable:
             raise
         return "interrupted"
-    return "time limit" if judge.stopped else None
+    return "time limit" if incumbent.stopped else None

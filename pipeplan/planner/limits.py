@@ -20,7 +20,7 @@ ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other li
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenLimit:
     """A schedule with its limit decided, and its cost in ns: nF1B's period, message-driven's makespan."""
 
     cost_ns: int
@@ -40,7 +40,7 @@ def cost_and_excess(graph: StageGraph, schedule: Schedule, platform: Platform) -
 
 
 @dataclass(frozen=True)
-class Admission:
+class LimitSearch:
     """A kind of schedule to plan for: ``schedule.limit`` is the user's, or None for the planner to choose."""
 
     schedule: Schedule
@@ -60,7 +60,7 @@ class Admission:
         floor = graph.period_floor_ns
         return (self.schedule.microbatches or 1) * (floor - 1) if self.kind.drains else floor
 
-    def choose(self, graph: StageGraph) -> Choice | None:
+    def choose(self, graph: StageGraph) -> ChosenLimit | None:
         """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.
 
         Without a limit of the user's: the usual ones, the shortest cost of those that fit, and below them the largest
@@ -71,7 +71,7 @@ class Admission:
             return self._tried(graph, 1 if alone else self.schedule.limit)  # a stage alone has nothing to wait for
         assert self.kind.limit is not None, "what is simulated has a limit"
         usual = self.kind.limit.usual(graph)
-        best: Choice | None = None
+        best: ChosenLimit | None = None
         for limit in usual:
             found = self._tried(graph, limit)
             if found is not None and (best is None or found.cost_ns < best.cost_ns - best.cost_ns // ENOUGH):
@@ -87,7 +87,7 @@ class Admission:
         """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
         return cost_and_excess(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)[1]
 
-    def _tried(self, graph: StageGraph, limit: int) -> Choice | None:
+    def _tried(self, graph: StageGraph, limit: int) -> ChosenLimit | None:
         schedule = replace(self.schedule, limit=limit)
         cost, excess = cost_and_excess(graph, schedule, self.platform)
-        return Choice(cost, schedule) if excess <= 0 else None
+        return ChosenLimit(cost, schedule) if excess <= 0 else None

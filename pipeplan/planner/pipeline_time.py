@@ -17,7 +17,7 @@ from ..problem import Platform, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class BatchTime:
     """A batch on a grid: its time with all-reduces, and by stage the microbatches held and the bytes too many.
 
     ``exact`` tells whether every step was simulated; ``steps`` is the simulation's effort.
@@ -35,9 +35,9 @@ class Drained:
         return max(self.over_bytes) <= 0
 
 
-def drained(
+def batch_time(
     problem: Problem, stages: Sequence[Stage], microbatches: int, limit: int, *, whole: bool = True, rounds: int = 4
-) -> Drained:
+) -> BatchTime:
     """Return how the grid that ``stages`` make runs a batch of ``microbatches`` microbatches for each pipeline.
 
     Message-driven, at most ``limit`` microbatches in a pipeline. ``whole``: every step of every pipeline is simulated.
@@ -65,7 +65,7 @@ def drained(
     steps = count * (pipelines if whole else 1) * len(graph.operations)
     exact = whole or (pipelines == 1 and count == microbatches)
     held = tuple(max(most) for most in run.most)
-    return Drained(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, exact)
+    return BatchTime(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, exact)
 
 
 def batch_on(graph: StageGraph, platform: Platform, microbatches: int, limit: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from ..partition.contiguous.batch import Pipeline, drained_bound, held, least_drained_ns, pipeline, splits
 from ..plan import Stage
 from ..problem import Problem
-from .pipeline_time import Drained, drained
+from .pipeline_time import BatchTime, batch_time
 
 _WHOLE = 20_000  # steps of a batch up to which all pipelines are simulated, beyond one stands for all
 _SETTLED = 4_000_000  # steps of a batch up to which the best split is simulated in full
@@ -30,7 +30,7 @@ class Split:
     in_flight: tuple[int, ...]
     limit: int
     stages: tuple[Stage, ...]
-    result: Drained
+    result: BatchTime
 
 
 class Pipelines:
@@ -54,7 +54,7 @@ class Pipelines:
         self.steps = 0
         self._limit = limit
         self._tables: Pipeline | None = None
-        self._seen: dict[tuple[tuple[Stage, ...], int], Drained] = {}
+        self._seen: dict[tuple[tuple[Stage, ...], int], BatchTime] = {}
 
     @property
     def tables(self) -> Pipeline | None:
@@ -143,7 +143,7 @@ class Pipelines:
         """Simulate the best in full, unless that takes too long; it is dropped where it doesn't fit then."""
         if self.best is None or self.best.result.exact or self._steps() > _SETTLED:
             return
-        result = drained(self.problem, self.best.stages, self.microbatches, self.best.limit)
+        result = batch_time(self.problem, self.best.stages, self.microbatches, self.best.limit)
         # side by side, pipelines hold more than one alone
         self.best = replace(self.best, result=result) if result.fits else None
 
@@ -160,11 +160,11 @@ class Pipelines:
             found = min(drained_bound(self.tables, low, high, enough) for low, high in spans)
         self.bound_ns = max(self.bound_ns, found)
 
-    def _simulated(self, stages: tuple[Stage, ...], limit: int) -> Drained:
+    def _simulated(self, stages: tuple[Stage, ...], limit: int) -> BatchTime:
         key = stages, limit
         if key not in self._seen:
             whole = self._steps() <= _WHOLE
-            self._seen[key] = drained(self.problem, stages, self.microbatches, limit, whole=whole)
+            self._seen[key] = batch_time(self.problem, stages, self.microbatches, limit, whole=whole)
             self.steps += self._seen[key].steps
         return self._seen[key]
 

@@ -1,4 +1,4 @@
-"""The composition: propose, schedule, keep the best, bound, and judge. Reads like the picture in the design.
+"""Which plan is best for a problem? Propose, schedule, keep the best, bound, and check: the composition.
 
 Takes and returns values; the clock belongs to the caller.
 """
@@ -23,7 +23,7 @@ from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
 from .by_simulation import longer_periods, plan_drained, plan_nf1b
 from .explain import why_infeasible, why_not_admitted
-from .incumbent import Judge, Propose, Settings, Verdict, run_search
+from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .portfolio import EFFORTS, propose_contiguous, search
 
 AUTO = "auto"
@@ -63,33 +63,33 @@ def make_plan(
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
     if row.drains:
-        problem, judge, status = plan_drained(problem, propose, settings, widen, kind, limit)
+        problem, incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit)
     elif row.simulated is not None:
-        problem, judge, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
+        problem, incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:
         relaxed = widen and problem.policy.vertical_sync
-        problem, judge, status = _plan_pattern(problem, _synced(propose) if relaxed else propose, settings)
-    if judge.best is None:
-        if judge.admission is not None:
-            raise Infeasible(why_not_admitted(problem, judge.admission.schedule, judge.rejected, judge.broken))
-        raise Infeasible(why_infeasible(problem, judge.rejected, judge.broken))
-    allocation, pattern = _tidy(problem, judge.best.allocation), judge.best.pattern
+        problem, incumbent, status = _plan_pattern(problem, _synced(propose) if relaxed else propose, settings)
+    if incumbent.best is None:
+        if incumbent.limits is not None:
+            raise Infeasible(why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken))
+        raise Infeasible(why_infeasible(problem, incumbent.rejected, incumbent.broken))
+    allocation, pattern = _tidy(problem, incumbent.best.allocation), incumbent.best.pattern
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,
         policy=problem.policy,
         allocation=allocation,
         pattern=pattern,
-        lower_bounds=(*_class_bounds(judge), any_bound(problem)),
+        lower_bounds=(*_class_bounds(incumbent), any_bound(problem)),
         provenance=Provenance(
             algorithm,
             options if algorithm != AUTO else {**options, "effort": effort},
             allocation.claimed_period_ns,
-            solver=None if judge.best.status is None else settings.solver,
-            solver_status=status or judge.best.status,
+            solver=None if incumbent.best.status is None else settings.solver,
+            solver_status=status or incumbent.best.status,
             version=__version__,
         ),
-        schedule=judge.best.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
+        schedule=incumbent.best.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
     )
     return Planned(plan, check(plan))
 
@@ -117,22 +117,22 @@ def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
 
 def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     if algorithm == AUTO:
-        return lambda problem, judge: search(problem, judge, EFFORTS[effort])
+        return lambda problem, incumbent: search(problem, incumbent, EFFORTS[effort])
 
-    def propose(problem: Problem, judge: Judge) -> None:
+    def propose(problem: Problem, incumbent: Incumbent) -> None:
         if algorithm == "contiguous":
-            found = propose_contiguous(problem, judge)
+            found = propose_contiguous(problem, incumbent)
         else:
             found = ALGORITHMS[algorithm].partition(problem, **options)
         for allocation in found:
-            judge(allocation)
-            if judge.expired:
+            incumbent.try_(allocation)
+            if incumbent.expired:
                 return
 
     return propose
 
 
-def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Problem, Judge, str | None]:
+def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Problem, Incumbent, str | None]:
     """Plan for the shortest period; decide ``accumulate`` from what the best plan has in flight and plan again with it.
 
     Fewer updates per microbatch only make stages cheaper, so the first plan stays feasible in the second round, which
@@ -140,17 +140,17 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
     """
     if problem.policy.accumulate is None and problem.policy.weights != "2bw":
         problem = problem.with_policy(replace(problem.policy, accumulate=1))
-    judge = Judge(problem, settings)
-    status = run_search(propose, problem, judge)
-    if problem.policy.accumulate is not None or judge.best is None:
-        return problem, judge, status
-    decided = problem.with_policy(replace(problem.policy, accumulate=_depth(problem, judge.best)))
+    incumbent = Incumbent(problem, settings)
+    status = run_search(propose, problem, incumbent)
+    if problem.policy.accumulate is not None or incumbent.best is None:
+        return problem, incumbent, status
+    decided = problem.with_policy(replace(problem.policy, accumulate=_depth(problem, incumbent.best)))
     if not _updates_cost_time(problem):
-        return decided, judge, status
-    again = Judge(decided, settings)
+        return decided, incumbent, status
+    again = Incumbent(decided, settings)
     if status != "interrupted":
         status = run_search(propose, decided, again) or status
-    again(judge.best.allocation)
+    again.try_(incumbent.best.allocation)
     return decided, again, status
 
 
@@ -160,7 +160,7 @@ def _updates_cost_time(problem: Problem) -> bool:
     return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
 
 
-def _depth(problem: Problem, best: Verdict) -> int:
+def _depth(problem: Problem, best: Scheduled) -> int:
     assert best.pattern is not None
     graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
     return most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
@@ -180,16 +180,16 @@ def _synced(propose: Propose) -> Propose:
     their split may run only at a long period where others, made for a longer one or with room to spare, fit.
     """
 
-    def proposed(problem: Problem, judge: Judge) -> None:
-        propose(problem, judge)
-        longest = judge.limit or longest_period_ns(problem)
+    def proposed(problem: Problem, incumbent: Incumbent) -> None:
+        propose(problem, incumbent)
+        longest = incumbent.best_ns or longest_period_ns(problem)
         for period in longer_periods(any_bound(problem).period_ns, longest, 16):
-            if judge.expired or (judge.limit is not None and period >= judge.limit):
+            if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
                 return
             for share in range(16, 8, -2):
                 found = feasible(_on_less_memory(problem, share), period)
                 if found is not None:
-                    judge(found)
+                    incumbent.try_(found)
 
     return proposed
 
@@ -201,9 +201,9 @@ def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
     return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
-def _class_bounds(judge: Judge) -> list[Bound]:
+def _class_bounds(incumbent: Incumbent) -> list[Bound]:
     """Return the bounds that the search proved and whose class contains its best plan."""
-    assert judge.best is not None
-    if not judge.periodic:  # those are bounds on a period that never drains
+    assert incumbent.best is not None
+    if not incumbent.periodic:  # those are bounds on a period that never drains
         return []
-    return [bound for bound in judge.bounds if not class_violations(bound, judge.best.allocation)]
+    return [bound for bound in incumbent.bounds if not class_violations(bound, incumbent.best.allocation)]

@@ -16,12 +16,12 @@ from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..plan import Allocation, Bound
 from ..problem import Problem
-from .incumbent import Judge
+from .incumbent import Incumbent
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How many candidates to judge: periods tried between the one-special bound and the incumbent, local moves.
+class SearchEffort:
+    """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
     ``solver_s`` ends the integer program of one candidate; a plan whose search it cut short says ``time limit``.
     """
@@ -31,42 +31,42 @@ class Effort:
     solver_s: float
 
 
-EFFORTS = {"quick": Effort(0, 0, 60), "normal": Effort(8, 800, 3), "high": Effort(24, 20000, 60)}
+EFFORTS = {"quick": SearchEffort(0, 0, 60), "normal": SearchEffort(8, 800, 3), "high": SearchEffort(24, 20000, 60)}
 
 
-def search(problem: Problem, judge: Judge, effort: Effort) -> None:
-    """Propose allocations to ``judge`` until its best meets the bound of class ``any`` or ``effort`` is spent.
+def search(problem: Problem, incumbent: Incumbent, effort: SearchEffort) -> None:
+    """Propose allocations to ``incumbent`` until its best meets the bound of class ``any`` or ``effort`` is spent.
 
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
     bound = any_bound(problem).period_ns
-    if judge.periodic:
-        judge.floor_ns = bound
+    if incumbent.periodic:
+        incumbent.floor_ns = bound
 
     def done() -> bool:
-        return judge.expired or (judge.limit is not None and judge.limit <= bound)
+        return incumbent.expired or (incumbent.best_ns is not None and incumbent.best_ns <= bound)
 
-    for allocation in propose_contiguous(problem, judge):
-        judge(allocation)
-    if not judge.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+    for allocation in propose_contiguous(problem, incumbent):
+        incumbent.try_(allocation)
+    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
-    for allocation in _one_special(problem, judge, effort.periods):
-        judge(allocation)
+    for allocation in _one_special(problem, incumbent, effort.periods):
+        incumbent.try_(allocation)
         if done():
             return
-    for start in _starts(problem, judge):
-        local_search(problem, start, judge.promise, judge.improves, effort.moves, done)
+    for start in _starts(problem, incumbent):
+        local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done)
 
 
-def _starts(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+def _starts(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield where local search starts: the best so far, or else the evenest split over single devices.
 
     Its moves recompute whole stages, so with segments it starts from the best plan without partial ones as well.
     """
-    if judge.best is None:
+    if incumbent.best is None:
         yield from islice(balance(problem), 1)
         return
-    first = judge.best.allocation
+    first = incumbent.best.allocation
     yield first
     if problem.checkpointing == "segments":
         for allocation in contiguous(replace(problem, checkpointing="stages")):
@@ -74,15 +74,15 @@ def _starts(problem: Problem, judge: Judge) -> Iterator[Allocation]:
                 yield allocation
 
 
-def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
-    """Yield the best contiguous allocation and leave with ``judge`` the bound that its search has proved.
+def propose_contiguous(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
+    """Yield the best contiguous allocation and leave with ``incumbent`` the bound that its search has proved.
 
     Where segments are too many for a proof, the exact optimum of whole-stage recomputation is proposed as well.
     """
     proved = False
     for allocation in contiguous(problem):
         assert allocation.lower_bound_ns is not None
-        judge.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns))
+        incumbent.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns))
         proved = allocation.lower_bound_ns == allocation.claimed_period_ns
         yield allocation
     if problem.checkpointing == "segments" and not proved:
@@ -92,7 +92,7 @@ def propose_contiguous(problem: Problem, judge: Judge) -> Iterator[Allocation]:
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
 
 
-def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Allocation]:
+def _one_special(problem: Problem, incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     """Yield MadPipe's allocations at periods between its lower bound and the incumbent, the most hopeful first.
 
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
@@ -101,25 +101,25 @@ def _one_special(problem: Problem, judge: Judge, periods: int) -> Iterator[Alloc
     if not periods:
         return
     wider = problem.replicas or problem.checkpointing != "none"
-    if wider and judge.limit is not None and decide(problem, judge.limit - 1, "tight", True) is None:
+    if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
     low = one_special_bound(problem)
     if low is None:
         return
-    judge.bounds.append(Bound("one-special", False, "none", low))
-    if judge.limit is not None and low >= judge.limit:
+    incumbent.bounds.append(Bound("one-special", False, "none", low))
+    if incumbent.best_ns is not None and low >= incumbent.best_ns:
         return
     first = smallest_period(problem, "full")
     if first is not None:
         yield first
-    high = judge.limit
+    high = incumbent.best_ns
     if high is None:
         if first is None or first.claimed_period_ns is None:
             return
         high = 2 * first.claimed_period_ns
     for step in range(periods):
         period = round(low * (high / low) ** (step / periods))
-        if judge.limit is not None and period >= judge.limit:
+        if incumbent.best_ns is not None and period >= incumbent.best_ns:
             return
         for charge, split in _CHARGES:
             found = decide(problem, period, charge, split)

@@ -31,7 +31,7 @@ from pipeplan.planner.grid.plan import segment_length
 from pipeplan.planner.grid.problem import Config, Found, GridProblem
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.pipeline_time import drained
+from pipeplan.planner.pipeline_time import batch_time
 from pipeplan.problem import Device, Level, Platform, Problem
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.sizes import TRANSFORMERS
@@ -101,7 +101,7 @@ def published(asked: GridProblem, name: str) -> Found | None:
                 last = stop - (s == inter - 1)
                 stages.append(Stage(start, stop, groups[s], tuple((i, min(i + ac, last)) for i in blocks)))
                 first = stop
-            run = drained(problem, stages, config.microbatches(BATCH), inter, whole=False)
+            run = batch_time(problem, stages, config.microbatches(BATCH), inter, whole=False)
             if run.fits and (best is None or run.batch_ns < best.batch_ns):
                 best = Found(config, tuple(stages), inter, run.batch_ns, run.exact)
     return best

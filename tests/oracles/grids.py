@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.problem import GridProblem, configs
-from pipeplan.planner.pipeline_time import drained
+from pipeplan.planner.pipeline_time import batch_time
 
 
 def segments(start: int, stop: int, length: int | None) -> tuple[tuple[int, int], ...]:
@@ -35,6 +35,6 @@ def every_grid(asked: GridProblem) -> Iterator[int]:
             ]
             for stages in product(*menus):
                 for limit in range(1, min(2 * config.inter - 1, count) + 1):
-                    found = drained(problem, stages, count, limit)
+                    found = batch_time(problem, stages, count, limit)
                     if found.fits:
                         yield found.batch_ns

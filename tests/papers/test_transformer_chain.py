@@ -7,7 +7,7 @@ import pytest
 from pipeplan.papers.transformer import MIXED, Grid, batch_flops, stage_memories
 from pipeplan.papers.transformer_chain import transformer_chain
 from pipeplan.plan import Stage
-from pipeplan.planner.pipeline_time import drained
+from pipeplan.planner.pipeline_time import batch_time
 from pipeplan.problem import Platform, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
 
@@ -40,7 +40,7 @@ def test_memory_is_that_of_the_formulas():
         blocks = range(cuts[s] + (s == 0), cuts[s + 1] - (s == 5), 4)
         stages.append(Stage(cuts[s], cuts[s + 1], (s,), tuple((first, first + 4) for first in blocks)))
     platform = Platform.flat(6, 10**12)
-    run = drained(Problem(chain, platform, policy, checkpointing="segments"), stages, 8, 6)
+    run = batch_time(Problem(chain, platform, policy, checkpointing="segments"), stages, 8, 6)
     output = 2 * 8 * 512 * 4512
     for s, formula in enumerate(stage_memories(MODEL, grid, policy)):
         found = run.over_bytes[s] + 10**12

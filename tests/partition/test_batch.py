@@ -10,7 +10,7 @@ from pipeplan.cost.saved import storages
 from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline, splits
 from pipeplan.partition.contiguous.options import NEVER
 from pipeplan.plan import Stage
-from pipeplan.planner.pipeline_time import drained
+from pipeplan.planner.pipeline_time import batch_time
 from pipeplan.problem import Platform, Policy, Problem
 
 
@@ -42,7 +42,7 @@ def test_no_simulated_split_beats_the_bound_or_its_own(seed):
         for inner in combinations(range(1, len(problem.chain)), len(groups) - 1):
             parts = zip(pairwise((0, *inner, len(problem.chain))), groups, strict=True)
             stages = [Stage(a, b, group) for (a, b), group in parts]
-            assert not drained(problem, stages, microbatches, 1).fits
+            assert not batch_time(problem, stages, microbatches, 1).fits
         return
     whole = drained_bound(offer)
     for limit in range(1, 2 * len(groups)):
@@ -53,7 +53,7 @@ def test_no_simulated_split_beats_the_bound_or_its_own(seed):
             stages = offer.stages(cuts, in_flight)
             if stages is None:
                 continue
-            run = drained(problem, stages, microbatches, limit if len(groups) > 1 else 1)
+            run = batch_time(problem, stages, microbatches, limit if len(groups) > 1 else 1)
             assert run.fits  # whatever arrives when, no stage holds more than in_flight
             assert all(held <= most for held, most in zip(run.in_flight, in_flight, strict=True))
             assert own <= run.batch_ns

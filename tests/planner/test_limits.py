@@ -18,7 +18,7 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.grid.problem import Config
-from pipeplan.planner.limits import Admission, cost_and_excess
+from pipeplan.planner.limits import LimitSearch, cost_and_excess
 from pipeplan.planner.pipelines import Pipelines
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
@@ -117,7 +117,7 @@ def test_a_message_driven_plan_is_as_good_as_the_best_split_of_any_grid(seed):
         best = max(grid.try_(grid.probe()), key=lambda split: -split.result.batch_ns, default=None)
         assert best is not None
         graph = stage_graph(chain, platform, problem.policy, best.stages)
-        choice = Admission(Schedule("message-driven", 12), platform).choose(graph)
+        choice = LimitSearch(Schedule("message-driven", 12), platform).choose(graph)
         assert evaluate(plan).makespan_ns <= choice.cost_ns * 1.001
 
 
@@ -143,13 +143,13 @@ def test_the_largest_limit_that_fits_is_chosen_below_the_usual_one():
     graph = balanced(4, 2, 4)  # one byte for each microbatch
     for memory in (2, 4, 6, 8, 10, 16):
         platform = Platform.flat(4, memory, 10**9)
-        choice = Admission(Schedule("nf1b", 2), platform).choose(graph)
+        choice = LimitSearch(Schedule("nf1b", 2), platform).choose(graph)
         limit = choice.schedule.limit
         assert choice.cost_ns == steady_nf1b(graph, 2, limit).period_ns
         assert cost_and_excess(graph, choice.schedule, platform)[1] <= 0
         if limit < 4:
             assert cost_and_excess(graph, replace(choice.schedule, limit=limit + 1), platform)[1] > 0
-    assert Admission(Schedule("nf1b", 2), Platform.flat(4, 1, 10**9)).choose(graph) is None
+    assert LimitSearch(Schedule("nf1b", 2), Platform.flat(4, 1, 10**9)).choose(graph) is None
 
 
 def test_equal_input_gives_equal_bytes():

@@ -12,7 +12,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.balance import balance
 from pipeplan.partition.local_search import _neighbours
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.pipeline_time import batch_on, drained
+from pipeplan.planner.pipeline_time import batch_on, batch_time
 from pipeplan.problem import Level, Policy, Problem
 from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.message_driven import message_driven
@@ -52,7 +52,7 @@ def test_a_grid_runs_as_the_simulator_says(seed):
     limit = rng.randint(1, 2 * stages)
     graph = stage_graph(chain, platform, problem.policy, split)
     timeline = simulate(message_driven(graph, microbatches * pipelines, limit))
-    found = drained(problem, split, microbatches, limit)
+    found = batch_time(problem, split, microbatches, limit)
     assert found.exact
     assert found.batch_ns == flush_makespan_ns(timeline)
     lanes = {lane.device: i for i, lane in enumerate(timeline.program.lanes)}
@@ -93,8 +93,8 @@ def test_one_pipeline_stands_for_all_and_a_part_for_a_long_batch(seed):
     groups = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(stages)]
     split = tuple(Stage(2 * s, 2 * s + 2, group) for s, group in enumerate(groups))
     problem = Problem(chain, platform, Policy("flush", 200 * pipelines))
-    whole = drained(problem, split, 200, 2 * stages - 1)
-    part = drained(problem, split, 200, 2 * stages - 1, whole=False)
+    whole = batch_time(problem, split, 200, 2 * stages - 1)
+    part = batch_time(problem, split, 200, 2 * stages - 1, whole=False)
     assert whole.exact
     assert not part.exact
     assert part.steps < whole.steps

@@ -18,13 +18,13 @@ _FINALISTS = 4  # configurations whose stages are moved about
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class GridEffort:
     """How many steps of pipelines local moves may simulate, in all."""
 
     steps: int
 
 
-EFFORTS = {"quick": Effort(0), "normal": Effort(10**6), "high": Effort(2 * 10**7)}
+EFFORTS = {"quick": GridEffort(0), "normal": GridEffort(10**6), "high": GridEffort(2 * 10**7)}
 
 
 def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal") -> Outcome:
