@@ -1,4 +1,4 @@
-"""Two profiles of one network side by side: what moved, and whether a plan made from the one holds for the other."""
+"""Does a plan that was made from one profile of a network hold for another, and at which period?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms side by side: the period that each reaches on one network, for several numbers of GPUs and memories."""
+"""Which period does each algorithm reach on one network, for several numbers of GPUs and memories?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of schedules in which GPUs decide as they go: how much to admit at once, and what stages cost then.
+"""How much should be admitted at once where GPUs decide as they go, and what do stages cost then?
 
 Such a schedule has no pattern to place operations in; its limit is all that a planner decides, and its cost comes from
 its simulated run.

@@ -1,4 +1,4 @@
-"""The portfolio that ``plan`` runs by default: the exact contiguous plan first, then everything that might beat it.
+"""What does ``plan`` try by default? The exact contiguous plan first, then everything that might beat it: a portfolio.
 
 Never worse than exact contiguous. Budgets count candidates, so equal inputs give equal plans; the clock only aborts.
 """

@@ -1,4 +1,4 @@
-"""A plan's simulated run under one schedule or several, and its figures, for tables and scripts."""
+"""How does a plan run in simulation, under one schedule or several? Timelines with their figures."""
 
 from __future__ import annotations
 

@@ -110,15 +110,15 @@ def published(asked: GridProblem, name: str) -> Found | None:
 def line(name: str, plan: str, found: Found, bound_ns: int | None = None) -> Line:
     config = found.config
     model = TRANSFORMERS[name]
-    flops_s = share_seconds(model, Grid(config.inter, config.data, config.microbatch, BATCH, 1), PEAK, 1)
+    flops_s = share_seconds(model, Grid(config.stages, config.pipelines, config.microbatch, BATCH, 1), PEAK, 1)
     inter, data, _ = TABLE_2[name]
     flops_s *= config.gpus / (inter * data)
     return Line(
         name,
         config.gpus,
         plan,
-        config.inter,
-        config.data,
+        config.stages,
+        config.pipelines,
         config.microbatch,
         segment_length(found.stages),
         found.limit,
@@ -148,8 +148,8 @@ def main() -> None:
         if theirs is not None:
             lines.append(line(name, "published", theirs))
         settings = Settings(progress=lambda text: print(f"  {text}", file=sys.stderr))
-        same = search_grids(replace(asked, sizes=(size,), data=data), settings, arguments.effort)
-        row = next(row for row in same.rows if (row.inter, row.data) == (inter, data))
+        same = search_grids(replace(asked, sizes=(size,), pipelines=data), settings, arguments.effort)
+        row = next(row for row in same.rows if (row.stages, row.pipelines) == (inter, data))
         if row.found is not None:
             lines.append(line(name, "same grid", row.found, row.bound_ns))
         free = search_grids(asked, settings, arguments.effort)

@@ -24,7 +24,7 @@ def every_grid(asked: GridProblem) -> Iterator[int]:
     total = asked.problem.chain.sums.forward_ns + asked.problem.chain.sums.backward_ns
     for config in configs(asked):
         problem, groups, count = asked.of(config), config.groups(), config.microbatches(asked.batch)
-        for inner in combinations(range(1, layers), config.inter - 1):
+        for inner in combinations(range(1, layers), config.stages - 1):
             cuts = (0, *inner, layers)
             if any(total[a] == total[b] for a, b in pairwise(cuts)):
                 continue
@@ -34,7 +34,7 @@ def every_grid(asked: GridProblem) -> Iterator[int]:
                 for s in plain
             ]
             for stages in product(*menus):
-                for limit in range(1, min(2 * config.inter - 1, count) + 1):
+                for limit in range(1, min(2 * config.stages - 1, count) + 1):
                     found = batch_time(problem, stages, count, limit)
                     if found.fits:
                         yield found.batch_ns

@@ -92,7 +92,7 @@ def test_a_plan_is_valid_and_takes_what_its_table_says(seed, tmp_path):
 
 def test_every_grid_of_all_gpus_has_a_time_or_a_reason():
     outcome = search_grids(ask(even(3), Platform.flat(6, 40 * GB), 8), Settings())
-    reasons = {(row.inter, row.data): row.reason for row in outcome.rows}
+    reasons = {(row.stages, row.pipelines): row.reason for row in outcome.rows}
     assert reasons[2, 3] == "a batch of 8 cannot be shared by 3 pipelines"
     assert reasons[6, 1] == "6 stages are more than the network's 3 layers"
     assert reasons[3, 2] is None
@@ -104,7 +104,7 @@ def test_every_grid_of_all_gpus_has_a_time_or_a_reason():
 
 def test_what_is_too_large_names_the_stage_and_how_much():
     outcome = search_grids(ask(even(4, weights=4 * GB), Platform.flat(4, 17 * GB), 8), Settings())
-    row = next(row for row in outcome.rows if row.inter == 1)
+    row = next(row for row in outcome.rows if row.stages == 1)
     assert row.found is None
     assert "stage 0 of layers 0 to 3 needs 32.0" in row.reason
     assert "too much" in row.reason
@@ -115,13 +115,13 @@ def test_what_is_too_large_names_the_stage_and_how_much():
 def test_fewer_gpus_are_used_where_no_grid_of_all_is_faster():
     outcome = search_grids(ask(even(4), Platform.flat(5, 40 * GB, 10**12), 8), Settings())
     assert outcome.best.config.gpus == 4
-    assert {(row.inter, row.data) for row in outcome.rows} >= {(1, 5), (5, 1)}
+    assert {(row.stages, row.pipelines) for row in outcome.rows} >= {(1, 5), (5, 1)}
 
 
 def test_large_weights_make_pipelines_and_cheap_ones_data_parallelism():
     platform = Platform.flat(8, 80 * GB)
-    assert search_grids(ask(even(weights=3 * GB), platform, 64), Settings()).best.config.data < 8
-    assert search_grids(ask(even(weights=1000, output=10**8), platform, 64), Settings()).best.config.inter == 1
+    assert search_grids(ask(even(weights=3 * GB), platform, 64), Settings()).best.config.pipelines < 8
+    assert search_grids(ask(even(weights=1000, output=10**8), platform, 64), Settings()).best.config.stages == 1
 
 
 def test_offload_is_chosen_only_where_memory_asks_for_it():
@@ -146,13 +146,13 @@ def test_pipelines_inside_servers_send_over_the_servers_own_links():
     assert slow.operations[slow.position["SEND_F", 1]].duration_ns == 10**8
     assert all(op.duration_ns == 10**6 for op in fast.operations if op.kind.startswith("SEND"))
     best = search_grids(ask(chain, platform, 32), Settings()).best
-    assert best.config.inter == 1 or best.config.placement == "pipeline"
+    assert best.config.stages == 1 or best.config.placement == "pipeline"
 
 
 def test_overlap_hides_the_shorter_of_sums_and_steps():
     chain = even(weights=GB, optimizer=40 * MS)
     platform = Platform.flat(4, 80 * GB)
-    apart = ask(chain, platform, 16, data=2)
+    apart = ask(chain, platform, 16, pipelines=2)
     together = replace(
         apart, problem=apart.problem.with_policy(replace(apart.problem.policy, coarsening=1, bucket_parameters=10**7))
     )
@@ -169,21 +169,23 @@ def test_overlap_hides_the_shorter_of_sums_and_steps():
 
 def test_the_work_bound_is_met_by_even_stages_without_transfers():
     chain = replace(even(output=0), input_bytes=0)
-    asked = ask(chain, Platform.flat(4, 200 * GB, 10**15), 16, data=1)
+    asked = ask(chain, Platform.flat(4, 200 * GB, 10**15), 16, pipelines=1)
     outcome = search_grids(asked, Settings())
-    assert outcome.best.config.inter == 4
+    assert outcome.best.config.stages == 4
     assert outcome.best.batch_ns == (16 + 4 - 1) * 12 * MS == outcome.bound_ns
     assert work_bound(asked, outcome.best.config) <= outcome.best.batch_ns
     assert work_bound(asked, Config(1, 1, 1)) == 16 * 48 * MS
 
 
 def test_limits_fixed_numbers_of_pipelines_and_interrupts():
-    asked = ask(even(), Platform.flat(8, 80 * GB), 32, (1, 2), limit=3, data=2)
-    assert {config.data for config in configs(asked)} == {2}
+    asked = ask(even(), Platform.flat(8, 80 * GB), 32, (1, 2), limit=3, pipelines=2)
+    assert {config.pipelines for config in configs(asked)} == {2}
     plan = make_grid_plan(asked).plan
     assert plan.schedule.limit == 3
     assert [(row["inter"], row["data"]) for row in plan.provenance.options["grids"]] == [(4, 2)]
-    three = make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 30, data=3)).plan  # which doesn't divide the GPUs
+    three = make_grid_plan(
+        ask(even(), Platform.flat(8, 80 * GB), 30, pipelines=3)
+    ).plan  # which doesn't divide the GPUs
     assert [(row["inter"], row["data"]) for row in three.provenance.options["grids"]] == [(2, 3)]
     assert limits(4, 100) == [4, 7, 5, 6, 3, 2, 1]
     assert limits(1, 100) == [1]
@@ -201,9 +203,9 @@ def test_limits_fixed_numbers_of_pipelines_and_interrupts():
 
 def test_a_batch_that_nothing_divides_is_an_error():
     with pytest.raises(BadInput, match="--batch: a batch of 8 cannot be shared by 3 pipelines"):
-        make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 8, data=3))
+        make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 8, pipelines=3))
     with pytest.raises(BadInput, match="9 pipelines are more than the 8 GPUs"):
-        make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 9, data=9))
+        make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 9, pipelines=9))
     with pytest.raises(BadInput, match="the 7 samples of each pipeline are no multiple of microbatches of 2, 4"):
         make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 7, (2, 4)))
 

@@ -1,4 +1,4 @@
-"""One network at other microbatch sizes: as profiled, between two profiles, or scaled from one by a stated model."""
+"""What does a network cost at other microbatch sizes? As profiled, between two profiles, or scaled from one."""
 
 from __future__ import annotations
 

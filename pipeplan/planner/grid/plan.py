@@ -1,4 +1,4 @@
-"""From a question about a batch on a number of GPUs to a validated plan: the grid that is done first with it."""
+"""Which validated plan answers a question about a batch on a number of GPUs: that of the grid that is done first."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def _options(asked: GridProblem, outcome: Outcome, effort: str) -> dict[str, Any
     return {
         "batch": asked.batch,
         "microbatches": list(asked.sizes),
-        "data_parallel": asked.data or "auto",
+        "data_parallel": asked.pipelines or "auto",
         "limit": asked.limit,
         "effort": effort,
-        "grid": _figures(Row(outcome.best.config.inter, outcome.best.config.data, outcome.best, None)),
+        "grid": _figures(Row(outcome.best.config.stages, outcome.best.config.pipelines, outcome.best, None)),
         "bound_ns": outcome.bound_ns,
         "grids": [_figures(row) for row in outcome.rows],
     }
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    figures: dict[str, Any] = {"inter": row.inter, "data": row.data}
+    figures: dict[str, Any] = {"inter": row.stages, "data": row.pipelines}
     if row.found is not None:
         found = row.found
         figures |= {
@@ -84,7 +84,7 @@ def _figures(row: Row) -> dict[str, Any]:
 
 
 def _no_grid(asked: GridProblem) -> str:
-    count, data = len(asked.problem.platform), asked.data
+    count, data = len(asked.problem.platform), asked.pipelines
     if data is not None and data > count:
         return f"--data-parallel: {data} pipelines are more than the {count} GPUs"
     return f"--batch: {why_not(asked, 1, data or 1)}"
@@ -93,5 +93,5 @@ def _no_grid(asked: GridProblem) -> str:
 def _nothing_fits(outcome: Outcome) -> str:
     if outcome.stopped is not None:
         return f"the {outcome.stopped} ended the search before it found a grid that fits"
-    reasons = [f"{row.inter} x {row.data}: {row.reason}" for row in outcome.rows if row.reason]
+    reasons = [f"{row.stages} x {row.pipelines}: {row.reason}" for row in outcome.rows if row.reason]
     return "no grid fits: " + "; ".join(reasons)

@@ -1,7 +1,7 @@
-"""The hybrid grid: G_inter stages x G_data pipelines on a number of GPUs, and everything in it, for one batch.
+"""Which grids of stages x pipelines can run a batch on a number of GPUs, and how fast could each be at best?
 
 Myelin section III-A arranges GPUs in a grid: rows are pipelines, columns share a stage and all-reduce its gradients.
-Here are the ways to do so, what bounds each from below, and the search for the one that is done first with a batch.
+Here are the ways to do so, what is asked of the search for the one that is done first with a batch, and its answer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ COARSENING = 4  # buckets per chunk: two and four are best in Myelin's Figure 8
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``data`` pipelines of ``inter`` stages fed ``microbatch`` samples at a time, optimizer state on the host or not.
+    """``pipelines`` of ``stages`` stages fed ``microbatch`` samples at a time, optimizer state on the host or not.
 
     ``placement`` says whose devices are neighbours in the platform's order: those of one stage, so that all-reduces
     stay inside servers, or those of one pipeline, so that messages do.
     """
 
-    inter: int
-    data: int
+    stages: int
+    pipelines: int
     microbatch: int
     offload: bool = False
     placement: Placement = "stage"
@@ -39,17 +39,17 @@ class Config:
     @property
     def gpus(self) -> int:
         """GPUs of the grid."""
-        return self.inter * self.data
+        return self.stages * self.pipelines
 
     def microbatches(self, batch: int) -> int:
         """Return how many microbatches each pipeline runs for ``batch`` samples."""
-        return batch // (self.data * self.microbatch)
+        return batch // (self.pipelines * self.microbatch)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the devices of each stage; device j of every stage makes pipeline j."""
         if self.placement == "stage":
-            return tuple(tuple(range(s * self.data, (s + 1) * self.data)) for s in range(self.inter))
-        return tuple(tuple(range(s, self.gpus, self.inter)) for s in range(self.inter))
+            return tuple(tuple(range(s * self.pipelines, (s + 1) * self.pipelines)) for s in range(self.stages))
+        return tuple(tuple(range(s, self.gpus, self.stages)) for s in range(self.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class GridProblem:
     """What is asked: ``problem`` for a batch of ``batch`` samples in microbatches of one of the ``sizes``.
 
     ``offloads`` lists whether the optimizer's state may be, or must be, on the host; ``limit`` fixes the microbatches
-    in a pipeline, ``data`` the number of pipelines. The chain and the accumulation of ``problem`` are left to the
+    in a pipeline, ``pipelines`` the number of pipelines. The chain and the accumulation of ``problem`` are left to the
     configuration.
     """
 
@@ -67,7 +67,7 @@ class GridProblem:
     sizes: tuple[int, ...]
     offloads: tuple[bool, ...] = (False,)
     limit: int | None = None
-    data: int | None = None
+    pipelines: int | None = None
 
     def of(self, config: Config) -> Problem:
         """Return the problem under a configuration: its microbatches, updates and optimizer state."""
@@ -132,8 +132,8 @@ class Row:
     ``bound_ns``: no plan of the grid takes less, None where none exists.
     """
 
-    inter: int
-    data: int
+    stages: int
+    pipelines: int
     found: Found | None
     bound_ns: int | None
     reason: str | None = None
@@ -176,7 +176,7 @@ def configs(asked: GridProblem) -> Iterator[Config]:
     platform = asked.problem.platform
     placements: tuple[Placement, ...] = ("stage", "pipeline") if len(platform.levels) > 1 else ("stage",)
     for inter in range(1, min(len(platform), len(asked.problem.chain)) + 1):
-        for data in [asked.data] if asked.data else range(1, len(platform) // inter + 1):
+        for data in [asked.pipelines] if asked.pipelines else range(1, len(platform) // inter + 1):
             if inter * data > len(platform):
                 continue
             for size in asked.sizes:
@@ -193,7 +193,7 @@ def work_bound(asked: GridProblem, config: Config) -> int:
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
     the mean over the stages of M U(s) and the update after it, or M times the largest layer.
     """
-    problem, count, p = asked.of(config), config.microbatches(asked.batch), config.inter
+    problem, count, p = asked.of(config), config.microbatches(asked.batch), config.stages
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
     passes, step = int(sums.forward_ns[-1] + sums.backward_ns[-1]), int(sums.optimizer_ns[-1])
@@ -201,7 +201,7 @@ def work_bound(asked: GridProblem, config: Config) -> int:
     work = passes + (Fraction(0) if overlaps else Fraction(step, count))
     drain = work / (1 - Fraction(count - 1, count) ** p)
     gradient = memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
-    rounds = Fraction(2 * (config.data - 1) * gradient * 10**9, config.data * platform.paths[0][0])
+    rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
     if overlaps:
         rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)

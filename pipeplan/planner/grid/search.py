@@ -1,4 +1,4 @@
-"""The search for the hybrid grid that is done first with a batch: bounds, then splits, simulation, local moves."""
+"""Which grid of pipelines is done first with a batch? Bounds first, then splits, simulation, local moves."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class _Search:
         """Simulate a few splits of every configuration that can become the best, or that of its grid of all GPUs."""
         count = len(self.asked.problem.platform)
         of_grid: dict[tuple[int, int], int] = {}
-        for config in sorted(self.grids, key=lambda c: (self.grids[c].bound_ns, c.offload, -c.microbatch, c.inter)):
+        for config in sorted(self.grids, key=lambda c: (self.grids[c].bound_ns, c.offload, -c.microbatch, c.stages)):
             if self.expired:
                 return
-            shape = config.inter, config.data
+            shape = config.stages, config.pipelines
             if not self._hopeful(config, of_grid.get(shape) if config.gpus == count else None):
                 continue
             grid = self.opened(config)
@@ -122,7 +122,7 @@ class _Search:
             self.best = found
             if self.settings.progress:
                 self.settings.progress(
-                    f"best so far {format_ns(found.batch_ns)} with {config.inter} x {config.data}, microbatch "
+                    f"best so far {format_ns(found.batch_ns)} with {config.stages} x {config.pipelines}, microbatch "
                     f"{config.microbatch}, limit {found.limit}"
                 )
 
@@ -183,15 +183,15 @@ class _Search:
         """Return what was found."""
         count = len(self.asked.problem.platform)
         grids = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
-        grids = [grid for grid in grids if self.asked.data in (None, grid[1])]
-        if self.best is not None and (self.best.config.inter, self.best.config.data) not in grids:
-            grids.append((self.best.config.inter, self.best.config.data))
+        grids = [grid for grid in grids if self.asked.pipelines in (None, grid[1])]
+        if self.best is not None and (self.best.config.stages, self.best.config.pipelines) not in grids:
+            grids.append((self.best.config.stages, self.best.config.pipelines))
         alive = [grid.bound_ns for grid in self.grids.values() if not grid.unfit]
         rows = tuple(self._row(inter, data) for inter, data in grids)
         return Outcome(self.best, rows, min(alive, default=0), stopped)
 
     def _row(self, inter: int, data: int) -> Row:
-        own = [c for c in self.grids if (c.inter, c.data) == (inter, data)]
+        own = [c for c in self.grids if (c.stages, c.pipelines) == (inter, data)]
         alive = [c for c in own if not self.grids[c].unfit]
         if not own:
             return Row(inter, data, None, None, why_not(self.asked, inter, data))
