@@ -1,4 +1,4 @@
-"""Two profiles side by side as tables and figures, and a plan carried from the one to the other."""
+"""How do two profiles differ, layer by layer, and does a plan made from the one hold for the other?"""
 
 from __future__ import annotations
 
