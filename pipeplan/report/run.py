@@ -1,4 +1,4 @@
-"""What a run on torch measured, beside what the plan predicted."""
+"""What did a training run on torch measure, beside what the plan predicted?"""
 
 from __future__ import annotations
 
