@@ -2,7 +2,7 @@
 
     from pipeplan import Platform, Problem, make_plan, print_plan, read_profile, simulate_plan
 
-    plan = make_plan(Problem(read_profile("profile.json"), Platform.flat(4, 16 * 10**9)))
+    plan = make_plan(Problem(read_profile("profile.json"), Platform.flat(4, 16 * 10**9))).plan
     print_plan(plan)
     print(simulate_plan(plan, microbatches=64).figures())
 

@@ -58,7 +58,7 @@ def test_from_a_profile_to_a_shown_and_simulated_plan(tmp_path, capsys):
     profile, path = Path(__file__).parents[1] / "profiles" / "vgg16-224-b32-v100.json", tmp_path / "plan.json"
     from pipeplan import Platform, Problem, load_plan, make_plan, plan_text, read_profile, simulate_plan, violations
 
-    plan = make_plan(Problem(read_profile(str(profile)), Platform.flat(2, 32 * 10**9)), "balance")
+    plan = make_plan(Problem(read_profile(str(profile)), Platform.flat(2, 32 * 10**9)), "balance").plan
     pipeplan.print_plan(plan)
     assert "per microbatch" in capsys.readouterr().out
     assert violations(plan) == []

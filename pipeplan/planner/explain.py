@@ -13,7 +13,7 @@ from ..check.evaluate import evaluate_simulated, fits
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
-from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..plan import Allocation, Schedule, Stage
 from ..problem import Device, Level, Platform, Problem, Weights
 from ..schedule.kinds import KINDS
@@ -110,18 +110,6 @@ def _most(holds: Callable[[int], bool], below: int) -> int | None:
 def possible(problem: Problem) -> Allocation | None:
     """Return a contiguous allocation that fits the memory at some period, or None when none does."""
     return feasible(problem, longest_period_ns(problem))
-
-
-def longest_period_ns(problem: Problem) -> int:
-    """Return a period at which one microbatch at a time, recomputed and moved over every cut, surely fits."""
-    platform, sums = problem.platform, problem.chain.sums
-    slowest = min(device.speed for device in platform.devices)
-    work = 2 * int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + len(platform) * int(sums.optimizer_ns[-1])
-    level = len(platform.levels) - 1
-    moves = sum(2 * platform.transfer_ns(size, level) for size in problem.chain.cut_bytes)
-    bandwidth, _ = platform.paths[level]
-    sync = 2 * max(int(sums.weight_bytes[-1]), 2 * int(sums.parameters[-1])) * 10**9 // bandwidth
-    return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
 
 
 def _binding(problem: Problem, least: int | None) -> str:

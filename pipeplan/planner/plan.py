@@ -16,13 +16,13 @@ from ..check.validate import check, class_violations
 from ..cost.stage_graph import stage_graph
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
-from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.contiguous import feasible, longest_period_ns, on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
 from .by_simulation import longer_periods, plan_drained, plan_nf1b
-from .explain import longest_period_ns, why_infeasible, why_not_admitted
+from .explain import why_infeasible, why_not_admitted
 from .incumbent import Judge, Propose, Settings, Verdict, run_search
 from .portfolio import EFFORTS, propose_contiguous, search
 
@@ -196,15 +196,9 @@ def _synced(propose: Propose) -> Propose:
 
 def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
     """Return the allocation with equal devices on one level numbered by first use, which changes nothing else."""
-    platform = problem.platform
-    if len(platform.levels) > 1 or len(set(platform.devices)) > 1:
+    if len(problem.platform.levels) > 1:
         return allocation
-    names: dict[int, int] = {}
-    for stage in allocation.stages:
-        for device in stage.devices:
-            names.setdefault(device, len(names))
-    stages = (replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in allocation.stages)
-    return replace(allocation, stages=tuple(stages))
+    return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
 def _class_bounds(judge: Judge) -> list[Bound]:

@@ -17,7 +17,9 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
+from pipeplan.planner.grid.problem import Config
 from pipeplan.planner.limits import Admission, cost_and_excess
+from pipeplan.planner.pipelines import Pipelines
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight
@@ -102,6 +104,21 @@ def test_message_driven_plans_for_the_simulated_makespan():
     assert result.makespan_ns == flush_makespan_ns(simulate(message_driven(graph, 16, schedule.limit)))
     cost, excess = cost_and_excess(graph, plan.schedule, plan.platform)
     assert (cost, excess <= 0) == (result.makespan_ns, True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_message_driven_plan_is_as_good_as_the_best_split_of_any_grid(seed):
+    rng = random.Random(seed)
+    chain, platform = random_chain(rng, 6, saved=True, optimizer=seed % 2 == 0), Platform.flat(4, 10**6, 10**9)
+    problem = Problem(chain, platform, Policy("flush", 12))
+    plan = make_plan(problem, schedule="message-driven").plan
+    for stages, pipelines in ((4, 1), (3, 1), (2, 2), (1, 4), (1, 2)):
+        grid = Pipelines(problem, Config(stages, pipelines, 1).groups(), 12 // pipelines)
+        best = max(grid.try_(grid.probe()), key=lambda split: -split.result.batch_ns, default=None)
+        assert best is not None
+        graph = stage_graph(chain, platform, problem.policy, best.stages)
+        choice = Admission(Schedule("message-driven", 12), platform).choose(graph)
+        assert evaluate(plan).makespan_ns <= choice.cost_ns * 1.001
 
 
 def test_flush_stays_a_pattern_by_default():

@@ -292,7 +292,7 @@ def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stag
     """
     if len(set(platform.devices)) > 1:
         return tuple(stages)
-    used = [d for stage in stages for d in stage.devices]
+    used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
     moved = dict.fromkeys(used, 0)
     size = 1
     for level in platform.levels:
