@@ -9,12 +9,12 @@ import torch
 
 from .exchange.collective import share_from
 from .exchange.replica_sum import Group
+from .job import Job
 from .lowering.lowered_run import Script
 from .measure.accounts import StateAccount
 from .measure.progress import StepDone
 from .measure.recorder import Recorder
 from .model.spec import LoadedModel
-from .options import Job
 from .training.checkpoint import write
 from .training.loss_scale import Scaling, overflows
 from .training.stage import StageModule
@@ -68,7 +68,8 @@ class Milestones:
     def save(self, step: int) -> None:
         """Write a checkpoint of ``step`` updates, with all ranks."""
         job, script = self._job, self._script
-        assert job.checkpoint is not None, "only then has the script checkpoints"
+        folder, seed, keep = job.folder, job.options.seed, job.options.keep
+        assert folder is not None, "only then has the script checkpoints"
         self._recorder.settle()
         for s in self._runners:
             if s in self._groups:  # replicas have seen different microbatches; the first one's statistics are kept
@@ -76,7 +77,7 @@ class Milestones:
                 buffers = [buffer for module in modules for buffer in module.buffers()]
                 share_from(script.ranks_of(s)[0], self._groups[s], buffers)
         state = training_state(script, self._rank, self._model, self._runners, self._device, self._scaling)
-        write(job.checkpoint, script.at(step), job.plan.chain.name, job.seed, state, job.keep)
+        write(folder, script.at(step), job.plan.chain.name, seed, state, keep)
         self.saved = step
 
     def updated(self, stage: int, version: int) -> None:

@@ -35,6 +35,7 @@ from .exchange.links import open_links
 from .exchange.threaded import ThreadedTransport
 from .exchange.transport import exchanging
 from .executor import RankWork, execute
+from .job import Job
 from .launcher import Gate, Launcher
 from .lowering.instructions import Edge
 from .lowering.lowered_run import Script
@@ -49,7 +50,6 @@ from .model.network import TensorSpec
 from .model.pieces import cut_of, stage_of
 from .model.spec import LoadedModel
 from .model.weight_copies import refuse_copies
-from .options import Job
 from .torch_engine import execute_on_torch
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
@@ -65,22 +65,22 @@ from .training.versions import Keeping, Versions
 
 def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     """Play ``rank`` in the run of ``job``; return the report on rank 0, None elsewhere."""
-    torch.set_num_threads(job.threads)
-    device = own_device(kind_of(job.device, job.plan.chain.device), launcher.local_rank)
+    torch.set_num_threads(job.options.threads)
+    device = own_device(kind_of(job.options.device, job.plan.chain.device), launcher.local_rank)
     script = job.script()
     stages = job.plan.allocation.stages
-    model = load_model(job.model, job.plan.chain.microbatch, job.seed, device)
+    model = load_model(job.model, job.plan.chain.microbatch, job.options.seed, device)
     if model.traced is not None:
         _refuse_traced(job, script)
         from .model.traced import fitted
 
         model = fitted(model, job.plan.chain, [stage.start for stage in stages[1:]])
-    if job.load is not None:
-        load_weights(model, job.load)
+    if job.options.load is not None:
+        load_weights(model, job.options.load)
     check_ties(model, job.plan.chain, [stage.start for stage in stages[1:]])
     ties = ties_of(script, model)
     model = separated(script, rank, model)
-    half = half_type(job.plan, job.half)
+    half = half_type(job.plan, job.options.half)
     masters: dict[nn.Parameter, Tensor] = {}
     if half is not None:
         own = [i for s in script.stages_of(rank) for i in own_layers(script, s, model)]
@@ -91,9 +91,9 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         place([model.layers[i][1] for i in own_layers(script, s, model)], device)
     if isinstance(model.loss, nn.Module):
         place([model.loss], device)
-    if script.renews and not job.evaluates:
+    if script.renews and not job.options.evaluates:
         _prepare_renewal(script, rank, model)
-    timeout = timedelta(seconds=job.timeout_s)
+    timeout = timedelta(seconds=job.timeout_s(script))
     with exchanging("the meeting of the ranks"):
         dist.init_process_group(
             "gloo",
@@ -105,7 +105,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     agree(rank, model.boundaries)
     with exchanging("the comparison of devices at the start"):
         exchange = exchange_of(device, this_machine())
-    threaded = script.limit is not None or bool(job.link_delay_ns)
+    threaded = script.limit is not None or bool(job.options.link_delay_ns)
     if threaded and exchange == "nccl":  # threads exchange between hosts alone
         exchange = "staged"
     links = open_links(script, rank, exchange, device, timeout)
@@ -130,13 +130,15 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     masters.clear()
     scaling = None
     if half is not None:
-        scaling = Scaling(first_scale(job.plan, half, job.half), any_rank if script.drains else None)
-    torch.manual_seed(job.seed + 1 + rank)
+        scaling = Scaling(first_scale(job.plan, half, job.options.half), any_rank if script.drains else None)
+    torch.manual_seed(job.options.seed + 1 + rank)
     if job.resume is not None:
         restore(job.resume, script, rank, model, runners, device, scaling)
-    for _, module in model.layers if job.evaluates else ():
+    for _, module in model.layers if job.options.evaluates else ():
         module.eval()
-    transfer_ns = {edge: ns + job.link_delay_ns for edge, ns in transfer_times(script, rank, specs, links).items()}
+    transfer_ns = {
+        edge: ns + job.options.link_delay_ns for edge, ns in transfer_times(script, rank, specs, links).items()
+    }
     gate = Gate(script, launcher.may_begin)
     milestones = Milestones(
         job, script, rank, device, model, runners, groups, ties, scaling, states, recorder, launcher.done
@@ -146,7 +148,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     if threaded:
         room = 1 if script.limit is None else script.limit * stages[0].replicas
         group = pipeline_group(script, rank, timeout)
-        mail = ThreadedTransport(instructions, specs, room, job.timeout_s, job.link_delay_ns, group)
+        mail = ThreadedTransport(instructions, specs, room, job.timeout_s(script), job.options.link_delay_ns, group)
     updates = {
         s: StageUpdate(s, runner.versions, recorder, groups.get(s), stages[s].replicas, job.chunk_buckets, scaling)
         for s, runner in runners.items()
@@ -167,7 +169,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
         allows=gate.allows,
         save=milestones.save,
         updated=milestones.updated,
-        evaluates=job.evaluates,
+        evaluates=job.options.evaluates,
         recorder=recorder,
     )
     milestones.scale_losses()
@@ -175,7 +177,7 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     begin_peak(device)
     barrier()
-    if job.engine == "torch":
+    if job.options.engine == "torch":
         times = execute_on_torch(script, rank, model, runners, work.data, milestones.updated, links, recorder)
     else:
         order = None
@@ -212,12 +214,12 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
             forgotten=times.forgotten,
         ),
     )
-    if job.save is not None:
+    if job.options.save is not None:
         trained = trained_state(script, first_replicas(script, rank), model, runners)
         everybodys = gathered(rank, {key: value.cpu() for key, value in trained.items()})
         if everybodys is not None:
             whole = {key: value for state in everybodys for key, value in state.items()}
-            _write(Path(job.save), {name: whole[first] for name, first in model.first_names.items()} | whole)
+            _write(job.options.save, {name: whole[first] for name, first in model.first_names.items()} | whole)
     dist.destroy_process_group()
     return make_report(script, measurements) if measurements is not None else None
 
@@ -225,8 +227,8 @@ def run_rank(job: Job, rank: int, launcher: Launcher) -> RunReport | None:
 def _refuse_traced(job: Job, script: Script) -> None:
     """Raise BadInput with one sentence for what cannot be done with a traced model."""
     what = {
-        "evaluated, as its trace is that of its training": job.evaluates,
-        "run on torch's engine": job.engine == "torch",
+        "evaluated, as its trace is that of its training": job.options.evaluates,
+        "run on torch's engine": job.options.engine == "torch",
         "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
         "differentiated with newer weights than those of its forwards (weights latest)": script.renews,
     }
@@ -236,8 +238,8 @@ def _refuse_traced(job: Job, script: Script) -> None:
 
 
 def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device) -> tuple[Tensor, Any]:
-    epoch, index = divmod(microbatch, job.epoch) if job.epoch else (0, microbatch)
-    x, target = model.data(index, job.seed + epoch)
+    epoch, index = divmod(microbatch, job.options.epoch) if job.options.epoch else (0, microbatch)
+    x, target = model.data(index, job.options.seed + epoch)
     return moved(x, device), pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, device), target)
 
 
@@ -270,9 +272,9 @@ def _stage_module(
     modules = [model.layers[i][1] for i in own_layers(script, s, model)]
     versions = Versions(
         modules,
-        Counter() if job.engine == "torch" else script.instructions[rank].uses(s),
+        Counter() if job.options.engine == "torch" else script.instructions[rank].uses(s),
         job.make_optimizer,
-        None if job.scheduler is None else schedule_maker(job.scheduler),
+        None if job.options.scheduler is None else schedule_maker(job.options.scheduler),
         script.first.step,
         script.renews,
         keeping,

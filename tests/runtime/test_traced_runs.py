@@ -24,6 +24,7 @@ from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import Cut, message_spec, packed, traced_cut, unpacked
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.model.traced import fitted
+from pipeplan.runtime.options import RunOptions
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +47,7 @@ def spec_of(build):
 
 def run(plan, build, tmp_path, *, steps=3, lr=0.1, **options):
     """The report of a run, and the state of the trained model."""
-    report = run_plan(plan, spec_of(build), steps=steps, lr=lr, save=tmp_path / "trained.pt", **options)
+    report = run_plan(plan, spec_of(build), RunOptions(steps=steps, lr=lr, save=tmp_path / "trained.pt", **options))
     return report, torch.load(tmp_path / "trained.pt")
 
 
@@ -273,7 +274,7 @@ def test_a_trace_is_that_of_training_in_its_own_types():
     ):
         plan = plan_of(residual, [(0, 9, (0,)), (9, 20, (1,))], weights=weights, accumulate=2)
         with pytest.raises(BadInput, match=sentence):
-            run_plan(plan, model, steps=1, lr=0.1, **options)
+            run_plan(plan, model, RunOptions(steps=1, lr=0.1, **options))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _first_names(keys: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, 
     }
 
 
-def load_weights(model: LoadedModel, path: str) -> None:
+def load_weights(model: LoadedModel, path: str | Path) -> None:
     """Give ``model`` the state in a file that ``run --save`` or ``torch.save(model.state_dict())`` wrote."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

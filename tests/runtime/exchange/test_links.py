@@ -14,11 +14,12 @@ from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
 from pipeplan.runtime import rank as worker
 from pipeplan.runtime.exchange.collective import replica_groups
 from pipeplan.runtime.exchange.links import open_links
+from pipeplan.runtime.job import Job
 from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send
 from pipeplan.runtime.lowering.lowered_run import prepare
 from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import Job
+from pipeplan.runtime.options import RunOptions
 
 SECONDS = 60
 BATCH, STEPS, LR = 4, 3, 0.05
@@ -77,7 +78,8 @@ def be_rank(job, rank, world, store, exchange, pipe):
 def run_over(exchange, plan, folder, **options):
     """Run ``plan`` and return rank 0's report."""
     spec = ModelSpec("small-cnn")
-    job = Job(plan, spec, STEPS, LR, 0, SECONDS, 1, str(folder / "trained.pt"), device="cpu", **options)
+    asked = RunOptions(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
+    job = Job(plan, spec, asked)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
     world = len(prepare(plan, 1).devices)
