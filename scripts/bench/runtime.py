@@ -29,6 +29,7 @@ from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -57,7 +58,9 @@ def main() -> None:
 def profiled(name: str, batch: int) -> Chain:
     """Return the measured profile of a zoo model."""
     model = zoo.load(name)
-    return profile_model(model, batch, name=name, date="today", data=model.data(batch), steps=10, warmup=3)
+    return profile_model(
+        model, batch, MeasureOptions(steps=10, warmup=3), name=name, date="today", data=model.data(batch)
+    )
 
 
 def plan_of(

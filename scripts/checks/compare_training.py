@@ -38,6 +38,7 @@ from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.zoo.model import Model, token_loss
 
 MINI_BATCH = 32
@@ -152,11 +153,10 @@ def main() -> None:
             parts: profile_model(
                 task.model,
                 MINI_BATCH // parts,
+                MeasureOptions(steps=5, warmup=2),
                 name=name,
                 date="today",
                 data=task.model.data(MINI_BATCH // parts),
-                steps=5,
-                warmup=2,
             )
             for parts in (1, MICROBATCHES)
         }
