@@ -33,7 +33,7 @@ from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
 from .model.spec import ModelSpec
 from .options import RunOptions
-from .rank import run_rank
+from .phases import run_rank
 from .stopping import SharedStop, StoreStop
 from .training.checkpoint import Checkpoint, newest, usable_folder
 

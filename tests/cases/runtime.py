@@ -96,13 +96,18 @@ def chain_pieces(layers, loss, checkpoint, start=0):
     return pieces_of(start, [(code,) for code in codes], checkpoint, () if loss is not None else (stop,))
 
 
+def chain_cut(position, crossing):
+    """The cut before layer ``position`` of a chain."""
+    return Cut((position,), (crossing,), (position,))
+
+
 def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
     return StageModule(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint, start),
-        cuts=(Cut.of_chain(start, spec(x)), None if loss is not None else Cut.of_chain(stop, spec(out))),
+        cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
         versions=versions,
         account=account or Account(),
         divisor=divisor,

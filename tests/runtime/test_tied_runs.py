@@ -26,12 +26,12 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.dry_run import word
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
-from pipeplan.runtime.model.contract import boundaries_of
 from pipeplan.runtime.model.loading import (
+    chain_model,
     load_model,
     load_weights,
 )
-from pipeplan.runtime.model.spec import LoadedModel, ModelSpec
+from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.tied import check_ties, separated, ties_of
@@ -214,7 +214,7 @@ def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
     path = tmp_path / "state.pt"
     torch.save(layers.state_dict(), path)
     load_weights(model, str(path))
-    assert torch.equal(model.layers[4][1].weight, layers.embedding.tokens.weight)
+    assert torch.equal(model.layers[4].module.weight, layers.embedding.tokens.weight)
     untied, _, _ = zoo.load(GPT.replace("tied=true", "tied=false"))(2, seed=1)
     torch.save(untied.state_dict(), path)
     with pytest.raises(BadInput, match=f"'{TABLE}' and '{HEAD}' differ, and are one weight in the model"):
@@ -223,10 +223,7 @@ def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
 
 def loaded(layers):
     named = [(f"l{i}", layer) for i, layer in enumerate(layers)]
-    boundaries = boundaries_of(layers, torch.zeros(4, 16))
-    return LoadedModel(
-        named, [str(i) for i in range(len(layers))], runtime_cases.mean_square, runtime_cases.vectors, boundaries
-    )
+    return chain_model(named, torch.zeros(4, 16), runtime_cases.mean_square, runtime_cases.vectors)
 
 
 def profile_of(layers, tied):
@@ -275,7 +272,7 @@ def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
     script = prepare(plan, 1)
     ties = ties_of(script, model)
     assert [tie.places for tie in ties] == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
-    apart = [module for _, module in separated(script, 0, model).layers]
+    apart = [layer.module for layer in separated(script, 0, model).layers]
     assert apart[:2] == layers[:2]
     assert apart[2].weight is apart[3].weight is not layers[0].weight
     assert apart[2].bias is apart[3].bias

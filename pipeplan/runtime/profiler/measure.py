@@ -147,7 +147,7 @@ def network_chain(
         layers=tuple(x.layer for x in measurements),
         input_bytes=sum(x.nbytes for x in network.inputs),
         edges=None if network.chain else whole.edges(),
-        tied=tied_layers(network),
+        tied=tied_layers(code.module for code in network.layers),
         microbatch=batch,
         dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
         device=device,
