@@ -1,4 +1,4 @@
-"""What a noun looks like in a JSON file: a form derived from its own fields, and what a file is stricter about.
+"""What does a noun look like in a JSON file? Like its own fields, and here and there a file is stricter.
 
 Forms are msgspec types: reading refuses unknown keys, missing ones and other types, and names the place
 (``$.layers[3].forward_ns``); writing keeps the order of the keys.

@@ -1,4 +1,4 @@
-"""Plans as files: JSON, read with every violation that it has, and written with the figures that follow from it.
+"""Which plan is in a file, and what is wrong with it? Written, it has the figures that follow from it.
 
 Reading never trusts a file: keys and types are checked by its form, values by the model, and reported figures are
 recomputed.

@@ -1,4 +1,4 @@
-"""Platforms as files: JSON in human units (``16GB``, ``12GB/s``, ``5us``), which come back exactly."""
+"""Which platform is in a file? Human units (``16GB``, ``12GB/s``, ``5us``), which come back exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles as files: this project's JSON, read into chains and written; PipeDream's ``graph.txt`` is read too."""
+"""Which chain is in a profile? This project's JSON is read and written, PipeDream's ``graph.txt`` read too."""
 
 from __future__ import annotations
 

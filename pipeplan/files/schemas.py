@@ -1,4 +1,4 @@
-"""The JSON Schemas of the files that people write and read."""
+"""What may stand in each file, as JSON Schema?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from and to files: UTF-8, written atomically, ``-`` for standard input and output."""
+"""What text is in a file? UTF-8, written atomically; ``-`` is standard input and output."""
 
 from __future__ import annotations
 

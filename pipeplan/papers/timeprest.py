@@ -1,4 +1,4 @@
-"""What TiMePReSt's schedule does to the weights, in unit time: read off the simulated schedule, not off formulas.
+"""What does TiMePReSt's schedule do to the weights? In unit time, read off the simulated schedule, not off formulas.
 
 A worker is a stage; a mini-batch is N microbatches, each one time point forward on each worker, and one backward of b
 time points on each worker. Mini-batches, their weights (the weights that mini-batch k makes are version k, 0 is the

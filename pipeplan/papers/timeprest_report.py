@@ -1,4 +1,4 @@
-"""What ``pipeplan timeprest`` prints: the schedule as the paper draws it, versions, sequences, memory, a table."""
+"""What does ``pipeplan timeprest`` print? The schedule as the paper draws it, versions, sequences, memory, a table."""
 
 from __future__ import annotations
 

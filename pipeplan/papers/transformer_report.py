@@ -1,4 +1,4 @@
-"""What training a transformer takes, as figures and as a page of text: memory by class, flops, days."""
+"""What does training a transformer take, in figures and on a page of text? Memory by class, flops, days."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chrome traces of simulated runs: what ui.perfetto.dev and chrome://tracing open."""
+"""What ran when, for ui.perfetto.dev and chrome://tracing? A simulated run as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of ``pipeplan compare``."""
+"""Which algorithm finds the best plan where? The table of ``pipeplan compare``."""
 
 from __future__ import annotations
 

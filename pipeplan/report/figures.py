@@ -1,4 +1,4 @@
-"""Gantt charts as pictures, SVG, PNG or PDF: a pattern's period, a simulated run with memory over time."""
+"""What does a plan or a simulated run look like, as a picture? SVG, PNG or PDF, with memory over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gantt charts in characters: rows of timed operations, drawn to any width, with or without colour."""
+"""What does every GPU and link do when? Rows of timed operations, and their chart in characters of any width."""
 
 from __future__ import annotations
 

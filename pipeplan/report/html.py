@@ -1,4 +1,4 @@
-"""The HTML report: one self-contained page with a plan's table, its pattern, a simulated run, memory and bounds."""
+"""What is there to see of a plan, on one page? Table, pattern, a simulated run, memory and bounds, in plain HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a measured model on standard error: each layer's costs and how steady its times were."""
+"""What does each layer of a measured model cost, and how steady were its times? A table on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns and simulated runs in the terminal: Gantt charts with their figures, schedules side by side."""
+"""How does a plan run in simulation? Patterns and runs in the terminal with their figures, schedules side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that people read: a plan with the proof of its quality, one period, a simulated run."""
+"""What is this plan, and how good? Its table with the proof of its quality, and the looks of all tables."""
 
 from __future__ import annotations
 

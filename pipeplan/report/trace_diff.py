@@ -1,4 +1,4 @@
-"""A plan beside a run of it: what was predicted and what was measured, per operation, device and period."""
+"""What was predicted, and what was measured? A plan beside a run of it, by operation, device and period."""
 
 from __future__ import annotations
 

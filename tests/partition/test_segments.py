@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases.chains import published, random_chain
+from cases.chains import published, random_chain, random_problem
 from oracles.partition import checkpoints, contiguous_optimum
 from test_contiguous import assert_attains, varied_problem
 
@@ -82,6 +82,36 @@ def test_segments_are_better_than_stages_somewhere() -> None:
             )
     assert shorter >= 5
     assert mixed >= 10
+
+
+@pytest.mark.parametrize("seed", [9, 10])
+def test_what_the_quick_search_finds_is_proved_by_the_fine_one(seed: int) -> None:
+    """The search that keeps few labels finds the best plan here, and alone couldn't prove it."""
+    rng = random.Random(seed)
+    problem = random_problem(
+        rng,
+        rng.choice((12, 16, 20, 26)),
+        rng.choice((2, 3, 4)),
+        checkpointing="segments",
+        replicas=rng.random() < 0.5,
+        saved=True,
+        edges=False,
+    )
+    layers = tuple(
+        replace(
+            x,
+            forward_ns=x.forward_ns * 7 + rng.randint(0, 40),
+            backward_ns=x.backward_ns * 9 + rng.randint(0, 30),
+            saved_bytes=None if x.saved_bytes is None else x.saved_bytes + rng.randint(3, 40),
+            saves=None,
+        )
+        for x in problem.chain.layers
+    )
+    more = [replace(x, memory_bytes=x.memory_bytes * rng.choice((1, 2, 3))) for x in problem.platform.devices]
+    platform = replace(problem.platform, devices=tuple(more))
+    found = smallest_period(replace(problem, chain=replace(problem.chain, layers=layers), platform=platform))
+    assert found is not None
+    assert found.lower_bound_ns == found.claimed_period_ns
 
 
 @pytest.mark.parametrize("seed", range(0, 300, 4))

@@ -78,7 +78,7 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
             found = with_segments(offered, period, period, longest, tail, _QUICK)
             offered = None if found is None else found[0]
     stages = None if offered is None else decide(offered, period, tail)
-    return None if stages is None else _claim(problem, stages)
+    return None if stages is None else _claim(problem, stages, period)
 
 
 def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
@@ -188,7 +188,7 @@ def _search(
         period = min(high, low + width)
         stages = decide(tables, period, tail)
         if stages is not None:
-            best = _claim(problem, stages)
+            best = _claim(problem, stages, period)
         elif period == high:
             return None
         else:
@@ -200,7 +200,7 @@ def _search(
         if stages is None:
             low, probe = period + 1, True
         else:
-            best, probe = _claim(problem, stages), False
+            best, probe = _claim(problem, stages, period), False
     return best
 
 
@@ -276,11 +276,12 @@ def _near(tables: Ground, best: Allocation | None, most: int) -> Ints | None:
     return None if 4 * len(near) > 3 * count else near
 
 
-def _claim(problem: Problem, stages: Sequence[Stage]) -> Allocation:
-    """Return ``stages``, which a decision found, with the smallest period that they have by its rules."""
+def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
+    """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
     policy = memory_model.without_vertical_sync(problem.policy)
     period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages))
-    assert period is not None, "what a decision finds fits the memory"
+    assert period is not None
+    assert period <= met, "what a decision finds has a pattern of its period"
     return Allocation(on_lowest_devices(problem.platform, stages), period)
 
 

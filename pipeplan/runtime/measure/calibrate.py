@@ -1,4 +1,4 @@
-"""The simulation of a run's program with the run's own times: what is left to explain is the model's error."""
+"""How long should a run have taken with its own times? What the simulation leaves to explain is the model's error."""
 
 from __future__ import annotations
 

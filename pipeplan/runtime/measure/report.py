@@ -1,4 +1,4 @@
-"""What a run measured, beside what the plan and the run's own times predict: the RunReport.
+"""What did a run measure, beside what the plan and the run's own times predict? The RunReport.
 
 Periods are in ns per microbatch. Nothing here needs torch, so that reports can be read anywhere.
 """

@@ -1,4 +1,4 @@
-"""When a rank did what, and what its other figures are: what a run's report is made from."""
+"""When did a rank do what? That and its other figures are what a run's report is made from."""
 
 from __future__ import annotations
 

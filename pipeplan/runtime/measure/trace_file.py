@@ -1,4 +1,4 @@
-"""Measured runs as files: a Chrome trace of every operation, with the figures that a plan can be compared with.
+"""What does a run leave in a file? A Chrome trace of every operation, with figures that a plan can be compared with.
 
 The trace opens in ui.perfetto.dev; its ``otherData`` is versioned and read back. Times in the events are microseconds,
 everywhere else ns.
