@@ -17,7 +17,7 @@ from ..problem import Problem
 from .pipeline_time import BatchTime, batch_time
 
 _WHOLE = 20_000  # steps of a batch up to which all pipelines are simulated, beyond one stands for all
-_SETTLED = 4_000_000  # steps of a batch up to which the best split is simulated in full
+_IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
 Proposal = tuple[tuple[int, ...], tuple[int, ...], int]  # cuts, microbatches that stages are to hold, limit
 
@@ -139,9 +139,9 @@ class Pipelines:
             if improved is not None:
                 yield improved
 
-    def settle(self) -> None:
+    def simulate_in_full(self) -> None:
         """Simulate the best in full, unless that takes too long; it is dropped where it doesn't fit then."""
-        if self.best is None or self.best.result.exact or self._steps() > _SETTLED:
+        if self.best is None or self.best.result.exact or self._steps() > _IN_FULL:
             return
         result = batch_time(self.problem, self.best.stages, self.microbatches, self.best.limit)
         # side by side, pipelines hold more than one alone

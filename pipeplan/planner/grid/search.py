@@ -151,7 +151,7 @@ class _Search:
     def settle(self) -> None:
         """Simulate the best few configurations in full, so that the figure of the best is that of its plan."""
         for config in self._order()[:_FINALISTS]:
-            self.grids[config].settle()
+            self.grids[config].simulate_in_full()
         self.best = None
         for config in self._order()[:1]:
             self.best = self._found(config)
