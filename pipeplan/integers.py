@@ -19,6 +19,11 @@ Number = TypeVar("Number", int, Ints)
 Found = TypeVar("Found")
 
 
+def plain(value: IntLike) -> IntLike:
+    """Return a NumPy scalar as an int, so that Python's unbounded arithmetic applies; arrays stay arrays."""
+    return int(value) if np.ndim(value) == 0 else value
+
+
 def ceil_div(numerator: Number, denominator: Number | int) -> Number:
     """Return the quotient rounded up, exactly."""
     return -(-numerator // denominator)

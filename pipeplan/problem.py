@@ -5,7 +5,7 @@ Times are integer nanoseconds per microbatch, sizes integer bytes, layer ranges 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -19,14 +19,14 @@ from .integers import Ints, ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's measured costs for one microbatch.
+    """One layer's measured costs for one microbatch: times in ns, sizes in bytes.
 
     ``output_bytes`` is the size of the one tensor that it produces; ``saved_bytes`` is what its forward keeps for its
     backward when the layer is a stage by itself, None for "what it reads" (MadPipe section 3). ``saves`` names the
     layers whose outputs are among that, -1 for the network's input and its own index for its own output, so that ranges
-    of layers count each once (:mod:`.cost.saved`); None where that isn't known: its bytes are then shared with no other
-    layer. ``view_of`` is the layer (or -1) in whose output's storage the output lies, None where it has its own, of
-    ``storage_bytes`` (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
+    of layers count each once; None where that isn't known: its bytes are then shared with no other layer. ``view_of``
+    is the layer (or -1) in whose output's storage the output lies, None where it has its own, of ``storage_bytes``
+    (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
     """
 
@@ -36,12 +36,12 @@ class Layer:
     weight_bytes: int
     output_bytes: int
     saved_bytes: int | None = None
-    backward_weight_ns: int | None = None
-    optimizer_ns: int = 0
-    parameters: int | None = None
     saves: tuple[int, ...] | None = None
     view_of: int | None = None
     storage_bytes: int | None = None
+    backward_weight_ns: int | None = None
+    optimizer_ns: int = 0
+    parameters: int | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -114,6 +114,15 @@ class Chain:
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
         return Sums.of(self)
+
+
+def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
+    """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
+    found: list[set[int]] = []
+    for one in map(set, sets):
+        whole = one.union(*(other for other in found if other & one))
+        found = [other for other in found if not other & whole] + [whole]
+    return found
 
 
 @dataclass(frozen=True)
@@ -214,6 +223,20 @@ class Platform:
         """Time to move ``size`` bytes one way over a path that spans ``level``; 0 for no bytes."""
         bandwidth, latency = self.paths[level]
         return latency + ceil_div(size * 10**9, bandwidth) if size else 0
+
+    @cached_property
+    def spans(self) -> Ints:
+        """The lowest level that joins the devices a..b-1, shape (P, P + 1); 0 where b <= a."""
+        count = len(self.devices)
+        table = np.zeros((count, count + 1), dtype=np.int64)
+        for a in range(count):
+            table[a, a + 1 :] = [self.level_of((a, b - 1)) for b in range(a + 1, count + 1)]
+        return table
+
+    @property
+    def best_device(self) -> Device:
+        """The most memory and the most speed that any device has: what no device exceeds."""
+        return Device(max(x.memory_bytes for x in self.devices), max(x.speed for x in self.devices))
 
     def slowest(self, devices: Sequence[int]) -> Device:
         """Return the least memory and the least speed among ``devices``: what a replicated stage gets."""

@@ -10,7 +10,7 @@ from cases.plans import reading_the_input_late
 from oracles.schedules import saved_by, storages_of
 
 from pipeplan.cost.saved import entering_bytes, first_saved, inner_bytes, saved_bytes
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem, connected
 
 
 def random_chains(count=150, **options):
@@ -262,3 +262,27 @@ def test_with_policy_changes_nothing_else():
         False,
         "none",
     )
+
+
+def test_sets_are_connected_through_others_in_any_order():
+    rng = random.Random(4)
+    for _ in range(200):
+        sets = [tuple(rng.sample(range(9), rng.randint(1, 3))) for _ in range(rng.randint(0, 6))]
+        near = {x: {x} for one in sets for x in one}
+        for _ in sets:  # paths are no longer than that
+            near = {x: {z for y in reach for one in sets if y in one for z in one} for x, reach in near.items()}
+        found = [tuple(sorted(x)) for x in connected(sets)]
+        assert sorted(found) == sorted({tuple(sorted(x)) for x in near.values()})
+
+
+def test_spans_name_the_level_of_every_run_of_devices():
+    platform = Platform((Device(1),) * 8, (Level(2, 3), Level(2, 2), Level(2, 1)))
+    for a in range(8):
+        for b in range(9):
+            assert platform.spans[a, b] == (platform.level_of(range(a, b)) if a < b else 0)
+
+
+def test_the_best_device_has_the_best_of_all():
+    devices = (Device(5, Fraction(1)), Device(3, Fraction(2)))
+    assert Platform(devices, (Level(2, 1),)).best_device == Device(5, Fraction(2))
+    assert Platform(devices, (Level(2, 1),)).slowest((0, 1)) == Device(3, Fraction(1))

@@ -15,6 +15,7 @@ from pipeplan.units import (
     exact_time,
     format_bandwidth,
     format_bytes,
+    format_devices,
     format_ns,
     ms_to_ns,
     parse_bandwidth,
@@ -145,6 +146,11 @@ def test_printed_forms():
     assert exact_bytes(0) == "0B"
     assert exact_bytes(16 * 2**30) == "16GiB"
     assert exact_time(0) == "0ns"
+
+
+def test_three_devices_or_more_in_a_row_are_written_as_a_range():
+    assert [format_devices(x) for x in ((7,), (0, 1), (0, 1, 2, 3), (0, 2, 3))] == ["7", "0,1", "0-3", "0,2,3"]
+    assert format_devices((0, 2), ", ") == "0, 2"
 
 
 @REPEATABLE

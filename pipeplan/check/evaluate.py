@@ -10,12 +10,13 @@ from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
 from ..plan import Bound, Plan, Schedule
 from ..problem import Platform
-from ..schedule.kinds import SIMULATED, graph_of, program_of_kind
-from ..schedule.pattern import DeviceUse, device_uses, most_in_flight, starts_of
+from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind
+from ..schedule.memory import run_uses
+from ..schedule.pattern import DeviceUse, device_uses, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
 from ..schedule.simulate import simulate
-from ..schedule.steady import SteadyRun, steady_nf1b
-from ..schedule.timeline import Timeline, flush_makespan_ns
+from ..schedule.steady import SteadyRun
+from ..schedule.timeline import flush_makespan_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,16 @@ class Evaluation:
     most_in_flight: int
 
 
-def evaluate(plan: Plan) -> Evaluation:
-    """Return the figures of ``plan``, whose structure and operations must be in order."""
-    graph = graph_of(plan)
-    if plan.schedule.kind in SIMULATED:
+def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
+    """Return the figures of ``plan``, whose structure and operations must be in order; ``graph`` is of its stages."""
+    graph = graph or graph_of(plan)
+    kind = kind_of(plan)
+    if kind.simulated is not None:
         return evaluate_simulated(graph, plan.schedule, plan.platform)
     assert plan.pattern is not None
     starts, period = starts_of(plan.pattern), plan.pattern.period_ns
     makespan = None
-    if plan.schedule.kind == "flush":
+    if kind.drains:
         assert plan.schedule.microbatches is not None
         makespan = flush_makespan_ns(simulate(unroll(graph, plan.pattern, plan.schedule.microbatches)))
     return Evaluation(
@@ -63,23 +65,22 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
     exceed in whatever order messages really arrive is ``limit`` microbatches per stage and pipeline.
     """
     makespan = None
-    if schedule.kind == "nf1b":
-        steady = steady_nf1b(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
+    find_steady = KINDS[schedule.kind].steady
+    if find_steady is not None:
+        steady = find_steady(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
         timeline, period = steady.timeline, steady.period_ns
-        uses = _settled_uses(timeline, platform) if steady.settled else _admitted_uses(steady, platform)
+        uses = run_uses(timeline, platform) if steady.settled else _admitted_uses(steady, platform)
     else:
         count = schedule.microbatches or 1
         timeline = simulate(program_of_kind(graph, schedule, None, count))
         makespan = flush_makespan_ns(timeline)
         period = ceil_div(makespan, count)
-        uses = _settled_uses(timeline, platform)
-    unused = [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
-    devices = tuple(uses.get(d, nothing) for d, nothing in enumerate(unused))
+        uses = run_uses(timeline, platform)
     together = [0] * len(graph.stages)
     for index, resource in enumerate(graph.resources):
         for place, s in enumerate(graph.stages_on(index)):
             together[s] = sum(uses[d].in_flight[place] for d in resource.devices)
-    return Evaluation(graph, period, makespan, devices, max(together))
+    return Evaluation(graph, period, makespan, tuple(uses), max(together))
 
 
 def fits(evaluation: Evaluation) -> bool:
@@ -87,30 +88,14 @@ def fits(evaluation: Evaluation) -> bool:
     return all(use.peak_bytes <= use.memory_bytes for use in evaluation.devices)
 
 
-def _settled_uses(timeline: Timeline, platform: Platform) -> dict[int, DeviceUse]:
-    """Return what each device of a simulated run holds at most."""
-    uses = {}
-    for lane, work in enumerate(timeline.program.lanes):
-        if work.device is not None:
-            counts = timeline.in_flight(lane)
-            uses[work.device] = DeviceUse(
-                platform.devices[work.device].memory_bytes,
-                timeline.weights_bytes(lane),
-                timeline.peak_activation_bytes(lane),
-                timeline.buffer_bytes(lane),
-                tuple(counts.get(s, 0) for s in timeline.program.stages_of(lane)),
-            )
-    return uses
-
-
-def _admitted_uses(steady: SteadyRun, platform: Platform) -> dict[int, DeviceUse]:
+def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
     """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
 
     The last stage has its gradient at once and holds one mini-batch.
     """
     program = steady.timeline.program
     graph, limit = program.graph, program.limit or 1
-    uses = {}
+    uses = unused(platform)
     for s, stage in enumerate(graph.stages):
         admitted = limit if s < len(graph.stages) - 1 else 1
         count = admitted * program.batch

@@ -15,18 +15,18 @@ from ..cost.stage_graph import Operation, Resource, StageGraph
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
-from ..schedule.kinds import SIMULATED, graph_of, too_long
+from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
-from ..schedule.program import not_one_each
 from ..units import format_bytes
-from .evaluate import evaluate_simulated
+from .evaluate import Evaluation, evaluate, evaluate_simulated
 
 
-def check(plan: Plan) -> None:
-    """Raise InvalidPlan with every violation of ``plan``, or return."""
-    found = violations(plan)
-    if found:
+def check(plan: Plan) -> Evaluation:
+    """Return the figures of ``plan``; raise InvalidPlan with every violation when it has any."""
+    graph, found = _judged(plan)
+    if graph is None or found:
         raise InvalidPlan(found)
+    return evaluate(plan, graph)
 
 
 def violations(plan: Plan) -> list[str]:
@@ -34,31 +34,38 @@ def violations(plan: Plan) -> list[str]:
 
     Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
     """
+    return _judged(plan)[1]
+
+
+def _judged(plan: Plan) -> tuple[StageGraph | None, list[str]]:
+    """Return the stage graph, None where the structure gives none, and the violations."""
     found = [
         *structure_violations(plan.chain, plan.platform, plan.policy, plan.allocation.stages),
         *schedule_violations(plan),
     ]
     if found:
-        return found
+        return None, found
     graph = graph_of(plan)
     endless = too_long(len(graph.operations), plan.schedule)
     if endless is not None:
-        return [f"schedule: {endless}"]
-    if plan.schedule.kind in SIMULATED:
-        return simulated_violations(plan, graph)
+        return graph, [f"schedule: {endless}"]
+    kind = kind_of(plan)
+    if kind.simulated is not None:
+        return graph, simulated_violations(plan, graph)
     if plan.pattern is None:
-        return ["the plan has no pattern: nothing says when its operations run"]
+        return graph, ["the plan has no pattern: nothing says when its operations run"]
     found = operation_violations(graph, plan.pattern)
     if found:
-        return found
-    return [*pattern_violations(graph, plan.pattern), *bound_violations(plan, plan.pattern.period_ns)]
+        return graph, found
+    period = None if kind.drains else plan.pattern.period_ns
+    return graph, [*pattern_violations(graph, plan.pattern), *bound_violations(plan, period)]
 
 
 def simulated_violations(plan: Plan, graph: StageGraph) -> list[str]:
     """Return every breach of the rules of a plan that runs by simulation: one GPU per stage, memory, bounds."""
-    refused = not_one_each(graph, plan.schedule.kind) if plan.schedule.kind == "nf1b" else None
-    if refused is not None:
-        return [refused]
+    reason = refused(graph, plan.schedule.kind)
+    if reason is not None:
+        return [reason]
     result = evaluate_simulated(graph, plan.schedule, plan.platform)
     found = []
     for index, resource in enumerate(graph.resources):
@@ -108,34 +115,24 @@ def schedule_violations(plan: Plan) -> list[str]:
     schedule, policy = plan.schedule, plan.policy
     if policy.coarsening is not None and policy.weights != "flush":
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
-    if schedule.kind == "pattern":
-        if policy.weights == "flush":
-            return ["weights flush drain the pipeline after every mini-batch; the schedule is an endless pattern"]
-        return []
-    if schedule.kind == "nf1b":
-        what = "runs"
-        if policy.weights != "latest":
-            return [f"nf1b takes the newest weights, which is for weights latest; the policy is {policy.weights}"]
-    else:
-        what = "drains"
-        if policy.weights != "flush":
-            return [f"the schedule drains every mini-batch, which is for weights flush; the policy is {policy.weights}"]
-    if schedule.microbatches is None or schedule.microbatches < 1:
-        said = "missing" if schedule.microbatches is None else schedule.microbatches
-        return [f"schedule.microbatches is {said}; {schedule.kind} needs those of a mini-batch, at least 1"]
-    found = []
-    if schedule.microbatches != policy.accumulate:
-        found.append(
-            f"the schedule {what} mini-batches of {schedule.microbatches} microbatches, "
-            f"but the policy updates weights every {policy.accumulate}"
-        )
-    if schedule.kind in SIMULATED:
-        if plan.pattern is not None:
-            found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
-        if schedule.limit is None or schedule.limit < 1:
-            what = "mini-batches" if schedule.kind == "nf1b" else "microbatches per pipeline"
-            said = "missing" if schedule.limit is None else schedule.limit
-            found.append(f"schedule.limit is {said}; {schedule.kind} needs the {what} that it admits, at least 1")
+    kind, found = kind_of(plan), []
+    if policy.weights not in kind.weights:
+        return [kind.refusal.format(weights=policy.weights)]
+    if kind.in_mini_batches:
+        if schedule.microbatches is None or schedule.microbatches < 1:
+            said = "missing" if schedule.microbatches is None else schedule.microbatches
+            return [f"schedule.microbatches is {said}; {schedule.kind} needs those of a mini-batch, at least 1"]
+        if schedule.microbatches != policy.accumulate:
+            found.append(
+                f"the schedule {'drains' if kind.drains else 'runs'} mini-batches of {schedule.microbatches} "
+                f"microbatches, but the policy updates weights every {policy.accumulate}"
+            )
+    if kind.simulated is not None and plan.pattern is not None:
+        found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
+    if kind.limit is not None and (schedule.limit is None or schedule.limit < 1):
+        said = "missing" if schedule.limit is None else schedule.limit
+        plural = f"{kind.limit.noun}es{kind.limit.where}"
+        found.append(f"schedule.limit is {said}; {schedule.kind} needs the {plural} that it admits, at least 1")
     return found
 
 
@@ -295,11 +292,14 @@ def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
     return found
 
 
-def bound_violations(plan: Plan, period: int) -> list[str]:
-    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period."""
+def bound_violations(plan: Plan, period: int | None) -> list[str]:
+    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period (ns).
+
+    A plan that drains in a pattern's order has None: its period is longer than the pattern's.
+    """
     found = []
     for bound in plan.lower_bounds:
-        if bound.period_ns > period and plan.schedule.kind != "flush":
+        if period is not None and bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         found += class_violations(bound, plan.allocation)
     return found

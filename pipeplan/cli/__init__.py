@@ -16,6 +16,7 @@ from ..errors import InvalidPlan, PipeplanError
 # name -> (module, one line for --help); each module has the click command as ``command``
 COMMANDS = {
     "plan": ("plan", "Split a profiled network over GPUs and prove the split good."),
+    "grid": ("grid", "Plan stages x equal pipelines that share every batch."),
     "check": ("check", "Judge a plan: every rule, every reported figure."),
     "show": ("show", "Draw one period of a plan as a Gantt chart."),
     "simulate": ("simulate", "Run a plan in simulation, under its own schedule or any other."),

@@ -21,7 +21,7 @@ def command(plan: str, as_json: bool) -> None:
     \b
     Example: pipeplan check plan.json
     """
-    from ..files.documents import read_plan
+    from ..files.plans import read_plan
     from ..report.tables import headline
     from ..schedule.deadlock import plan_deadlock
 

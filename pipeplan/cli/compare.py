@@ -15,19 +15,19 @@ import click
 from ..errors import BadInput
 from ..partition import ALGORITHMS
 from ..units import parse_bytes
-from .options import JSON, parse_counts, problem_options, read_problem
+from .options import EFFORT, JSON, SOLVER, parse_counts, problem_options, read_problem
 
 NAMES = ["auto", "gpipe", *ALGORITHMS]
 DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 
 
 @click.command()
-@partial(problem_options, gpus=click.STRING)
+@partial(problem_options, gpus=click.option("--gpus", metavar="COUNTS", help="Numbers of equal GPUs."))
 @click.option(
     "--algorithms", default=DEFAULT, show_default=True, metavar="NAMES", help="auto, gpipe, or of --algorithm."
 )
-@click.option("--effort", type=click.Choice(["quick", "normal", "high"]), default="normal", show_default=True)
-@click.option("--solver", type=click.Choice(["cbc", "highs"]), default="cbc", show_default=True)
+@EFFORT
+@SOLVER
 @click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV; - is standard output.")
 @JSON
 def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_json: bool, **shared: Any) -> None:
@@ -36,7 +36,7 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
     \b
     Example: pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB
     """
-    from ..files.documents import write_text
+    from ..files.text import write_text
     from ..planner.compare import compare
     from ..planner.incumbent import Settings
     from ..report.comparison import print_rows

@@ -41,7 +41,7 @@ def command(
     \b
     Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
-    from ..files.documents import read_text
+    from ..files.text import read_text
     from ..runtime.measure.trace_file import is_measured
 
     text = None if other == "-" else read_text(other)
@@ -53,7 +53,8 @@ def command(
     if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
         raise click.UsageError("say either --plan, or --gpus and --mem")
 
-    from ..files.documents import load_plan, read_profile
+    from ..files.plans import load_plan
+    from ..files.profiles import read_profile
     from ..planner.carry import carried, matching_chain
     from ..report.differences import difference_figures, paired_layers, print_carried, print_differences
 
@@ -66,7 +67,7 @@ def command(
         from ..planner.plan import make_plan
 
         platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
-        loaded = make_plan(Problem(before, platform))
+        loaded = make_plan(Problem(before, platform)).plan
     if loaded is not None:
         result = carried(loaded, matching_chain(loaded, before, after))
     if as_json:
@@ -80,7 +81,9 @@ def command(
 
 
 def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_json: bool) -> None:
-    from ..files.documents import load_plan, profile_text, write_text
+    from ..files.plans import load_plan
+    from ..files.profiles import profile_text
+    from ..files.text import write_text
     from ..report.trace_diff import comparison, print_comparison
     from ..runtime.measure import trace_file
 

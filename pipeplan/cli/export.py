@@ -34,14 +34,15 @@ def command(
     \b
     Example: pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv
     """
-    from ..files.documents import load_plan, write_text
     from ..files.export import TARGETS, notes
+    from ..files.plans import load_plan
+    from ..files.text import write_text
     from ..planner.other_schedules import own_schedule, schedule_stages
     from ..planner.simulation import simulate_plan
-    from ..schedule.registry import SCHEDULES
+    from ..schedule.registry import schedules
 
-    if schedule is not None and schedule not in SCHEDULES:
-        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if schedule is not None and schedule not in schedules():
+        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(schedules())}")
     loaded = load_plan(plan)
     schedule = schedule or own_schedule(loaded)
     stages = schedule_stages(loaded, schedule, options["chunks"] or 2)

@@ -1,66 +1,48 @@
-"""``pipeplan plan --data-parallel``: the options of hybrid grids, and the question that they make."""
+"""``pipeplan grid``: stages x equal pipelines that share every batch; ``plan --data-parallel`` is a short way to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from ..errors import BadInput
 from ..units import parse_time
-from .options import merging, parse_counts
-
-if TYPE_CHECKING:
-    from ..planner.grid.problem import GridProblem
-    from ..problem import Problem
+from .options import EFFORT, merging, parse_counts, problem_options, read_problem
+from .search import search, search_options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-NAMES = ("data_parallel", "batch", "microbatch", "microbatch_profile", "layer_overhead", "limit", "overlap")
-COARSENING = 4  # buckets per chunk: two and four are best in Myelin's Figure 8
+DRAINED = ("weights", "accumulate", "no_replicas")  # what a grid has decided: flush, once per batch, replicas
 
 
-def grid_options(command: Command) -> Command:
-    """Add the options of grids of pipelines."""
+def grid_options(command: Command, when: str = "") -> Command:
+    """Add the options of grids but --data-parallel and --batch; ``when`` says where they mean anything."""
     for option in reversed(
         [
             click.option(
-                "--data-parallel",
-                metavar="auto|N",
-                help="Plan a grid: N equal pipelines (auto: whatever is fastest) share every batch, message-driven.",
-            ),
-            click.option("--batch", type=click.IntRange(1, 10**9), help="With --data-parallel: samples per update."),
-            click.option(
                 "--microbatch",
                 metavar="N,..",
-                help="With --data-parallel: sizes of microbatches to choose from, such as 1,2,4.  [default: those "
-                "profiled]",
+                help=f"{when}Sizes of microbatches to choose from, such as 1,2,4.  [default: those profiled]",
             ),
             click.option(
                 "--microbatch-profile",
                 metavar="FILE",
                 multiple=True,
-                help="With --data-parallel: a profile of the same network at another microbatch size; repeatable.",
+                help=f"{when}A profile of the same network at another microbatch size; repeatable.",
             ),
             click.option(
                 "--layer-overhead",
                 metavar="TIME",
-                help="With --data-parallel: part of each pass of a layer that doesn't shrink with the microbatch, "
-                "where sizes are scaled from one profile.  [default: 0]",
-            ),
-            click.option(
-                "--limit",
-                type=click.IntRange(1, 10**6),
-                help="Microbatches in each message-driven pipeline at most; nf1b: mini-batches admitted at once.  "
-                "[default: whatever is fastest]",
+                help=f"{when}Part of each pass of a layer that doesn't shrink with the microbatch, where sizes are "
+                "scaled from one profile.  [default: 0]",
             ),
             click.option(
                 "--overlap/--no-overlap",
                 default=False,
                 show_default=True,
-                help=f"With --data-parallel: sum gradients in chunks of {COARSENING} buckets of "
-                "16 million parameters, and step the optimizer on one while the next is summed.",
+                help=f"{when}Sum gradients in chunks of 4 buckets of 16 million parameters, and step the optimizer on "
+                "one while the next is summed.",
             ),
         ]
     ):
@@ -68,55 +50,81 @@ def grid_options(command: Command) -> Command:
     return command
 
 
-def refuse_without_grid(given: dict[str, Any]) -> None:
-    """Raise a usage error for options that mean nothing without --data-parallel."""
-    for name in NAMES:
-        if given[name] and name != "limit":
-            raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
+LIMIT = click.option(
+    "--limit",
+    type=click.IntRange(1, 10**6),
+    help="Microbatches in each message-driven pipeline at most; nf1b: mini-batches admitted at once.  "
+    "[default: whatever is fastest]",
+)
 
 
-def grid_problem(
-    problem: Problem,
-    profile: str,
-    granularity: str,
-    offload: bool | None,
+@click.command()
+@lambda command: problem_options(command, DRAINED)
+@click.option("--batch", type=click.IntRange(1, 10**9), required=True, help="Samples per update.")
+@click.option(
+    "--data-parallel",
+    default="auto",
+    show_default=True,
+    metavar="auto|N",
+    help="Equal pipelines that share every batch; auto: whatever is fastest.",
+)
+@grid_options
+@LIMIT
+@EFFORT
+@search_options
+def command(**options: Any) -> None:
+    """Plan a grid of GPUs for PROFILE: stages x equal pipelines that share every batch, message-driven and drained.
+
+    Every grid of the GPUs is tried, with microbatches of the given sizes, and the one that is done first with a batch
+    is the plan; the others are listed with their times, or why there is none.
+
+    \b
+    Example: pipeplan grid profile.json --gpus 8 --mem 16GB --batch 64 --microbatch 1,2,4 -o plan.json
+
+    Ctrl-C ends the search with the best plan so far.
+    """
+    plan_grid(**options)
+
+
+def plan_grid(
     data_parallel: str,
-    batch: int | None,
+    batch: int,
     microbatch: str | None,
     microbatch_profile: Sequence[str],
     layer_overhead: str | None,
-    limit: int | None,
     overlap: bool,
-) -> tuple[GridProblem, list[str]]:
-    """Return the question that the options ask about ``problem``, and the assumptions behind it."""
-    from ..files.documents import read_profile
-    from ..planner.grid.microbatches import profiles
-    from ..planner.grid.problem import GridProblem
+    limit: int | None,
+    effort: str,
+    time_limit: str | None,
+    output: str | None,
+    as_json: bool,
+    **shared: Any,
+) -> None:
+    """Plan, print and write the grid that the options ask for."""
+    from ..files.profiles import read_profile
+    from ..planner.grid.plan import make_grid_plan
+    from ..planner.grid.problem import grid_problem
+    from ..report.grids import print_grids
 
-    if batch is None:
-        raise click.UsageError("--data-parallel plans for a batch; say its samples with --batch")
-    data = None if data_parallel == "auto" else _pipelines(data_parallel)
-    fixed_ns = parse_time(layer_overhead or "0", "--layer-overhead")
-    merged = merging(granularity)
-    given = profiles([problem.chain, *(merged(read_profile(path)) for path in microbatch_profile)], fixed_ns)
-    sizes = sorted(set(parse_counts(microbatch, "--microbatch"))) if microbatch else sorted(given.measured)
-    policy = replace(problem.policy, accumulate=None, coarsening=COARSENING if overlap else None)
-    has_state = policy.optimizer != "sgd" or policy.precision == "mixed"
-    offloads = (False, True) if offload is None and has_state else (bool(offload),)
-    assumptions = []
-    said = given.assumption(sizes)
-    if said is not None:
-        assumptions.append(said)
-    assumptions.append(
-        "gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth"
-        + (", the optimizer steps meanwhile: the longer of the two and a chunk of the other" if overlap else "")
+    problem, assumptions = read_problem(**shared, weights="flush")
+    merged = merging(shared["granularity"])
+    asked, more = grid_problem(
+        problem,
+        batch,
+        [problem.chain, *(merged(read_profile(path)) for path in microbatch_profile)],
+        parse_counts(microbatch, "--microbatch") if microbatch else None,
+        pipelines=None if data_parallel == "auto" else _pipelines(data_parallel),
+        fixed_ns=parse_time(layer_overhead or "0", "--layer-overhead"),
+        offload=shared["offload"],
+        overlap=overlap,
+        limit=limit,
     )
-    assumptions.append("the messages of all pipelines between two stages share one link")
-    if True in offloads:
-        assumptions.append("moving optimizer state between host and GPU takes no time of its own")
-    return (
-        GridProblem(problem.with_policy(policy), given, batch, tuple(sizes), offloads, limit, data),
-        assumptions,
+    search(
+        lambda settings: make_grid_plan(asked, settings, effort),
+        lambda found: print_grids(found.plan, [*assumptions, *more], result=found.evaluation),
+        time_limit,
+        output,
+        as_json,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -18,66 +18,81 @@ DEFAULT_BANDWIDTH = "12GB/s"
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN")
+EFFORT = click.option(
+    "--effort",
+    type=click.Choice(["quick", "normal", "high"]),
+    default="normal",
+    show_default=True,
+    help="auto: how many candidates to try beyond the exact contiguous plan; grids: how many local moves.",
+)
+SOLVER = click.option(
+    "--solver",
+    type=click.Choice(["cbc", "highs"]),
+    default="cbc",
+    show_default=True,
+    help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
+)
+
+PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
+    "profile": click.argument("profile", metavar="PROFILE"),
+    "gpus": click.option("--gpus", type=click.IntRange(1, 4096), help="Number of equal GPUs."),
+    "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
+    "bandwidth": click.option(
+        "--bandwidth",
+        metavar="RATE",
+        help=f"Between any two GPUs, per direction, such as 12GB/s or 10Gbps.  [default: {DEFAULT_BANDWIDTH}]",
+    ),
+    "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
+    "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
+    "granularity": click.option(
+        "--granularity",
+        default="node",
+        show_default=True,
+        metavar="node|articulation|N%",
+        help="Cut after any layer, where one tensor is live, or between neighbours merged up to that share.",
+    ),
+    "weights": click.option(
+        "--weights",
+        type=click.Choice(["2bw", "stash", "flush", "latest"]),
+        default="2bw",
+        show_default=True,
+        help="How weight versions are kept.",
+    ),
+    "accumulate": click.option(
+        "--accumulate",
+        type=click.IntRange(1),
+        help="Microbatches per update.  [default: 2bw as many as are in flight; flush 4 per GPU; "
+        "latest the best up to GPUs - 1; else 1]",
+    ),
+    "optimizer": click.option(
+        "--optimizer",
+        type=click.Choice(["sgd", "momentum", "adam"]),
+        default="sgd",
+        show_default=True,
+        help="Its state takes 0, 1 or 2 times the fp32 weights.",
+    ),
+    "precision": click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="fp32", show_default=True),
+    "offload": click.option(
+        "--offload/--no-offload",
+        default=None,
+        help="Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]",
+    ),
+    "no_replicas": click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
+    "checkpointing": click.option(
+        "--checkpointing",
+        type=click.Choice(["none", "stages", "segments"]),
+        help="What may be recomputed: nothing, whole stages, or any segments of layers.  "
+        "[default: segments for auto, else stages]",
+    ),
+    "no_checkpointing": click.option("--no-checkpointing", is_flag=True, help="The same as --checkpointing none."),
+}
 
 
-def problem_options(command: Command, gpus: Any = None) -> Command:
-    """Add the options that describe a planning problem; ``gpus`` is the type of ``--gpus`` if it is not one count."""
-    for option in reversed(
-        [
-            click.argument("profile", metavar="PROFILE"),
-            click.option("--gpus", type=gpus or click.IntRange(1, 4096), help="Number of equal GPUs."),
-            click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
-            click.option(
-                "--bandwidth",
-                metavar="RATE",
-                help=f"Between any two GPUs, per direction, such as 12GB/s or 10Gbps.  [default: {DEFAULT_BANDWIDTH}]",
-            ),
-            click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
-            click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
-            click.option(
-                "--granularity",
-                default="node",
-                show_default=True,
-                metavar="node|articulation|N%",
-                help="Cut after any layer, where one tensor is live, or between neighbours merged up to that share.",
-            ),
-            click.option(
-                "--weights",
-                type=click.Choice(["2bw", "stash", "flush", "latest"]),
-                default="2bw",
-                show_default=True,
-                help="How weight versions are kept.",
-            ),
-            click.option(
-                "--accumulate",
-                type=click.IntRange(1),
-                help="Microbatches per update.  [default: 2bw as many as are in flight; flush 4 per GPU; "
-                "latest the best up to GPUs - 1; else 1]",
-            ),
-            click.option(
-                "--optimizer",
-                type=click.Choice(["sgd", "momentum", "adam"]),
-                default="sgd",
-                show_default=True,
-                help="Its state takes 0, 1 or 2 times the fp32 weights.",
-            ),
-            click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="fp32", show_default=True),
-            click.option(
-                "--offload/--no-offload",
-                default=None,
-                help="Keep optimizer state in host memory.  [default: no; with --data-parallel, where that is faster]",
-            ),
-            click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
-            click.option(
-                "--checkpointing",
-                type=click.Choice(["none", "stages", "segments"]),
-                help="What may be recomputed: nothing, whole stages, or any segments of layers.  "
-                "[default: segments for auto, else stages]",
-            ),
-            click.option("--no-checkpointing", is_flag=True, help="The same as --checkpointing none."),
-        ]
-    ):
-        command = option(command)
+def problem_options(command: Command, without: Sequence[str] = (), **other: Callable[[Any], Any]) -> Command:
+    """Add the options of :data:`PROBLEM` but those ``without``; ``other`` ones replace theirs."""
+    for name, option in reversed(PROBLEM.items()):
+        if name not in without:
+            command = other.get(name, option)(command)
     return command
 
 
@@ -89,29 +104,32 @@ def read_problem(
     latency: str | None,
     platform: str | None,
     granularity: str,
-    weights: str,
-    accumulate: int | None,
     optimizer: str,
     precision: str,
     offload: bool | None,
-    no_replicas: bool,
     checkpointing: Checkpointing | None,
     no_checkpointing: bool,
     *,
+    weights: str,
+    accumulate: int | None = None,
+    no_replicas: bool = False,
+    vertical_sync: bool = False,
     segments: bool = True,
 ) -> tuple[Problem, list[str]]:
     """Return the problem that the shared options describe, and the assumptions made where nothing was said.
 
     ``segments`` says whether segments of layers may be recomputed where the user didn't say what may.
     """
-    from ..files.documents import read_profile
+    from ..files.profiles import read_profile
 
     if no_checkpointing and checkpointing not in (None, "none"):
         raise click.UsageError(f"--no-checkpointing and --checkpointing {checkpointing} contradict each other")
+    if vertical_sync and weights not in ("stash", "latest"):
+        raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
     chain = merging(granularity)(read_profile(profile))
-    policy = Policy(weights, accumulate, optimizer, precision, bool(offload))  # type: ignore[arg-type]  # click checked them
+    policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
     return Problem(chain, where, policy, not no_replicas, allowed), assumptions
@@ -120,7 +138,7 @@ def read_problem(
 def _platform(
     gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None
 ) -> tuple[Platform, list[str]]:
-    from ..files.documents import read_platform
+    from ..files.platforms import read_platform
 
     if file is not None:
         given = [

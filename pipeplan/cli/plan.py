@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
@@ -11,16 +10,24 @@ from click.core import ParameterSource
 
 from ..partition import ALGORITHMS
 from ..plan import ScheduleKind
-from ..units import parse_time
-from .grid import NAMES, grid_options, grid_problem, refuse_without_grid
-from .options import JSON, problem_options, read_problem
+from ..schedule.kinds import KINDS
+from .grid import DRAINED, LIMIT, grid_options, plan_grid
+from .options import EFFORT, SOLVER, problem_options, read_problem
+from .search import search, search_options
 
-QUIET_S = 1.0  # what takes less needs no progress
+GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
 
 
 @click.command()
 @problem_options
-@grid_options
+@click.option(
+    "--data-parallel",
+    metavar="auto|N",
+    help="Plan a grid, as pipeplan grid does: N equal pipelines (auto: whatever is fastest) share every batch.",
+)
+@click.option("--batch", type=click.IntRange(1, 10**9), help="With --data-parallel: Samples per update.")
+@partial(grid_options, when="With --data-parallel: ")
+@LIMIT
 @click.option(
     "--algorithm",
     type=click.Choice(["auto", *ALGORITHMS]),
@@ -40,16 +47,10 @@ QUIET_S = 1.0  # what takes less needs no progress
     type=click.Choice(["full", "tight", "paper"]),
     help="madpipe: how the special device's memory is counted; full nearly always schedules.",
 )
-@click.option(
-    "--effort",
-    type=click.Choice(["quick", "normal", "high"]),
-    default="normal",
-    show_default=True,
-    help="auto: how many candidates to try beyond the exact contiguous plan.",
-)
+@EFFORT
 @click.option(
     "--schedule",
-    type=click.Choice(["pattern", "flush", "nf1b", "message-driven"]),
+    type=click.Choice(list(KINDS)),
     help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
     "[default: the first]",
 )
@@ -58,26 +59,20 @@ QUIET_S = 1.0  # what takes less needs no progress
     is_flag=True,
     help="stash, latest: one version of the weights for a microbatch in all stages, which costs versions.",
 )
-@click.option("--time-limit", metavar="TIME", help="Stop searching after this long, such as 30s, with the best so far.")
-@click.option(
-    "--solver",
-    type=click.Choice(["cbc", "highs"]),
-    default="cbc",
-    show_default=True,
-    help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
-)
-@click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON; - is standard output.")
-@JSON
+@SOLVER
+@search_options
 def command(
     algorithm: str,
     straight: bool,
     mode: str | None,
     charge: str | None,
-    effort: str,
     schedule: ScheduleKind | None,
     vertical_sync: bool,
-    time_limit: str | None,
+    data_parallel: str | None,
+    limit: int | None,
+    effort: str,
     solver: str,
+    time_limit: str | None,
     output: str | None,
     as_json: bool,
     **shared: Any,
@@ -90,64 +85,40 @@ def command(
 
     Ctrl-C ends the search with the best plan so far.
     """
-    from ..files.documents import plan_text, write_text
-    from ..planner.incumbent import Settings
-
-    wanted = {name: shared.pop(name) for name in NAMES}
-    options = {name: value for name, value in {"straight": straight, "mode": mode, "charge": charge}.items() if value}
-    known = () if algorithm == "auto" else ALGORITHMS[algorithm].options
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        flags = {"straight": "--straight", "mode": "--algorithm-mode", "charge": "--charge"}
-        raise click.UsageError(f"{', '.join(flags[x] for x in unknown)} is not an option of --algorithm {algorithm}")
-    if wanted["data_parallel"] is None:
-        refuse_without_grid(wanted)
-        problem, assumptions = read_problem(**shared, segments=algorithm == "auto")
-    else:
+    options = _algorithm_options(algorithm, straight=straight, mode=mode, charge=charge)
+    if data_parallel is not None:
         _refuse_with_grid(algorithm, shared, schedule, vertical_sync)
-        problem, assumptions = read_problem(**{**shared, "weights": "flush"}, segments=True)
-        asked, more = grid_problem(problem, shared["profile"], shared["granularity"], shared["offload"], **wanted)
-        assumptions += more
-    if vertical_sync:
-        if problem.policy.weights not in ("stash", "latest"):
-            raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
-        problem = problem.with_policy(replace(problem.policy, vertical_sync=True))
-    limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
-    began = time.perf_counter()
+        drained = {name: value for name, value in shared.items() if name not in DRAINED}
+        plan_grid(
+            data_parallel, limit=limit, effort=effort, time_limit=time_limit, output=output, as_json=as_json, **drained
+        )
+        return
+    for name in GRID:
+        if shared.pop(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
-    def remaining_s() -> float:
-        return float("inf") if limit_ns is None else limit_ns / 1e9 - (time.perf_counter() - began)
+    from ..planner.plan import make_plan
+    from ..report.tables import print_plan
 
-    def progress(line: str) -> None:
-        elapsed = time.perf_counter() - began
-        if elapsed > QUIET_S:
-            click.echo(f"{elapsed:6.1f} s  {line}", err=True)
+    problem, assumptions = read_problem(**shared, vertical_sync=vertical_sync, segments=algorithm == "auto")
+    search(
+        lambda settings: make_plan(problem, algorithm, options, settings, effort, schedule, limit),
+        lambda found: print_plan(found.plan, assumptions, result=found.evaluation),
+        time_limit,
+        output,
+        as_json,
+        solver,
+    )
 
-    settings = Settings(solver, remaining_s=remaining_s, progress=progress)  # type: ignore[arg-type]  # click checked it
-    if wanted["data_parallel"] is None:
-        from ..planner.plan import make_plan
 
-        plan = make_plan(problem, algorithm, options, settings, effort, schedule, wanted["limit"])
-    else:
-        from ..planner.grid.plan import make_grid_plan
-
-        plan = make_grid_plan(asked, settings, effort)
-    plan = replace(plan, provenance=replace(plan.provenance, seconds=round(time.perf_counter() - began, 3)))
-    if output is not None:
-        write_text(output, plan_text(plan))
-    if as_json and output != "-":
-        write_text("-", plan_text(plan))
-    elif output != "-":
-        if wanted["data_parallel"] is None:
-            from ..report.tables import print_plan
-
-            print_plan(plan, assumptions)
-        else:
-            from ..report.grids import print_grids
-
-            print_grids(plan, assumptions)
-        if output is not None:
-            click.echo(f"written to {output}")
+def _algorithm_options(algorithm: str, **given: Any) -> dict[str, Any]:
+    """Return the options of an algorithm that were given; a usage error for those that it doesn't have."""
+    options = {name: value for name, value in given.items() if value}
+    flags = {"straight": "--straight", "mode": "--algorithm-mode", "charge": "--charge"}
+    unknown = sorted(set(options) - set(() if algorithm == "auto" else ALGORITHMS[algorithm].options))
+    if unknown:
+        raise click.UsageError(f"{', '.join(flags[x] for x in unknown)} is not an option of --algorithm {algorithm}")
+    return options
 
 
 def _refuse_with_grid(
@@ -168,3 +139,5 @@ def _refuse_with_grid(
         raise click.UsageError("--data-parallel and --no-replicas contradict each other; --data-parallel 1 has none")
     if algorithm != "auto":
         raise click.UsageError(f"--data-parallel has a search of its own; leave out --algorithm {algorithm}")
+    if shared["batch"] is None:
+        raise click.UsageError("--data-parallel plans for a batch; say its samples with --batch")

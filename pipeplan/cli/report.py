@@ -20,14 +20,15 @@ def command(plan: str, output: str, schedule: str | None, microbatches: int | No
     \b
     Example: pipeplan report plan.json -o report.html
     """
-    from ..files.documents import load_plan, write_text
+    from ..files.plans import load_plan
+    from ..files.text import write_text
     from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
     from ..planner.simulation import simulate_plan
     from ..report.html import microbatches_shown, report_html
-    from ..schedule.registry import SCHEDULES
+    from ..schedule.registry import schedules
 
-    if schedule is not None and schedule not in SCHEDULES:
-        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if schedule is not None and schedule not in schedules():
+        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(schedules())}")
     loaded = load_plan(plan)
     schedule = schedule or own_schedule(loaded)
     wanted = microbatches or default_microbatches(loaded, schedule)

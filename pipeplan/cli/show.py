@@ -22,7 +22,7 @@ def command(plan: str, width: int | None, no_links: bool, output: str | None, as
     Example: pipeplan show plan.json
     Example: pipeplan show plan.json -o pattern.svg
     """
-    from ..files.documents import load_plan
+    from ..files.plans import load_plan
     from ..report.gantt import plan_window, rows_data
     from ..report.simulations import print_pattern
 

@@ -88,20 +88,21 @@ def command(
     Example: pipeplan simulate plan.json --schedule all --jitter 5%
     """
     from ..errors import BadInput
-    from ..files.documents import load_plan, write_text
+    from ..files.plans import load_plan
+    from ..files.text import write_text
     from ..planner.other_schedules import own_schedule
     from ..planner.simulation import Refused, compare_schedules, simulate_plan
-    from ..schedule.registry import SCHEDULES
+    from ..schedule.registry import schedules
 
-    unknown = [name for name in names if name not in SCHEDULES and name != "all"]
+    unknown = [name for name in names if name not in schedules() and name != "all"]
     if unknown:
-        raise click.UsageError(f"--schedule: {unknown[0]!r} is not one of {', '.join(SCHEDULES)}, all")
+        raise click.UsageError(f"--schedule: {unknown[0]!r} is not one of {', '.join(schedules())}, all")
     loaded = load_plan(plan)
     names = names or (own_schedule(loaded),)
     if weight_keeps is not None:
         options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
     refused: list[Refused] = []
-    chosen = list(SCHEDULES) if "all" in names else list(dict.fromkeys(names))
+    chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
     if len(chosen) == 1:
         simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
     else:

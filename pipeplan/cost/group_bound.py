@@ -1,33 +1,49 @@
-"""What every pattern of a stage graph must hold, whatever shares a device: 1F1B*'s counts as a lower bound."""
+"""How short can the period of given stages be, and how much must they hold then? 1F1B*'s counts as a lower bound.
+
+A microbatch that reaches a stage's backward later is held longer, so a stage holds as many microbatches as periods pass
+until then. 1F1B* (MadPipe section 4.1) lets the least pass: it packs the stages from the last to the first into
+*groups*, each as much work as fits into one period, and a stage in the g-th group from the end holds g microbatches.
+That is the truth for stages that each have their devices for themselves, and a bound for all others.
+"""
 
 from __future__ import annotations
 
 from ..integers import ceil_div, extend, smallest
 from . import memory_model
-from .stage_graph import StageGraph, versions_of_first
+from .stage_graph import StageGraph
+
+
+def lifetimes(graph: StageGraph, period: int) -> list[int]:
+    """Return for each operation on the way to the loss the least time (ns) from its start to the end of its partner.
+
+    Its partner is the operation on the way back over the same stage or cut, as far from the path's other end. One entry
+    for each of the first half of ``graph.operations``. Every stage and cut is taken as its own resource, which only
+    relaxes the rules, and then the walk of 1F1B* from the loss back to the first layer is optimal for all at once
+    (MadPipe section 4.1, Proposition 1; ALGORITHMS section 4 for replicas). ``period`` must not be below
+    ``graph.period_floor_ns``. Linear in the operations.
+    """
+    half = len(graph.operations) // 2
+    least, delay = [0] * half, 0
+    for i in reversed(range(half)):
+        there, back = graph.operations[i], graph.operations[-1 - i]
+        work = there.duration_ns + back.duration_ns
+        if there.resource == back.resource:
+            delay = extend(delay, work, period * graph.resources[there.resource].replicas)
+        else:  # the two directions of a full-duplex link don't exclude each other
+            delay += work
+        least[i] = delay
+    return least
 
 
 def group_counts(graph: StageGraph, period: int) -> tuple[list[int], int]:
     """Return (counts, lifetime): per stage the fewest microbatches that one replica holds at its peak at ``period``,
-    and the least time (ns) from a microbatch's first operation to its last.
-
-    Every stage and cut is taken as its own resource, which only relaxes the rules, and then 1F1B* is optimal for all
-    stages at once (MadPipe Proposition 1). ``period`` must not be below ``graph.period_floor_ns``.
-    """
+    and the least time (ns) from a microbatch's first operation to its last; both by :func:`lifetimes`."""
+    least = lifetimes(graph, period)
     counts = [1] * len(graph.stages)
-    half = len(graph.operations) // 2
-    delay = 0
-    for i in reversed(range(half)):
-        there, back = graph.operations[i], graph.operations[-1 - i]
-        work = there.duration_ns + back.duration_ns
-        step = period * graph.resources[there.resource].replicas
-        if there.resource == back.resource:
-            delay = extend(delay, work, step)
-        else:  # the two directions of a full-duplex link don't exclude each other
-            delay += work
-        if there.kind == "F":
-            counts[there.stage] = max(1, ceil_div(delay, step))
-    return counts, delay
+    for operation, life in zip(graph.operations, least, strict=False):
+        if operation.kind == "F":
+            counts[operation.stage] = max(1, ceil_div(life, period * graph.resources[operation.resource].replicas))
+    return counts, least[0]
 
 
 def group_bound(graph: StageGraph) -> int | None:
@@ -64,14 +80,12 @@ def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:
     At the start of an operation of s, earlier stages hold what s holds, and every stage at least its peak less one.
     """
     stages = graph.stages_on(resource)
-    replicas, needed = graph.resources[resource].replicas, versions_of_first(graph, counts[0])
     fixed = most = 0
     for s in stages:
         stage = graph.stages[s]
         fixed += stage.buffer_bytes
-        fixed += memory_model.weights_bytes(
-            graph.policy, stage.weight_bytes, stage.parameters, counts[s], replicas, needed
-        )
+        kept = graph.versions(s, counts[s], counts[0])
+        fixed += memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
         held: int = memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, counts[s])
         for q in stages:
             if q != s:

@@ -1,22 +1,35 @@
-"""What memory ``layers[start:stop]`` take on a device: weights in all their versions, activations: the one model.
+"""How many bytes do ``layers[start:stop]`` take on a device? Weights in all their versions, and activations.
 
-Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
-the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
+The one memory model. Its unit is a stage on one of its replicas: weights, gradient and optimizer state once, and
+activations for each microbatch in flight, that is, between its forward and its backward. Every function takes integers
+or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and the validator compute the
+same numbers from the same lines. Rules: ALGORITHMS section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..integers import IntLike, ceil_div
+from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Policy
 from .saved import entering_bytes, inner_bytes, storages
-from .time_model import _plain
 
 _STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
+
+
+def weights_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
+    """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``."""
+    size, count = chain.sums.weight_bytes, chain.sums.parameters
+    return plain(size[stop] - size[start]), plain(count[stop] - count[start])
+
+
+def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
+    """Return the bytes of one gradient of ``layers[start:stop]``."""
+    return gradient_bytes(policy, *weights_of(chain, start, stop))
 
 
 def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
@@ -42,20 +55,23 @@ def versions_grow(policy: Policy) -> bool:
     return policy.weights == "stash" or (policy.weights == "latest" and policy.vertical_sync)
 
 
+def without_vertical_sync(policy: Policy) -> Policy:
+    """Return the policy under which each stage keeps the versions that its own microbatches need and no more: a
+    relaxation, for searches that see one stage at a time."""
+    if not policy.vertical_sync:
+        return policy
+    return replace(policy, weights="stash" if versions_grow(policy) else policy.weights, vertical_sync=False)
+
+
 def weights_bytes(
     policy: Policy,
     weight_bytes: IntLike,
     parameters: IntLike,
     in_flight: IntLike,
     replicas: int = 1,
-    at_least: int = 1,
 ) -> IntLike:
-    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak.
-
-    ``at_least`` is the number of versions that vertical sync needs, those of the first stage.
-    """
-    kept = versions(policy, in_flight, replicas)
-    return versioned_bytes(policy, weight_bytes, parameters, _plain(np.maximum(kept, at_least)))
+    """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak."""
+    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight, replicas))
 
 
 def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike) -> IntLike:
@@ -82,7 +98,7 @@ def _state(policy: Policy, weight_bytes: IntLike, parameters: IntLike, on_device
     mixed = policy.precision == "mixed"
     copies = _STATE_FACTOR[policy.optimizer] + (2 if mixed else 0)
     if policy.offload and on_device:
-        return copies * 4 * _plain(np.minimum(parameters, policy.bucket_parameters))
+        return copies * 4 * plain(np.minimum(parameters, policy.bucket_parameters))
     return copies * (4 * parameters if mixed else weight_bytes)
 
 
@@ -123,7 +139,7 @@ def stored(chain: Chain, start: IntLike, stop: IntLike, held: bool = False, insi
     ``held`` says that the storage of its input is kept already (in a chain), ``inside`` that the stage begins before
     it: then a view that enters takes the whole storage in which it was made.
     """
-    return _plain(storages(chain).stored(start, stop, held, inside))
+    return plain(storages(chain).stored(start, stop, held, inside))
 
 
 def segment(
@@ -135,7 +151,7 @@ def segment(
     """
     keeps = storages(chain).segment_input(entering_bytes(chain, start, stop), start, held, inside)
     total = chain.sums.forward_ns
-    return _plain(keeps), inner_bytes(chain, start, stop), _plain(total[stop] - total[start])
+    return plain(keeps), inner_bytes(chain, start, stop), plain(total[stop] - total[start])
 
 
 def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, recomputed: bool) -> IntLike:

@@ -1,4 +1,4 @@
-"""Which storages a range of layers keeps for its backward: the rule behind every count of saved bytes.
+"""Which bytes does ``layers[start:stop]`` keep from its forward for its backward? Each piece of memory once.
 
 A *tensor* is numbered: 0 for the network's input, i + 1 for the output of layer i. It lies in a storage, of its own
 or, being a view, in that of an earlier tensor. Autograd keeps storages, in full. So ``layers[start:stop]``, run as one
@@ -10,7 +10,8 @@ stage or stored without a gap, keep the union of what their layers keep, each st
   range takes its whole storage, which its views share.
 
 The output of a ReLU is the input of the layer behind: inside a stage it counts once though both may keep it, and where
-the stage ends between them it still counts, once on each side. Everything is answered for integers and for arrays.
+the stage ends between them it still counts, once on each side. Everything is answered for integers and for arrays. The
+rule is the project's own (ALGORITHMS sections 1 and 11.1); MadPipe takes each layer to keep its input (its section 3).
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..integers import IntLike, Ints
+from ..integers import IntLike, Ints, plain
 from ..problem import Chain
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about tensors (number, bytes, bytes of the storage, the tensor that it is a view of or -1) and
-    layers (tensors that each one reads and keeps, private bytes, and bytes that don't say what they are)."""
+    """What a profile says about memory, one entry for each tensor or for each layer.
+
+    Of tensors (0 the network's input, i + 1 the output of layer i): ``sizes`` in bytes, ``storages`` the bytes of the
+    memory of its own that one has, ``parents`` the tensor that it is a view of, -1 for none. Of layers: the tensors
+    that it ``reads``; those of them, and of its own output, that are ``kept`` for its backward; ``private``, the bytes
+    that it keeps beside those and shares with no other layer; and ``presumed``, those of its bytes of which the profile
+    doesn't say what tensor they are: they count as private, and a recomputed segment takes them for its input.
+    """
 
     sizes: tuple[int, ...]
     storages: tuple[int, ...]
@@ -70,7 +77,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class ChainStorages:
-    """The answers for a chain, from arrays over its L + 1 positions: O(1) each.
+    """What ranges of layers keep where each layer reads its predecessor: arrays over L + 1 positions, O(1) a question.
 
     Tensor v enters the range that starts at v, and views make runs of tensors in one storage, so only one storage
     reaches across a position.
@@ -203,7 +210,7 @@ class ChainStorages:
 
 @dataclass(frozen=True)
 class DagStorages:
-    """The answers for a DAG, from tables ``[start, stop]``: O(1) each after O(L) array steps for each tensor."""
+    """What ranges of layers keep in a DAG: tables ``[start, stop]``, O(1) a question, O(L) array steps a tensor."""
 
     facts: Facts
 
@@ -349,7 +356,7 @@ def first_saved(chain: Chain) -> tuple[int, ...]:
 def saved_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     """Return the bytes that ``layers[start:stop]`` as one stage keep per microbatch, each storage once."""
     found = storages(chain)
-    return _plain(found.inner(start, stop) + found.of_input(start, stop))
+    return plain(found.inner(start, stop) + found.of_input(start, stop))
 
 
 def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
@@ -358,7 +365,7 @@ def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     Layers that don't say what they save are taken to save what enters, as far as their bytes reach.
     """
     found = storages(chain)
-    return _plain(found.inner(start, stop) - found.presumed(start, stop))
+    return plain(found.inner(start, stop) - found.presumed(start, stop))
 
 
 @_once
@@ -383,8 +390,4 @@ def entering_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     What a recomputed segment keeps. In a DAG it is less than the cut by the tensors that only pass through.
     """
     table = _entering(chain)
-    return _plain(np.asarray(chain.cut_bytes, dtype=np.int64)[start] if table is None else table[start, stop])
-
-
-def _plain(total: Any) -> IntLike:
-    return int(total) if np.ndim(total) == 0 else total
+    return plain(np.asarray(chain.cut_bytes, dtype=np.int64)[start] if table is None else table[start, stop])

@@ -1,7 +1,7 @@
-"""StageGraph, the narrow waist: an allocation as operations with durations on resources, and what it holds in memory.
+"""What does a whole allocation cost? Its stages as operations with durations on resources, and what they hold.
 
-Partitioners speak layers; schedulers, bounds, validator, simulator and runtime read only this. The path of one
-microbatch is stated here and nowhere else.
+The narrow waist of the package: partitioners speak of layers; schedulers, bounds, validator, simulator and runtime read
+only a :class:`StageGraph`. The path of one microbatch is stated here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import pairwise
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
-from ..problem import Chain, Platform, Policy
+from ..problem import Chain, Platform, Policy, connected
+from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
 
@@ -24,6 +25,7 @@ class StageCost:
 
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
+    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
     ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
     optimizer's step where it overlaps with that instead of being charged to backwards.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
@@ -43,6 +45,7 @@ class StageCost:
     backward_weight_ns: int = 0
     saved_bytes: int = 0
     update_ns: int = 0
+    update_share_ns: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -108,6 +111,18 @@ class StageGraph:
     def stages_on(self, resource: int) -> list[int]:
         """Return the stages of a device group, in chain order."""
         return [s for s, stage in enumerate(self.stages) if stage.resource == resource]
+
+    def versions(self, stage: int, in_flight: int, of_first: int) -> int:
+        """Return the weight versions that a device keeps of ``stage`` when it holds ``in_flight`` microbatches of it.
+
+        Under vertical sync a microbatch uses on every stage what the first had when it entered. So no stage keeps fewer
+        versions than the first, of which a device holds ``of_first`` microbatches.
+        """
+        held = [(stage, in_flight), (0, of_first)] if self.policy.vertical_sync else [(stage, in_flight)]
+        return max(
+            int(memory_model.versions(self.policy, max(1, n), self.resources[self.stages[s].resource].replicas))
+            for s, n in held
+        )
 
     @property
     def contiguous(self) -> bool:
@@ -177,14 +192,14 @@ def _stage_cost(
     start, stop, r = stage.start, stage.stop, stage.replicas
     kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
     speed = platform.slowest(stage.devices).speed
-    weight_bytes = int(chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start])
-    parameters = int(chain.sums.parameters[stop] - chain.sums.parameters[start])
+    weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
     bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
     sync_period = time_model.sync_period_ns(policy, gradient, r, bandwidth)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
         update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
+    share = time_model.update_share_ns(policy, time_model.step_ns(chain, start, stop), r)
     return StageCost(
         forward_ns=time_model.forward_ns(chain, start, stop, speed),
         backward_ns=time_model.backward_ns(chain, policy, start, stop, recompute, r, speed),
@@ -199,22 +214,14 @@ def _stage_cost(
         backward_weight_ns=time_model.backward_weight_ns(chain, policy, start, stop, r, speed),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
+        update_share_ns=time_model.scaled(share, speed),
     )
 
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of several stages that hold weights of each other, in order; no stage is in two of them."""
-    sets = _joined(_holders(stages, layers) for layers in _joined(set(pair) for pair in chain.tied))
+    sets = connected(_holders(stages, layers) for layers in connected(chain.tied))
     return tuple(sorted(tuple(sorted(found)) for found in sets if len(found) > 1))
-
-
-def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
-    """Return the unions of sets that have elements in common."""
-    found: list[set[int]] = []
-    for one in sets:
-        whole = one.union(*(other for other in found if other & one))
-        found = [other for other in found if not other & whole] + [whole]
-    return found
 
 
 def _holders(stages: Sequence[Stage], layers: Iterable[int]) -> set[int]:
@@ -230,7 +237,7 @@ def _with_tied_sums(
     over all devices that have a copy sums them instead of those over replicas, once for each group of devices.
     """
     more = [0] * len(parts)
-    for layers in _joined(set(pair) for pair in chain.tied):
+    for layers in connected(chain.tied):
         holders = _holders(stages, layers)
         if len(holders) < 2:
             continue
@@ -268,28 +275,10 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
 
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     memory = platform.slowest(devices).memory_bytes
-    return Resource(f"{'device' if len(devices) == 1 else 'devices'} {_ranges(devices)}", devices, len(devices), memory)
+    name = f"{'device' if len(devices) == 1 else 'devices'} {format_devices(devices)}"
+    return Resource(name, devices, len(devices), memory)
 
 
 def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
     arrow = " -> " if platform.full_duplex else " - "
-    return Resource(f"link {_ranges(one)}{arrow}{_ranges(other)}", one + other, 1)
-
-
-def _ranges(devices: tuple[int, ...]) -> str:
-    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ",".join(str(d) for d in devices)
-
-
-def versions_of_first(graph: StageGraph, in_flight: int) -> int:
-    """Return the weight versions that vertical sync makes every stage keep, 1 without it.
-
-    A microbatch uses on every stage what the first had when it entered, of which there are as many as the first keeps
-    with ``in_flight`` microbatches on a device.
-    """
-    if not graph.policy.vertical_sync:
-        return 1
-    return int(
-        memory_model.versions(graph.policy, max(1, in_flight), graph.resources[graph.stages[0].resource].replicas)
-    )
+    return Resource(f"link {format_devices(one)}{arrow}{format_devices(other)}", one + other, 1)

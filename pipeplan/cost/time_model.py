@@ -1,4 +1,4 @@
-"""What time ``layers[start:stop]`` take on a device: passes, optimizer steps, sums over replicas.
+"""How long do ``layers[start:stop]`` take on a device? Forward, backward, optimizer steps, sums over replicas.
 
 Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
 the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import numpy as np
-
-from ..integers import IntLike, ceil_div
+from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Policy
 
 
@@ -22,7 +20,7 @@ def scaled(duration: IntLike, speed: Fraction) -> IntLike:
 def forward_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
     """Forward time of one microbatch through ``layers[start:stop]``."""
     total = chain.sums.forward_ns
-    return scaled(_plain(total[stop] - total[start]), speed)
+    return scaled(plain(total[stop] - total[start]), speed)
 
 
 def backward_ns(
@@ -34,14 +32,24 @@ def backward_ns(
     replicas: int = 1,
     speed: Fraction = Fraction(1),
 ) -> IntLike:
-    """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step.
-
-    Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
-    microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
-    """
+    """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step."""
     total = chain.sums.backward_ns
-    update = _share_of_step_ns(chain, policy, start, stop, replicas)
-    return scaled(_plain(total[stop] - total[start]) + recompute_ns + update, speed)
+    update = update_share_ns(policy, step_ns(chain, start, stop), replicas)
+    return scaled(plain(total[stop] - total[start]) + recompute_ns + update, speed)
+
+
+def work_ns(
+    chain: Chain,
+    policy: Policy,
+    start: IntLike,
+    stop: IntLike,
+    recompute_ns: IntLike = 0,
+    replicas: int = 1,
+    speed: Fraction = Fraction(1),
+) -> IntLike:
+    """Forward and backward time of one microbatch through ``layers[start:stop]``: what a device is busy with it."""
+    backward = backward_ns(chain, policy, start, stop, recompute_ns, replicas, speed)
+    return forward_ns(chain, start, stop, speed) + backward
 
 
 def backward_weight_ns(
@@ -49,20 +57,25 @@ def backward_weight_ns(
 ) -> IntLike:
     """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
     total = chain.sums.backward_weight_ns
-    update = _share_of_step_ns(chain, policy, start, stop, replicas)
-    return scaled(_plain(total[stop] - total[start]) + update, speed)
+    update = update_share_ns(policy, step_ns(chain, start, stop), replicas)
+    return scaled(plain(total[stop] - total[start]) + update, speed)
 
 
-def _share_of_step_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int) -> IntLike:
+def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1) -> IntLike:
+    """What a microbatch's backward is charged of an update that takes each of ``replicas`` replicas ``update_ns``.
+
+    Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
+    microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
+    """
     if policy.coarsening is not None:
         return 0
-    return ceil_div(step_ns(chain, start, stop) * replicas, policy.update_interval(replicas))
+    return ceil_div(update_ns * replicas, policy.update_interval(replicas))
 
 
 def step_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
     """Time of one optimizer step on ``layers[start:stop]``."""
     total = chain.sums.optimizer_ns
-    return scaled(_plain(total[stop] - total[start]), speed)
+    return scaled(plain(total[stop] - total[start]), speed)
 
 
 def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: int) -> int:
@@ -83,8 +96,3 @@ def sync_period_ns(policy: Policy, gradient: int, replicas: int, bandwidth: int)
 def ring_all_reduce_ns(size: int, replicas: int, bandwidth: int) -> int:
     """Return the time in which a ring of ``replicas`` sums ``size`` bytes: 2(r-1)/r * bytes / bandwidth, rounded up."""
     return ceil_div(2 * (replicas - 1) * size * 10**9, replicas * bandwidth)
-
-
-def _plain(value: IntLike) -> IntLike:
-    """Turn a NumPy scalar into an int, so that Python's unbounded arithmetic applies; arrays stay arrays."""
-    return int(value) if np.ndim(value) == 0 else value

@@ -1,15 +1,16 @@
-"""The accelerators that profiles can be estimated for: data-sheet figures from a table, or from a user's own file."""
+"""What can a named GPU do? Data-sheet figures from a table, or from a user's own file, to estimate profiles from."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import resources
-from pathlib import Path
 
 import msgspec
 
 from ..errors import BadInput
 from ..units import parse_bandwidth, parse_bytes, parse_time
+from .forms import read_json
+from .text import read_text
 
 
 class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,12 +65,7 @@ def accelerator(text: str) -> Accelerator:
         return known[text.lower()]
     if not text.endswith(".json"):
         raise BadInput(f"no accelerator is named {text!r}; known are {', '.join(known)}, or FILE.json")
-    try:
-        found = msgspec.json.decode(Path(text).read_bytes(), type=Accelerator)
-    except OSError as error:
-        raise BadInput(f"{text}: cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise BadInput(f"{text}: {str(error)[0].lower()}{str(error)[1:]}") from error
+    found = read_json(read_text(text), Accelerator, text)
     if not found.tflops or any(peak <= 0 for peak in found.tflops.values()):
         raise BadInput(f"{text}: $.tflops must have positive peaks")
     _ = found.memory_bytes, found.bandwidth_bytes, found.launch_ns  # refuse wrong units here, not later

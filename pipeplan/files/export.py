@@ -1,4 +1,4 @@
-"""Exports: a plan in the terms of the runtimes that people already use; what one of them can't express is refused.
+"""How does another runtime say this plan? What one of those that people already use can't express is refused.
 
 Every exporter takes a plan and the simulated run of the schedule to export, and returns the text of a file.
 """

@@ -1,4 +1,4 @@
-"""PipeDream's published profiles: ``graph.txt`` to a chain."""
+"""Which chain is in a ``graph.txt``, the format of PipeDream's published profiles?"""
 
 from __future__ import annotations
 

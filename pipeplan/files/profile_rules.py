@@ -1,4 +1,4 @@
-"""Profiles from elsewhere as chains: PipeDream's ``graph.txt``, and the checks that every profile has to pass."""
+"""Do the numbers of a profile make sense? The rules that every chain from a file or a measurement has to pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TiMePReSt's schedule does to the weights, in unit time: read off the simulated schedule, not off formulas.
+"""What does TiMePReSt's schedule do to the weights? In unit time, read off the simulated schedule, not off formulas.
 
 A worker is a stage; a mini-batch is N microbatches, each one time point forward on each worker, and one backward of b
 time points on each worker. Mini-batches, their weights (the weights that mini-batch k makes are version k, 0 is the
@@ -20,12 +20,13 @@ from ..errors import BadInput
 from ..integers import smallest
 from ..plan import Stage
 from ..problem import Chain, Layer, Platform, Policy, Weights
+from ..schedule.memory import most_held
 from ..schedule.nf1b import nf1b
 from ..schedule.one_f_one_b import one_f_one_b
 from ..schedule.program import Step
 from ..schedule.simulate import simulate
 from ..schedule.timeline import Timeline
-from ..schedule.weight_versions import Used, live_versions, versions_used
+from ..schedule.weight_versions import Use, kept, used, weight_policy
 
 MOST_PASSES = 300_000  # of microbatches through workers; simulating takes many seconds beyond
 FAR = 64  # workers up to which a version difference of 1 is looked for
@@ -86,9 +87,15 @@ class Analysis:
         return self.timeline.program.operations[0].duration_ns
 
     @cached_property
-    def used(self) -> Used:
+    def uses(self) -> list[list[Use]]:
+        """For each worker, its passes in order with the version of the weights that each uses."""
+        policy = weight_policy(Policy("latest", vertical_sync=self.vertical_sync))
+        return used(self.timeline, policy, self.microbatches)
+
+    @cached_property
+    def version(self) -> dict[Step, int]:
         """The version of the weights that each pass uses."""
-        return versions_used(self.timeline, self.vertical_sync)
+        return {use.step: use.version for uses in self.uses for use in uses}
 
     @cached_property
     def forward_times(self) -> tuple[Fraction, ...]:
@@ -103,13 +110,14 @@ class Analysis:
     @cached_property
     def backward_versions(self) -> tuple[int, ...]:
         """For each mini-batch, the version at which its gradient is taken."""
-        first_backward = self.workers
-        return tuple(row[first_backward] for row in self.used[:: self.microbatches])
+        first_backward, count = self.workers, self.microbatches
+        leaders = range(count - 1, self.timeline.program.microbatches, count)
+        return tuple(self.version[Step(m, first_backward)] for m in leaders)
 
     @cached_property
     def forward_versions(self) -> tuple[tuple[int, ...], ...]:
         """For each mini-batch, the version with which each of its microbatches starts on worker 1."""
-        entered = [row[0] for row in self.used]
+        entered = [self.version[Step(m, 0)] for m in range(self.timeline.program.microbatches)]
         return tuple(tuple(entered[m : m + self.microbatches]) for m in range(0, len(entered), self.microbatches))
 
     @cached_property
@@ -147,7 +155,7 @@ class Analysis:
     @cached_property
     def live_versions(self) -> tuple[int, ...]:
         """For each worker, the most versions of its weights that it holds at once."""
-        return tuple(live_versions(self.timeline, self.used, stage) for stage in range(self.workers))
+        return tuple(kept([(use.made, use.version) for use in uses]) for uses in self.uses)
 
 
 def analyse(
@@ -209,7 +217,7 @@ def _most_open(timeline: Timeline) -> int:
 
 
 def _held(timeline: Timeline) -> tuple[int, ...]:
-    return tuple(timeline.most_held(i) for i, lane in enumerate(timeline.program.lanes) if lane.device is not None)
+    return tuple(most_held(timeline, i) for i, lane in enumerate(timeline.program.lanes) if lane.device is not None)
 
 
 def activations_of_1f1b(workers: int, microbatches: int, backward: Fraction) -> tuple[int, ...]:

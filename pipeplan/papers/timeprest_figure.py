@@ -1,4 +1,4 @@
-"""TiMePReSt's schedule as a picture in the paper's manner: one box per pass, with the weights that it uses."""
+"""What does TiMePReSt's schedule look like, drawn as in the paper? One box per pass, with the weights that it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``pipeplan timeprest`` prints: the schedule as the paper draws it, versions, sequences, memory, a table."""
+"""What does ``pipeplan timeprest`` print? The schedule as the paper draws it, versions, sequences, memory, a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..report.tables import console
+from ..report.tables import console, make_table
 from .timeprest import (
     NEAR,
     Analysis,
@@ -58,7 +58,7 @@ def cells(analysis: Analysis) -> Iterator[Cell]:
             kind = program.operations[step.position].kind
             mini_batch, place = divmod(step.microbatch, program.batch)
             label = f"{mini_batch + 1}{letters(place) if kind == 'F' else ''}"
-            version = analysis.used[step.microbatch][step.position]
+            version = analysis.version[step]
             yield Cell(worker, timeline.begin_ns(step), timeline.end_ns(step), kind, mini_batch + 1, label, version)
 
 
@@ -222,9 +222,7 @@ def _sequence(chain: Sequence[int]) -> str:
 
 def _memory(analysis: Analysis) -> Table:
     others = activations_of_1f1b(analysis.workers, analysis.microbatches, analysis.backward)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("worker", "activations", "with 1F1B", "weight versions", "with 1F1B"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("worker", "activations", "with 1F1B", "weight versions", "with 1F1B")
     for worker in range(analysis.workers):
         table.add_row(
             str(worker + 1),
@@ -246,10 +244,7 @@ def print_table(rows: Sequence[Sequence[Analysis]], backward: BackwardTime, widt
     known = [paper_holds(analysis) for row in rows for analysis in row]
     if any(holds is not None for holds in known):
         out.print("in brackets: what the paper's formula says where that is something else")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("W", justify="right")
-    for analysis in rows[0]:
-        table.add_column(f"N={analysis.microbatches}", justify="right", no_wrap=True)
+    table = make_table("W", *(f"N={analysis.microbatches}" for analysis in rows[0]))
     for row in rows:
         table.add_row(str(row[0].workers), *map(_cell, row))
     out.print(table)

@@ -1,4 +1,4 @@
-"""The memory and performance model of large transformers on a grid of pipelines x data parallelism (Myelin).
+"""What memory and time does a large transformer take on a grid of pipelines x data parallelism (Myelin)?
 
 Closed formulas of a network's sizes, for machines that nobody has profiled: parameters, bytes on each GPU by class,
 flops and time of a batch. Legend of the papers' letters: l layers, h hidden size, a heads, s sequence length, V

@@ -1,4 +1,4 @@
-"""A GPT of given sizes as a chain: what a profile would say, from flops and closed formulas, for planning at once."""
+"""What would a profile of a GPT of these sizes say? A chain from flops and closed formulas, for planning at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training a transformer takes, as figures and as a page of text: memory by class, flops, days."""
+"""What does training a transformer take, in figures and on a page of text? Memory by class, flops, days."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..problem import Policy
-from ..report.tables import NARROW, console
+from ..report.tables import NARROW, console, make_table
 from ..units import format_bandwidth, format_bytes
 from ..zoo.sizes import Transformer
 from .transformer import (
@@ -163,10 +163,9 @@ def _count(number: int, noun: str) -> str:
 
 def _table(question: Question, memory: dict[str, Any], width: int) -> Table:
     narrow = width < NARROW
-    table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0), header_style="bold")
-    table.add_column("stage", no_wrap=True)
-    for name in ("layers", "weights", "gra-dients", "opti-mizer", "bucket", "acti-vations", "buffers", "sum", "host"):
-        table.add_column(name.replace("-", "-\n" if narrow else ""), justify="right", no_wrap=True)
+    names = ("layers", "weights", "gra-dients", "opti-mizer", "bucket", "acti-vations", "buffers", "sum", "host")
+    broken = (name.replace("-", "-\n" if narrow else "") for name in names)
+    table = make_table("stage", *broken, left=("stage",), space=1 if narrow else 2)
     layers = question.model.layers / question.grid.inter
     table.add_row(
         "even share", f"{layers:g}" if layers.is_integer() else f"{layers:.1f}", *_cells(memory["even_share"])

@@ -1,7 +1,8 @@
-"""Partitioners: each file holds one algorithm that cuts a chain into stages on devices.
+"""Where should a chain be cut, and which devices get which stage? Each file or folder answers by one algorithm.
 
-All have one signature, ``(problem, **options) -> iterator of allocations, best first``, and are interchangeable; this
-registry is what the command line offers.
+All partitioners have one signature, ``(problem, **options) -> iterator of allocations, best first``, and are
+interchangeable; the command line reads their names here. None of them schedules: an allocation's claimed period is what
+its own model says.
 """
 
 from __future__ import annotations

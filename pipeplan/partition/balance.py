@@ -1,4 +1,4 @@
-"""The baseline of block partition: one stage per device, with compute as equal as cuts allow."""
+"""What do the simplest plans look like? One stage per device with equal compute, or the whole model on every device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def _balanced(problem: Problem, recompute: bool) -> Allocation:
     def work_at(speed: Fraction, stop: int) -> Times:
         start = np.arange(stop + 1)
         again = chain.sums.forward_ns[stop] - chain.sums.forward_ns[start] if recompute else 0
-        forward = time_model.forward_ns(chain, start, stop, speed)
-        total = forward + time_model.backward_ns(chain, policy, start, stop, again, 1, speed)
+        total = time_model.work_ns(chain, policy, start, stop, again, speed=speed)
         return np.asarray(total, dtype=np.float64)  # exact up to 2**53 ns
 
     def work(device: int, stop: int) -> Times:
@@ -99,15 +98,13 @@ def data_parallel(problem: Problem) -> Iterator[Allocation]:
     devices = tuple(range(len(platform)))
     if len(devices) > 1 and not problem.replicas:
         return
-    sums, policy = problem.chain.sums, problem.policy
-    gradient = memory_model.gradient_bytes(policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
+    policy = problem.policy
+    gradient = memory_model.gradient_of(problem.chain, policy, 0, count)
     bandwidth, _ = platform.paths[platform.level_of(devices)]
     sync = time_model.sync_period_ns(policy, gradient, len(devices), bandwidth)
     speed = platform.slowest(devices).speed
     for checkpoint in ((),) if problem.checkpointing == "none" else ((), ((0, count),)):
         _, _, recompute = memory_model.activations(problem.chain, 0, count, checkpoint)
-        work = time_model.forward_ns(problem.chain, 0, count, speed) + time_model.backward_ns(
-            problem.chain, policy, 0, count, recompute, len(devices), speed
-        )
+        work = time_model.work_ns(problem.chain, policy, 0, count, recompute, len(devices), speed)
         claim = max(ceil_div(work, len(devices)), sync)
         yield Allocation((Stage(0, count, devices, checkpoint),), claim)

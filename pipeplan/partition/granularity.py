@@ -1,4 +1,4 @@
-"""Coarser chains: neighbouring layers merged where a cut is not wanted, with every cost of the merged layers kept."""
+"""Which shorter chain stands for a chain whose cuts are not all wanted? Merged layers cost what their layers cost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Local search over all allocations: any device may hold several stages, replicated or recomputed ones too.
+"""Which better allocation can small changes of a good one reach? Any device may hold several stages of any kind.
 
-Beyond MadPipe, whose one special device is the only one with several stages (its section 4.2). A heuristic without
-guarantee: it starts from a good plan, walks to better neighbours, and jumps when none is better. It schedules nothing
-itself; it is handed a judge.
+Beyond MadPipe, whose one special device is the only one with several stages (its section 4.2): replicated and
+recomputed stages may share devices too. A heuristic without guarantee: it starts from a good plan, walks to better
+neighbours, and jumps when none is better. It schedules nothing itself, but is handed a function that does.
 """
 
 from __future__ import annotations

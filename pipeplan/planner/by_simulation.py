@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 
 from ..check.bounds import any_bound
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..partition.balance import balance
 from ..partition.contiguous.batch import held, pipeline, splits
-from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..partition.local_search import local_search
 from ..partition.pipedream.paper import pipedream
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind
 from ..problem import Problem
+from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
-from .explain import longest_period_ns
+from .grid.problem import Config
 from .incumbent import Judge, Propose, Settings, run_search
 from .limits import ENOUGH, Admission
+from .pipelines import Pipelines
 
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
 DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
@@ -35,7 +37,7 @@ def plan_drained(
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
     count = problem.policy.accumulate or 1
-    if kind == "flush":
+    if KINDS[kind].simulated is None:
         judge = Judge(problem, settings, partial(_drained, count))
     else:
         judge = Judge(problem, settings, admission=Admission(Schedule(kind, count, limit), problem.platform))
@@ -43,7 +45,7 @@ def plan_drained(
 
 
 def plan_nf1b(
-    problem: Problem, propose: Propose, settings: Settings, widen: bool, limit: int | None
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
 ) -> tuple[Problem, Judge, str | None]:
     """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
 
@@ -58,7 +60,7 @@ def plan_nf1b(
     proposals = _proposed_around(propose) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
-        judge = Judge(here, _naming(settings, size), admission=Admission(Schedule("nf1b", size, limit), here.platform))
+        judge = Judge(here, _naming(settings, size), admission=Admission(Schedule(kind, size, limit), here.platform))
         status = run_search(proposals, here, judge, chosen is not None)
         if chosen is None:
             proposals = _again(judge, widen)
@@ -89,10 +91,7 @@ def _again(earlier: Judge, widen: bool) -> Propose:
     def proposed(problem: Problem, judge: Judge) -> None:
         assert judge.admission is not None
         more = _holding(problem, judge.admission) if widen else ()
-        for allocation in chain(map(Allocation, earlier.seen), more):
-            if judge.expired:
-                return
-            judge(allocation)
+        _judged(judge, chain(map(Allocation, earlier.seen), more))
 
     return proposed
 
@@ -119,6 +118,11 @@ def _widened(propose: Propose) -> Propose:
     def widened(problem: Problem, judge: Judge) -> None:
         _proposed_around(propose)(problem, judge)
         _moved(problem, judge)
+        walked = judge.best
+        if judge.admission is not None:
+            _judged(judge, _grids(problem, judge))
+            if judge.best is not walked:
+                _moved(problem, judge)
 
     return widened
 
@@ -126,12 +130,16 @@ def _widened(propose: Propose) -> Propose:
 def _proposed_around(propose: Propose) -> Propose:
     def proposed(problem: Problem, judge: Judge) -> None:
         propose(problem, judge)
-        for allocation in _around(problem, judge):
-            if judge.expired:
-                return
-            judge(allocation)
+        _judged(judge, _around(problem, judge))
 
     return proposed
+
+
+def _judged(judge: Judge, allocations: Iterable[Allocation]) -> None:
+    for allocation in allocations:
+        if judge.expired:
+            return
+        judge(allocation)
 
 
 def _moved(problem: Problem, judge: Judge) -> None:
@@ -157,6 +165,26 @@ def _around(problem: Problem, judge: Judge) -> Iterator[Allocation]:
             yield slower
 
 
+def _grids(problem: Problem, judge: Judge) -> Iterator[Allocation]:
+    """Yield the best split of every grid of equal pipelines that may drain sooner than the best so far."""
+    assert judge.admission is not None
+    count = problem.policy.accumulate or 1
+    for stages in range(min(len(problem.platform), len(problem.chain)), 0, -1):
+        pipelines = len(problem.platform) // stages if problem.replicas else 1
+        if count % pipelines:
+            continue
+        groups = Config(stages, pipelines, 1).groups()
+        grid = Pipelines(problem, groups, count // pipelines, judge.admission.schedule.limit)
+        grid.bound(judge.limit)
+        if judge.limit is not None and grid.bound_ns >= judge.limit:
+            continue
+        proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
+        for _ in grid.try_(takewhile(lambda _: not judge.expired, proposals)):
+            pass  # the last is the best
+        if grid.best is not None:
+            yield Allocation(grid.best.stages)
+
+
 def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
     """Yield splits into one stage per GPU that recompute no more than they must to hold what a limit admits.
 
@@ -166,7 +194,7 @@ def _holding(problem: Problem, admission: Admission) -> Iterator[Allocation]:
     offer = pipeline(problem, [(device,) for device in range(count)], size)
     if offer is None:
         return
-    batch = size if admission.schedule.kind == "nf1b" else 1
+    batch = size if admission.kind.joins else 1
     asked = admission.schedule.limit
     for limit in [asked] if asked else dict.fromkeys((count, 2 * count - 1, max(1, count // 2), 1)):
         for in_flight in dict.fromkeys(held(count, limit, batch)):

@@ -12,7 +12,7 @@ from ..errors import BadInput
 from ..partition.granularity import merge_articulation
 from ..plan import Bound, Pattern, Plan
 from ..problem import Chain, Problem
-from ..schedule.kinds import SIMULATED
+from ..schedule.kinds import kind_of
 from ..schedule.pattern import starts_of
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..schedule.periodic.retime import order_of, retime
@@ -40,7 +40,7 @@ def carried(plan: Plan, chain: Chain) -> Carried:
     contiguous stages get their best 1F1B* instead. Exact for the order (:func:`..schedule.periodic.retime.retime`).
     """
     moved = replace(plan, chain=chain, pattern=None, lower_bounds=())
-    if plan.schedule.kind in SIMULATED:
+    if kind_of(plan).simulated is not None:
         found = violations(moved)
         if found:
             return Carried(moved, None, tuple(found))

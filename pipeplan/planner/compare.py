@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
-from ..check.evaluate import evaluate
 from ..cost.stage_graph import stage_graph
 from ..errors import Infeasible
 from ..integers import ceil_div
 from ..partition.balance import balance
 from ..problem import Device, Platform, Problem
 from ..schedule.gpipe import gpipe
+from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .by_simulation import MINI_BATCH_PER_DEVICE
@@ -78,15 +78,15 @@ def _cell(problem: Problem, algorithm: str, clock: Callable[[], float], settings
     if algorithm == GPIPE:
         return Cell(algorithm, gpipe_period_ns(problem), None, clock() - began)
     try:
-        plan = make_plan(problem, algorithm, settings=settings, effort=effort)
+        found = make_plan(problem, algorithm, settings=settings, effort=effort)
     except Infeasible:
         return Cell(algorithm, None, None, clock() - began)
     return Cell(
         algorithm,
-        evaluate(plan).period_ns,
-        plan.provenance.claimed_period_ns,
+        found.evaluation.period_ns,
+        found.plan.provenance.claimed_period_ns,
         clock() - began,
-        plan.allocation.data_parallel,
+        found.plan.allocation.data_parallel,
     )
 
 
@@ -101,11 +101,6 @@ def gpipe_period_ns(problem: Problem) -> int | None:
     for allocation in balance(problem.with_policy(policy)):
         graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
         timeline = simulate(gpipe(graph, microbatches))
-        lanes = timeline.program.lanes
-        if all(
-            timeline.peak_bytes(i) <= problem.platform.devices[lane.device].memory_bytes
-            for i, lane in enumerate(lanes)
-            if lane.device is not None
-        ):
+        if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
             return ceil_div(flush_makespan_ns(timeline), microbatches)
     return None

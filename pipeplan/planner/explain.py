@@ -13,9 +13,10 @@ from ..check.evaluate import evaluate_simulated, fits
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
-from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..plan import Allocation, Schedule, Stage
 from ..problem import Device, Level, Platform, Problem, Weights
+from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ..units import format_bytes
 
@@ -72,14 +73,15 @@ def why_not_admitted(
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
-    count = f"{admitted.limit} {'mini-batch' if schedule.kind == 'nf1b' else 'microbatch'}"
-    count += "es" if admitted.limit != 1 else ""
-    size = f" of {schedule.microbatches}" if schedule.kind == "nf1b" else " per pipeline"
+    kind = KINDS[schedule.kind]
+    assert kind.limit is not None, "what is simulated has a limit"
+    count = f"{admitted.limit} {kind.limit.noun}{'es' if admitted.limit != 1 else ''}"
+    size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
     remedies = []
     if schedule.limit is not None and schedule.limit > 1:
         fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
         remedies += [f"with --limit {fewer}"] if fewer else []
-    if schedule.kind == "nf1b" and schedule.microbatches is not None and not remedies:
+    if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
         remedies += [f"with --accumulate {smaller}"] if smaller else []
     remedies.append(f"from {format_bytes(_round_up(use.peak_bytes))} per GPU")
@@ -108,18 +110,6 @@ def _most(holds: Callable[[int], bool], below: int) -> int | None:
 def possible(problem: Problem) -> Allocation | None:
     """Return a contiguous allocation that fits the memory at some period, or None when none does."""
     return feasible(problem, longest_period_ns(problem))
-
-
-def longest_period_ns(problem: Problem) -> int:
-    """Return a period at which one microbatch at a time, recomputed and moved over every cut, surely fits."""
-    platform, sums = problem.platform, problem.chain.sums
-    slowest = min(device.speed for device in platform.devices)
-    work = 2 * int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + len(platform) * int(sums.optimizer_ns[-1])
-    level = len(platform.levels) - 1
-    moves = sum(2 * platform.transfer_ns(size, level) for size in problem.chain.cut_bytes)
-    bandwidth, _ = platform.paths[level]
-    sync = 2 * max(int(sums.weight_bytes[-1]), 2 * int(sums.parameters[-1])) * 10**9 // bandwidth
-    return int(work / slowest) + moves + sync + 4 * len(problem.chain) + 4
 
 
 def _binding(problem: Problem, least: int | None) -> str:

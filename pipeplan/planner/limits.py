@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..check.evaluate import evaluate_simulated, fits
+from ..check.evaluate import evaluate_simulated
 from ..cost.stage_graph import StageGraph
 from ..integers import smallest
 from ..plan import Schedule
 from ..problem import Platform
-from ..schedule.message_driven import default_limit
-from ..schedule.nf1b import default_mini_batches
-from ..schedule.program import not_one_each
+from ..schedule.kinds import KINDS, Kind, refused
+from .pipeline_time import batch_on
 
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
 
@@ -28,13 +27,16 @@ class Choice:
     schedule: Schedule
 
 
-def cost_and_fit(graph: StageGraph, schedule: Schedule, platform: Platform) -> tuple[int, bool]:
-    """Return the cost (ns) of stages under a simulated kind of schedule, and whether they fit every device's memory.
+def cost_and_excess(graph: StageGraph, schedule: Schedule, platform: Platform) -> tuple[int, int]:
+    """Return the cost (ns) of stages under a schedule with its limit, and the bytes that the fullest device lacks.
 
-    The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B.
+    The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B; everything
+    fits where the fullest device lacks nothing or less.
     """
+    if KINDS[schedule.kind].by_arrival:
+        return batch_on(graph, platform, schedule.microbatches or 1, schedule.limit or 1)
     result = evaluate_simulated(graph, schedule, platform)
-    return result.period_ns if result.makespan_ns is None else result.makespan_ns, fits(result)
+    return result.period_ns, max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,19 @@ class Admission:
     schedule: Schedule
     platform: Platform
 
+    @property
+    def kind(self) -> Kind:
+        """The row of the kind."""
+        return KINDS[self.schedule.kind]
+
     def refuses(self, graph: StageGraph) -> str | None:
         """Return why ``graph`` cannot run under the schedule at all, or None."""
-        return not_one_each(graph, "nf1b") if self.schedule.kind == "nf1b" else None
+        return refused(graph, self.schedule.kind)
 
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
         floor = graph.period_floor_ns
-        return floor if self.schedule.kind == "nf1b" else (self.schedule.microbatches or 1) * (floor - 1)
+        return (self.schedule.microbatches or 1) * (floor - 1) if self.kind.drains else floor
 
     def choose(self, graph: StageGraph) -> Choice | None:
         """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.
@@ -60,9 +67,10 @@ class Admission:
         that fits. More admitted needs more memory, up to the interplay of arrivals, so this last one is a heuristic.
         """
         if self.schedule.limit is not None:
-            alone = self.schedule.kind == "message-driven" and len(graph.stages) == 1
+            alone = self.kind.drains and len(graph.stages) == 1
             return self._tried(graph, 1 if alone else self.schedule.limit)  # a stage alone has nothing to wait for
-        usual = self._usual(graph)
+        assert self.kind.limit is not None, "what is simulated has a limit"
+        usual = self.kind.limit.usual(graph)
         best: Choice | None = None
         for limit in usual:
             found = self._tried(graph, limit)
@@ -77,17 +85,9 @@ class Admission:
 
     def excess_bytes(self, graph: StageGraph) -> int:
         """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
-        result = evaluate_simulated(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)
-        return max(use.peak_bytes - use.memory_bytes for use in result.devices)
-
-    def _usual(self, graph: StageGraph) -> tuple[int, ...]:
-        """Return the limits to try, least first: with transfers, which take their time, more has to be inside."""
-        if self.schedule.kind == "message-driven":
-            return (default_limit(graph),)
-        stages = len(graph.stages)
-        return tuple(dict.fromkeys((default_mini_batches(stages), max(default_limit(graph), stages))))
+        return cost_and_excess(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)[1]
 
     def _tried(self, graph: StageGraph, limit: int) -> Choice | None:
         schedule = replace(self.schedule, limit=limit)
-        cost, fitting = cost_and_fit(graph, schedule, self.platform)
-        return Choice(cost, schedule) if fitting else None
+        cost, excess = cost_and_excess(graph, schedule, self.platform)
+        return Choice(cost, schedule) if excess <= 0 else None

@@ -15,21 +15,21 @@ from ..errors import BadInput
 from ..partition.balance import balance
 from ..plan import Plan, Stage
 from ..problem import Platform, Policy, Problem
-from ..schedule.kinds import SIMULATED, graph_of, shown_microbatches
+from ..schedule.kinds import graph_of, kind_of, shown_microbatches
 from ..schedule.nf1b import DEFAULT_BATCH
 from ..schedule.program import Program, unroll
-from ..schedule.registry import SCHEDULES, loop
+from ..schedule.registry import loop, schedules
 
 
 def drains(plan: Plan, schedule: str) -> bool:
     """Whether ``schedule`` empties the pipeline before every update."""
-    weights = SCHEDULES[schedule].weights
+    weights = schedules()[schedule].weights
     return (weights or plan.policy.weights) == "flush"
 
 
 def own_schedule(plan: Plan) -> str:
     """Return the name of the schedule that a plan was made for: its pattern, or the kind that needs none."""
-    return plan.schedule.kind if plan.schedule.kind in SIMULATED else "pattern"
+    return "pattern" if kind_of(plan).simulated is None else plan.schedule.kind
 
 
 def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[str, Any] | None = None) -> Program:
@@ -38,7 +38,7 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
     ``options`` that the schedule doesn't take are left out; those of the plan's own schedule are the plan's unless they
     are given. BadInput says why a plan cannot run so.
     """
-    entry = SCHEDULES[schedule]
+    entry = schedules()[schedule]
     given = {name: value for name, value in (options or {}).items() if name in entry.options and value is not None}
     if entry.build is None:
         if plan.pattern is None:
@@ -49,7 +49,7 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         return unroll(graph_of(plan), plan.pattern, microbatches)
     if schedule == own_schedule(plan):
         given = {"limit": plan.schedule.limit, **given}
-    if schedule == "nf1b":
+    if "batch" in entry.options:
         given["batch"] = mini_batch(plan, schedule, options)
     chunks = given.pop("chunks", 2)
     return entry.build(
@@ -58,16 +58,16 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
 
 
 def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
-    """Return how many microbatches one backward covers: nF1B's, given or the plan's own or 4; else 1."""
-    if schedule != "nf1b":
+    """Return how many microbatches one backward covers: 1, or of a schedule with a choice the given, its own or 4."""
+    if "batch" not in schedules()[schedule].options:
         return 1
-    own = plan.schedule.microbatches if plan.schedule.kind == "nf1b" else None
+    own = plan.schedule.microbatches if schedule == own_schedule(plan) else None
     return int((options or {}).get("batch") or own or DEFAULT_BATCH)
 
 
 def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 1) -> StageGraph:
     """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
-    entry = SCHEDULES[schedule]
+    entry = schedules()[schedule]
     weights = entry.weights or plan.policy.weights
     accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
     synced = plan.policy.vertical_sync and schedule == own_schedule(plan)
@@ -77,7 +77,7 @@ def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2
 
 def schedule_stages(plan: Plan, schedule: str, chunks: int = 2) -> tuple[Stage, ...]:
     """Return the stages that ``schedule`` runs, with the plan's recomputation wherever stages are cut anew."""
-    entry, own = SCHEDULES[schedule], plan.allocation.stages
+    entry, own = schedules()[schedule], plan.allocation.stages
     straight = len({stage.devices for stage in own}) == len(own) == sum(stage.replicas for stage in own)
     if entry.homes is None and (straight or not entry.one_each):
         return own

@@ -6,32 +6,35 @@ Takes and returns values; the clock belongs to the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import __version__
 from ..check.bounds import any_bound
+from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
 from ..cost.stage_graph import stage_graph
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
-from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.contiguous import feasible, longest_period_ns, on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
-from ..schedule.kinds import too_long
+from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
 from .by_simulation import longer_periods, plan_drained, plan_nf1b
-from .explain import longest_period_ns, why_infeasible, why_not_admitted
+from .explain import why_infeasible, why_not_admitted
 from .incumbent import Judge, Propose, Settings, Verdict, run_search
 from .portfolio import EFFORTS, propose_contiguous, search
 
 AUTO = "auto"
-KINDS: dict[Weights, tuple[ScheduleKind, ...]] = {  # of schedules that a weights policy goes with, the default first
-    "2bw": ("pattern",),
-    "stash": ("pattern",),
-    "flush": ("flush", "message-driven"),
-    "latest": ("nf1b", "pattern"),
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan that has passed the validator, and its figures."""
+
+    plan: Plan
+    evaluation: Evaluation
 
 
 def make_plan(
@@ -42,14 +45,14 @@ def make_plan(
     effort: str = "normal",
     schedule: ScheduleKind | None = None,
     limit: int | None = None,
-) -> Plan:
+) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
-    ``options`` go to the algorithm. ``schedule`` is one of :data:`KINDS` for the weights policy, by default its first;
-    ``limit`` is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided
-    here: under 2bw as many microbatches as are in flight, four per device where mini-batches are drained, under nF1B
-    the best of :func:`_mini_batches`, otherwise one. A KeyboardInterrupt ends the search with the best plan so far, if
-    there is one.
+    ``options`` go to the algorithm. ``schedule`` is one that goes with the weights policy, by default the first that
+    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen). An
+    undecided ``policy.accumulate`` is decided here: under 2bw as many microbatches as are in flight, four per device
+    where mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the
+    search with the best plan so far, if there is one.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
@@ -58,13 +61,14 @@ def make_plan(
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
     propose = _proposer(algorithm, options, effort)
     widen = algorithm in (AUTO, "contiguous")
-    if kind == "pattern":
+    row = KINDS[kind]
+    if row.drains:
+        problem, judge, status = plan_drained(problem, propose, settings, widen, kind, limit)
+    elif row.simulated is not None:
+        problem, judge, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
+    else:
         relaxed = widen and problem.policy.vertical_sync
         problem, judge, status = _plan_pattern(problem, _synced(propose) if relaxed else propose, settings)
-    elif kind == "nf1b":
-        problem, judge, status = plan_nf1b(problem, propose, settings, widen, limit)
-    else:
-        problem, judge, status = plan_drained(problem, propose, settings, widen, kind, limit)
     if judge.best is None:
         if judge.admission is not None:
             raise Infeasible(why_not_admitted(problem, judge.admission.schedule, judge.rejected, judge.broken))
@@ -85,22 +89,21 @@ def make_plan(
             solver_status=status or judge.best.status,
             version=__version__,
         ),
-        schedule=judge.best.schedule
-        or (Schedule("flush", problem.policy.accumulate) if kind == "flush" else Schedule()),
+        schedule=judge.best.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
     )
-    check(plan)
-    return plan
+    return Planned(plan, check(plan))
 
 
 def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:
     """Return the kind of schedule to plan for; BadInput when ``wanted`` or ``limit`` doesn't go with the weights."""
-    kind = wanted or KINDS[weights][0]
-    if kind not in KINDS[weights]:
-        raise BadInput(f"schedule: {kind} doesn't go with weights {weights}; only {' and '.join(KINDS[weights])}")
+    kind = wanted or kinds_for(weights)[0]
+    if weights not in KINDS[kind].weights:
+        raise BadInput(f"schedule: {kind} doesn't go with weights {weights}; only {' and '.join(kinds_for(weights))}")
     if limit is not None and limit < 1:
         raise BadInput(f"limit: {limit} is not positive")
-    if limit is not None and kind not in ("nf1b", "message-driven"):
-        raise BadInput(f"limit: a {kind} schedule holds what its order says; nf1b and message-driven have a limit")
+    if limit is not None and KINDS[kind].limit is None:
+        limited = " and ".join(name for name, row in KINDS.items() if row.limit is not None)
+        raise BadInput(f"limit: a {kind} schedule holds what its order says; {limited} have a limit")
     return kind
 
 
@@ -193,15 +196,9 @@ def _synced(propose: Propose) -> Propose:
 
 def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
     """Return the allocation with equal devices on one level numbered by first use, which changes nothing else."""
-    platform = problem.platform
-    if len(platform.levels) > 1 or len(set(platform.devices)) > 1:
+    if len(problem.platform.levels) > 1:
         return allocation
-    names: dict[int, int] = {}
-    for stage in allocation.stages:
-        for device in stage.devices:
-            names.setdefault(device, len(names))
-    stages = (replace(stage, devices=tuple(names[d] for d in stage.devices)) for stage in allocation.stages)
-    return replace(allocation, stages=tuple(stages))
+    return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
 def _class_bounds(judge: Judge) -> list[Bound]:

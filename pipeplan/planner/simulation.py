@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Any
 
 from ..check.evaluate import Evaluation, evaluate
 from ..errors import BadInput
 from ..plan import Plan
+from ..schedule.memory import in_flight, most_held, run_uses
+from ..schedule.pattern import DeviceUse
+from ..schedule.registry import schedules
 from ..schedule.simulate import jittered_ns, simulate
-from ..schedule.steady import SteadyRun, steady_nf1b
+from ..schedule.steady import SteadyRun
 from ..schedule.timeline import Timeline, flush_makespan_ns
-from ..schedule.weight_versions import live_versions, versions_used
+from ..schedule.weight_versions import kept_by_stages, weight_policy
 from .other_schedules import default_microbatches, drains, own_schedule, program_of
 
 Progress = Callable[[], None]  # called after each simulated run
@@ -46,15 +50,21 @@ class Simulation:
     @property
     def steady(self) -> SteadyRun | None:
         """The steady state of nF1B; None for other schedules."""
-        program = self.timeline.program
-        if self.schedule != "nf1b" or program.limit is None:
+        program, steady = self.timeline.program, schedules()[self.schedule].steady
+        if steady is None or program.limit is None:
             return None
-        return steady_nf1b(program.graph, program.batch, program.limit)
+        return steady(program.graph, program.batch, program.limit)
 
     def versions(self, vertical_sync: bool) -> list[int]:
         """Return how many versions of its weights each stage keeps in this nF1B run."""
-        used = versions_used(self.timeline, vertical_sync)
-        return [live_versions(self.timeline, used, s) for s in range(len(self.timeline.program.graph.stages))]
+        program = self.timeline.program
+        policy = replace(program.graph.policy, vertical_sync=vertical_sync)
+        return kept_by_stages(self.timeline, weight_policy(policy), program.batch)
+
+    @cached_property
+    def uses(self) -> list[DeviceUse]:
+        """What every device of the platform holds at most."""
+        return run_uses(self.timeline, self.plan.platform)
 
     @property
     def drained(self) -> bool:
@@ -76,10 +86,9 @@ class Simulation:
     @property
     def fits(self) -> bool:
         """Whether every device stays within its memory."""
-        memory = self.plan.platform.devices
         return all(
-            self.timeline.peak_bytes(i) <= memory[lane.device].memory_bytes
-            for i, lane in enumerate(self.timeline.program.lanes)
+            self.uses[lane.device].peak_bytes <= self.uses[lane.device].memory_bytes
+            for lane in self.timeline.program.lanes
             if lane.device is not None and lane.steps
         )
 
@@ -103,9 +112,9 @@ class Simulation:
                     "device": lane.device,
                     "busy_ns": timeline.busy_ns(i),
                     "bubble": timeline.bubble(i),
-                    "in_flight": timeline.in_flight(i),
-                    "most_held": timeline.most_held(i),
-                    "peak_bytes": timeline.peak_bytes(i),
+                    "in_flight": in_flight(timeline, i),
+                    "most_held": most_held(timeline, i),
+                    "peak_bytes": self.uses[lane.device].peak_bytes,
                     "predicted_peak_bytes": self.promised.devices[lane.device].peak_bytes if own else None,
                     "memory_bytes": plan.platform.devices[lane.device].memory_bytes,
                 }
@@ -119,7 +128,7 @@ class Simulation:
             ],
         }
         if steady is not None:
-            found["nf1b"] = {
+            found[self.schedule] = {
                 "batch": timeline.program.batch,
                 "limit": timeline.program.limit,
                 "steady_period_ns": steady.period_ns,

@@ -1,4 +1,4 @@
-"""Chrome traces of simulated runs: what ui.perfetto.dev and chrome://tracing open."""
+"""What ran when, for ui.perfetto.dev and chrome://tracing? A simulated run as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ..problem import Platform
+from ..schedule.memory import activation_steps, run_uses
 from ..schedule.program import Step
 from ..schedule.timeline import Timeline
 
@@ -23,7 +24,7 @@ def trace_text(timeline: Timeline, platform: Platform) -> str:
 
 def trace_events(timeline: Timeline, platform: Platform) -> list[dict[str, Any]]:
     """Return the events of :func:`trace_text`, times in microseconds."""
-    program = timeline.program
+    program, uses = timeline.program, run_uses(timeline, platform)
     events: list[dict[str, Any]] = [_name("process_name", GPUS, 0, "GPUs"), _name("process_name", LINKS, 0, "links")]
     thread: dict[Step, tuple[int, int]] = {}
     for i, lane in enumerate(program.lanes):
@@ -45,8 +46,8 @@ def trace_events(timeline: Timeline, platform: Platform) -> list[dict[str, Any]]
                 }
             )
         if lane.device is not None and lane.steps:
-            static = timeline.static_bytes(i)
-            for at, held in timeline.memory_steps(i):
+            static = uses[lane.device].static_bytes
+            for at, held in activation_steps(timeline, i):
                 events.append(
                     {
                         "ph": "C",

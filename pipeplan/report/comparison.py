@@ -1,4 +1,4 @@
-"""The table of ``pipeplan compare``."""
+"""Which algorithm finds the best plan where? The table of ``pipeplan compare``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import exp, log
 
 from rich.markup import escape
-from rich.table import Table
 
 from ..planner.compare import Cell, Row
 from ..problem import Problem
-from .tables import console
+from .tables import console, make_table
 
 
 def print_rows(
@@ -26,9 +25,7 @@ def print_rows(
     for assumption in assumptions:
         out.print(f"assumed: {assumption}")
     names = [cell.algorithm for cell in rows[0].cells]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("GPUs", "memory", "bound", *names):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("GPUs", "memory", "bound", *names)
     for row in rows:
         table.add_row(
             str(row.gpus),

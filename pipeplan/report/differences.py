@@ -1,4 +1,4 @@
-"""Two profiles side by side as tables and figures, and a plan carried from the one to the other."""
+"""How do two profiles differ, layer by layer, and does a plan made from the one hold for the other?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from ..check.evaluate import evaluate, gap
 from ..cost.saved import saved_bytes
@@ -16,7 +15,7 @@ from ..plan import Plan
 from ..planner.carry import Carried
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
-from .tables import bound_class, console
+from .tables import LAYER_WIDTH, alone_ns, bound_class, console, make_table
 
 MOST_ROWS = 30
 
@@ -33,12 +32,12 @@ def difference_figures(
                 "name": pair.name,
                 "indices": pair.indices,
                 "time_ns": [None if x is None else time_ns(x) for x in (pair.before, pair.after)],
-                "share_change": _share_change(pair, before, after),
+                "share_change": pair.share_change,
                 **{
                     field: [None if x is None else getattr(x, field) for x in (pair.before, pair.after)]
                     for field in ("weight_bytes", "output_bytes")
                 },
-                "saved_bytes": _saved(pair, before, after),
+                "saved_bytes": pair.saved_bytes,
             }
             for pair in pairs
         ],
@@ -72,24 +71,22 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     correlation = _correlation(pairs)
     if correlation is not None:
         out.print(f"rank correlation of the layers' times: {correlation:.3f}")
-    moved = [pair for pair in pairs if _differs(pair, before, after)]
+    moved = [pair for pair in pairs if pair.differs]
     if not moved:
         out.print("no layer differs")
         return
     shown = moved
     if not every and len(moved) > MOST_ROWS:
-        by_size = sorted(moved, key=lambda pair: -abs(_share_change(pair, before, after) or 1.0))
+        by_size = sorted(moved, key=lambda pair: -abs(pair.share_change or 1.0))
         keep = {id(pair) for pair in by_size[:MOST_ROWS]}
         shown = [pair for pair in moved if id(pair) in keep]
     out.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("layer", no_wrap=True, max_width=36)
-    for name in ("A ms", "B ms", "B/A", "share", "weights", "saved", "output"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.caption = "share: of all time, B minus A in points; sizes are B minus A"
-    table.caption_style, table.caption_justify = "dim", "left"
+    columns = ("layer", "A ms", "B ms", "B/A", "share", "weights", "saved", "output")
+    caption = "share: of all time, B minus A in points; sizes are B minus A"
+    table = make_table(*columns, left=("layer",), space=2, caption=caption)
+    table.columns[0].max_width = LAYER_WIDTH
     for pair in shown:
-        table.add_row(*_row(pair, before, after))
+        table.add_row(*_row(pair))
     out.print(table)
     if len(shown) < len(moved):
         out.print(f"{len(moved) - len(shown)} more layers differ; --all lists them")
@@ -118,11 +115,11 @@ def print_carried(plan: Plan, result: Carried) -> None:
         out.print(f"its stages can run in another order, with fewer in flight, at {format_ns(result.other_order_ns)}")
 
 
-def _row(pair: LayerPair, before: Chain, after: Chain) -> list[str]:
+def _row(pair: LayerPair) -> list[str]:
     times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
     if pair.before is None or pair.after is None:
         return [escape(pair.name), *times, "only in A" if pair.after is None else "only in B", "", "", "", ""]
-    ratio, change, saved = pair.time_ratio, _share_change(pair, before, after), _saved(pair, before, after)
+    ratio, change, saved = pair.time_ratio, pair.share_change, pair.saved_bytes
     sizes = [
         (pair.before.weight_bytes, pair.after.weight_bytes),
         (saved[0] or 0, saved[1] or 0),
@@ -135,32 +132,6 @@ def _row(pair: LayerPair, before: Chain, after: Chain) -> list[str]:
         "" if change is None else f"{100 * change:+.2f}",
         *("=" if a == b else f"{'+' if b > a else '-'}{format_bytes(abs(b - a))}" for a, b in sizes),
     ]
-
-
-def _differs(pair: LayerPair, before: Chain, after: Chain) -> bool:
-    if pair.before is None or pair.after is None:
-        return True
-    saved = _saved(pair, before, after)
-    sizes = [(x.weight_bytes, x.output_bytes) for x in (pair.before, pair.after)]
-    return sizes[0] != sizes[1] or saved[0] != saved[1] or time_ns(pair.before) != time_ns(pair.after)
-
-
-def _saved(pair: LayerPair, before: Chain, after: Chain) -> list[int | None]:
-    return [
-        None if index is None else int(saved_bytes(chain, index, index + 1))
-        for index, chain in zip(pair.indices, (before, after), strict=True)
-    ]
-
-
-def _share_change(pair: LayerPair, before: Chain, after: Chain) -> float | None:
-    """Return the layer's share of all forward and backward time in B minus that in A."""
-    if pair.before is None or pair.after is None:
-        return None
-    shares = [
-        time_ns(x) / int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
-        for x, chain in ((pair.before, before), (pair.after, after))
-    ]
-    return shares[1] - shares[0]
 
 
 def _correlation(pairs: Sequence[LayerPair]) -> float | None:
@@ -177,12 +148,18 @@ def _totals(chain: Chain) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class LayerPair:
-    """A layer in both profiles, or in one of them; ``indices`` are its places, None where it is missing."""
+    """A layer in both profiles, or in one of them; ``indices`` are its places, None where it is missing.
+
+    ``saved_bytes`` is what it keeps for its backward as a stage by itself, ``share_change`` its share of all forward
+    and backward time in B minus that in A, None where it is missing in one.
+    """
 
     name: str
     indices: tuple[int | None, int | None]
     before: Layer | None
     after: Layer | None
+    saved_bytes: tuple[int | None, int | None]
+    share_change: float | None
 
     @property
     def time_ratio(self) -> float | None:
@@ -190,6 +167,14 @@ class LayerPair:
         if self.before is None or self.after is None or not time_ns(self.before):
             return None
         return time_ns(self.after) / time_ns(self.before)
+
+    @property
+    def differs(self) -> bool:
+        """Whether it takes other times or other bytes in B than in A."""
+        if self.before is None or self.after is None or self.saved_bytes[0] != self.saved_bytes[1]:
+            return True
+        one, other = ((time_ns(x), x.weight_bytes, x.output_bytes) for x in (self.before, self.after))
+        return one != other
 
 
 def time_ns(layer: Layer) -> int:
@@ -199,17 +184,27 @@ def time_ns(layer: Layer) -> int:
 
 def paired_layers(one: Chain, other: Chain) -> list[LayerPair]:
     """Return the layers of two profiles in order, matched by name; where counts agree, renamed ones by place."""
-    names = [[layer.name for layer in chain.layers] for chain in (one, other)]
-    matcher = SequenceMatcher(a=names[0], b=names[1], autojunk=False)
+    matcher = SequenceMatcher(a=[x.name for x in one.layers], b=[x.name for x in other.layers], autojunk=False)
     pairs = []
     for kind, i, i_end, j, j_end in matcher.get_opcodes():
         together = min(i_end - i, j_end - j) if kind == "equal" or i_end - i == j_end - j else 0
-        for k in range(together):
-            before, after = one.layers[i + k], other.layers[j + k]
-            pairs.append(LayerPair(before.name, (i + k, j + k), before, after))
-        pairs += [LayerPair(names[0][k], (k, None), one.layers[k], None) for k in range(i + together, i_end)]
-        pairs += [LayerPair(names[1][k], (None, k), None, other.layers[k]) for k in range(j + together, j_end)]
+        pairs += [_pair(one, other, i + k, j + k) for k in range(together)]
+        pairs += [_pair(one, other, k, None) for k in range(i + together, i_end)]
+        pairs += [_pair(one, other, None, k) for k in range(j + together, j_end)]
     return pairs
+
+
+def _pair(one: Chain, other: Chain, i: int | None, j: int | None) -> LayerPair:
+    before, after = None if i is None else one.layers[i], None if j is None else other.layers[j]
+    saved = (
+        None if i is None else int(saved_bytes(one, i, i + 1)),
+        None if j is None else int(saved_bytes(other, j, j + 1)),
+    )
+    change = None
+    if before is not None and after is not None:
+        change = time_ns(after) / alone_ns(other) - time_ns(before) / alone_ns(one)
+    name = (before or after or one.layers[0]).name
+    return LayerPair(name, (i, j), before, after, saved, change)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Gantt charts as pictures, SVG, PNG or PDF: a pattern's period, a simulated run with memory over time."""
+"""What does a plan or a simulated run look like, as a picture? SVG, PNG or PDF, with memory over time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from matplotlib.figure import Figure
 from ..errors import BadInput
 from ..plan import Plan
 from ..planner.simulation import Simulation
+from ..schedule.memory import activation_steps
 from ..units import format_ns
-from .gantt import Row, plan_window, timeline_rows
+from .gantt import NAMES, Row, plan_window, timeline_rows
 from .tables import headline
 
 COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
 LATER = {"F": "#2f6fd0", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
-NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "W": "weight gradient",
-    "SEND_F": "activation sent",
-    "SEND_B": "gradient sent",
-}
 SUFFIXES = (".svg", ".png", ".pdf")
 INCH_PER_ROW = 0.28
 MOST_BARS = 40_000  # beyond that a picture takes long and shows nothing
@@ -70,8 +64,8 @@ def _memory_lines(axes: Any, simulation: Simulation) -> None:
     timeline, devices = simulation.timeline, simulation.plan.platform.devices
     limit = 0
     for i, device in _used(simulation):
-        static = timeline.static_bytes(i)
-        steps = [*timeline.memory_steps(i), (timeline.makespan_ns, 0)]
+        static = simulation.uses[device].static_bytes
+        steps = [*activation_steps(timeline, i), (timeline.makespan_ns, 0)]
         sizes = [(static + held) / 1e9 for _, held in steps]
         axes.step([at / 1e6 for at, _ in steps], sizes, where="post", linewidth=0.9, label=f"GPU {device}")
         limit = max(limit, devices[device].memory_bytes)
@@ -88,9 +82,9 @@ def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
     instants = np.linspace(0, timeline.makespan_ns, MEMORY_COLUMNS, endpoint=False)
     shares = np.zeros((len(used), MEMORY_COLUMNS))
     for row, (i, device) in enumerate(used):
-        times, held = np.array(list(timeline.memory_steps(i))).T
+        times, held = np.array(list(activation_steps(timeline, i))).T
         at = np.searchsorted(times, instants, side="right") - 1
-        shares[row] = 100 * (timeline.static_bytes(i) + held[at]) / devices[device].memory_bytes
+        shares[row] = 100 * (simulation.uses[device].static_bytes + held[at]) / devices[device].memory_bytes
     colours = mpl.colormaps["YlGnBu"].with_extremes(over="#c0392b")
     extent = (0, timeline.makespan_ns / 1e6, len(used) - 0.5, -0.5)
     shown = axes.imshow(shares, aspect="auto", cmap=colours, vmin=0, vmax=100, extent=extent, interpolation="nearest")

@@ -1,4 +1,4 @@
-"""Gantt charts in characters: rows of timed operations, drawn to any width, with or without colour."""
+"""What does every GPU and link do when? Rows of timed operations, and their chart in characters of any width."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import Any
 from rich.text import Text
 
 from ..plan import Pattern, Plan
-from ..schedule.kinds import graph_of, plan_timeline
-from ..schedule.steady import steady_nf1b
+from ..schedule.kinds import graph_of, kind_of, plan_timeline
 from ..schedule.timeline import Timeline
 from ..units import format_ns
 
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weight gradient",
+    "SEND_F": "activation sent",
+    "SEND_B": "gradient sent",
+}
 STYLES = {
     "F": "black on bright_blue",
     "B": "black on bright_green",
@@ -75,13 +81,13 @@ def plan_window(plan: Plan) -> Window:
         periods = (end - start) // plan.pattern.period_ns
         what = "one period" if periods == 1 else f"{periods} periods"
         return Window(rows, start, end, f"{what} of {format_ns(plan.pattern.period_ns)}")
-    schedule = plan.schedule
-    if schedule.kind != "nf1b":
+    schedule, find_steady = plan.schedule, kind_of(plan).steady
+    if find_steady is None:
         timeline = plan_timeline(plan)
         title = f"one mini-batch of {timeline.program.microbatches} microbatches, {schedule.kind}"
         return Window(timeline_rows(timeline), 0, timeline.makespan_ns, title)
     batch = schedule.microbatches or 1
-    steady = steady_nf1b(graph_of(plan), batch, schedule.limit or len(plan.allocation.stages))
+    steady = find_steady(graph_of(plan), batch, schedule.limit or len(plan.allocation.stages))
     entries = [row[0] for row in steady.timeline.start_ns[::batch]]
     count = min(steady.cycle, len(entries) - 1, MOST_SHOWN)
     first = len(entries) - 1 - count
@@ -97,7 +103,8 @@ def plan_window(plan: Plan) -> Window:
         )
         shifted.append(replace(row, bars=bars))
     what = "cycle" if count == steady.cycle and steady.settled else "part"
-    title = f"one {what} of nf1b, {count} mini-batch{'es' if count > 1 else ''} of {batch} in {format_ns(end - begin)}"
+    many = f"{count} mini-batch{'es' if count > 1 else ''} of {batch}"
+    title = f"one {what} of {schedule.kind}, {many} in {format_ns(end - begin)}"
     return Window(shifted, 0, end - begin, title)
 
 

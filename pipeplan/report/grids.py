@@ -7,12 +7,15 @@ from typing import Any
 
 from rich.table import Table
 
+from ..check.evaluate import Evaluation
 from ..plan import Plan
 from ..units import format_ns
-from .tables import console, print_plan
+from .tables import console, make_table, print_plan
 
 
-def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None = None) -> None:
+def print_grids(
+    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
+) -> None:
     """Print the plan of a grid: the grid in one line, the other grids, then the plan as any other."""
     out = console(width)
     options = plan.provenance.options
@@ -33,7 +36,7 @@ def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None =
     out.print()
     out.print(_table(options["grids"], chosen))
     out.print()
-    print_plan(plan, assumptions, width)
+    print_plan(plan, assumptions, width, result)
 
 
 def seconds(nanoseconds: int) -> str:
@@ -50,12 +53,9 @@ def _settings(figures: dict[str, Any]) -> str:
 
 
 def _table(grids: Sequence[dict[str, Any]], chosen: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    if any(figures.get("simulated") == "one pipeline" for figures in grids):
-        table.caption = "~ one pipeline was simulated for all"
-        table.caption_style, table.caption_justify = "dim", "left"
-    table.add_column("grid", no_wrap=True)
-    table.add_column("per batch", justify="right", no_wrap=True)
+    alike = any(figures.get("simulated") == "one pipeline" for figures in grids)
+    caption = "~ one pipeline was simulated for all" if alike else None
+    table = make_table("grid", "per batch", left=("grid",), space=2, caption=caption)
     table.add_column("with, or why not")
     for figures in sorted(grids, key=lambda x: (x.get("batch_ns") or 2**62, x["inter"])):
         best = (figures["inter"], figures["data"]) == (chosen["inter"], chosen["data"])

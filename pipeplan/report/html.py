@@ -1,4 +1,4 @@
-"""The HTML report: one self-contained page with a plan's table, its pattern, a simulated run, memory and bounds."""
+"""What is there to see of a plan, on one page? Table, pattern, a simulated run, memory and bounds, in plain HTML."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from html import escape
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Plan, Stage
 from ..planner.simulation import Simulation
-from ..units import format_bandwidth, format_bytes, format_ns
-from .gantt import Row, plan_window, timeline_rows
+from ..schedule.kinds import kind_of
+from ..schedule.memory import activation_steps
+from ..units import format_bytes, format_devices, format_ns
+from .gantt import NAMES, Row, plan_window, timeline_rows
 from .page import SCRIPT, STYLE
-from .tables import bound_class
+from .tables import alone_ns, bound_class, machine
 
 ROW_PIXELS = 20
 LABEL_PIXELS = 7.0  # per character, on a chart about 1200 pixels wide
 CHART_PIXELS = 1200.0
 MOST_OPERATIONS = 8000  # of the GPUs, in the run that the page shows; more would make it slow
-KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "W": "weight gradient",
-    "SEND_F": "activation sent",
-    "SEND_B": "gradient sent",
-}
 
 
 def microbatches_shown(plan: Plan, wanted: int, batch: int = 1) -> int:
@@ -56,7 +51,7 @@ def report_html(simulation: Simulation) -> str:
         "<h2>Stages</h2>",
         _stages(plan, result),
     ]
-    if plan.pattern is not None or plan.schedule.kind == "nf1b":
+    if plan.pattern is not None or kind_of(plan).steady is not None:
         window = plan_window(plan)
         parts += [
             f"<h2>Steady state: {escape(window.title)}</h2>",
@@ -84,10 +79,8 @@ def report_html(simulation: Simulation) -> str:
 
 def _head(plan: Plan, result: Evaluation) -> str:
     chain, platform = plan.chain, plan.platform
-    alone = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    alone = alone_ns(chain)
     used = len({device for stage in plan.allocation.stages for device in stage.devices})
-    network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
-    memory = sorted({device.memory_bytes for device in platform.devices})
     cards = [
         (format_ns(result.period_ns), "per microbatch"),
         (f"{1e9 * chain.microbatch / result.period_ns:.2f}/s", "microbatches" if chain.microbatch == 1 else "samples"),
@@ -100,8 +93,7 @@ def _head(plan: Plan, result: Evaluation) -> str:
     return (
         f"<h1>{escape(chain.name)} on {len(platform)} GPUs</h1>"
         f'<p class="soft">{len(chain)} layers, {format_bytes(int(chain.sums.weight_bytes[-1]))} of weights, '
-        f"{format_ns(alone)} forward and backward; GPUs of {format_bytes(memory[0])}"
-        f"{f' to {format_bytes(memory[-1])}' if len(memory) > 1 else ''}, joined {escape(network)}; "
+        f"{format_ns(alone)} forward and backward; {escape(machine(platform))}; "
         f"{len(plan.allocation.stages)} stages on {used} GPUs; weights {plan.policy.weights}, an update every "
         f"{plan.policy.accumulate} microbatches</p>"
         f'<div class="cards">{shown}</div>'
@@ -134,7 +126,7 @@ def _stages(plan: Plan, result: Evaluation) -> str:
         cells = [
             str(s),
             _layers(plan, stage),
-            _numbers(stage.devices),
+            format_devices(stage.devices, ", "),
             f"{cost.forward_ns / 1e6:.3f}",
             f"{cost.backward_ns / 1e6:.3f}",
             f"{sum(stop - start for start, stop in stage.checkpoint)} of {stage.stop - stage.start}",
@@ -161,18 +153,12 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return f"{stage.start}-{stage.stop - 1}  {names if len(names) <= 60 else names[:59] + '…'}"
 
 
-def _numbers(devices: Sequence[int]) -> str:
-    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ", ".join(map(str, devices))
-
-
 def _legend(rows: Sequence[Row]) -> str:
     found = {(bar.kind, bar.chunk > 0) for row in rows for bar in row.bars}
     spans = [
         f'<span><i style="background:var(--{kind}{"2" if later else ""})"></i>{name}'
         f"{', later stages of the GPU' if later else ''}</span>"
-        for kind, name in KINDS.items()
+        for kind, name in NAMES.items()
         for later in (False, True)
         if (kind, later) in found
     ]
@@ -216,9 +202,9 @@ def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
     timeline, devices = simulation.timeline, simulation.plan.platform.devices
     return {
         str(lane.device): {
-            "static": timeline.static_bytes(i),
+            "static": simulation.uses[lane.device].static_bytes,
             "limit": devices[lane.device].memory_bytes,
-            "steps": list(timeline.memory_steps(i)),
+            "steps": list(activation_steps(timeline, i)),
         }
         for i, lane in enumerate(timeline.program.lanes)
         if lane.device is not None and lane.steps
@@ -233,13 +219,13 @@ def _memory(simulation: Simulation) -> str:
         (i, lane.device) for i, lane in enumerate(timeline.program.lanes) if lane.device is not None and lane.steps
     ]
     memory = {device: simulation.plan.platform.devices[device].memory_bytes for _, device in lanes}
-    top = max([timeline.peak_bytes(i) for i, _ in lanes] + list(memory.values()), default=1) * 1.05
+    top = max([simulation.uses[device].peak_bytes for _, device in lanes] + list(memory.values()), default=1) * 1.05
     span = max(1, timeline.makespan_ns)
     for i, device in lanes:
-        static, peak = timeline.static_bytes(i), timeline.peak_bytes(i)
+        static, peak = simulation.uses[device].static_bytes, simulation.uses[device].peak_bytes
         path: list[str] = []
         last = 0.0
-        for at, held in timeline.memory_steps(i):
+        for at, held in activation_steps(timeline, i):
             x, y = 100 * at / span, 1000 * (1 - (static + held) / top)
             path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
             last = y

@@ -1,4 +1,4 @@
-"""The table of a measured model on standard error: each layer's costs and how steady its times were."""
+"""What does each layer of a measured model cost, and how steady were its times? A table on standard error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..cost.saved import saved_bytes
 from ..problem import Chain
 from ..units import format_bytes, format_ns
+from .tables import LAYER_WIDTH, make_table
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import Measured
@@ -21,11 +21,10 @@ UNSTEADY = 0.25  # spread over median above which a layer's time is called unste
 def print_measurements(measured: Measured, chain: Chain) -> None:
     """Print one row per layer as it was measured, totals, and what the reader should know about the numbers."""
     out = Console(stderr=True, highlight=False, width=None if Console(stderr=True).is_terminal else 120)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("layer", no_wrap=True, max_width=36)
-    for name in ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.caption, table.caption_style, table.caption_justify = "times in ms, ± width of the middle half", "dim", "left"
+    columns = ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output")
+    caption = "times in ms, ± width of the middle half"
+    table = make_table("layer", *columns, left=("layer",), space=2, caption=caption)
+    table.columns[0].max_width = LAYER_WIDTH
     unsteady = 0
     for index, x in enumerate(measured.layers):
         layer, kept = x.layer, int(saved_bytes(measured.chain, index, index + 1))

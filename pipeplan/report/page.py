@@ -1,4 +1,4 @@
-"""The fixed parts of the HTML report: its style and its script, inlined so that the page opens offline."""
+"""How does the HTML report look and answer to the mouse? Style and script, inlined so that it opens offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns and simulated runs in the terminal: Gantt charts with their figures, schedules side by side."""
+"""How does a plan run in simulation? Patterns and runs in the terminal with their figures, schedules side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
 from ..units import format_bytes, format_ns
 from .gantt import Row, draw, panels, plan_window, timeline_rows
-from .tables import console, headline
+from .tables import console, headline, make_table
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
 WIDE = 100  # columns from which a comparison under jitter shows everything
@@ -100,14 +100,11 @@ def print_comparison(
         out.print(f"median and p95: the time under jitter, over {len(runs[0].jitter_ns)} runs")
     out.print()
     jitter = any(run.jitter_ns for run in runs)
-    shown = {"schedule": "left", "stages": "right", "weights": "left", "time": "right"}
-    shown |= {"median": "right", "p95": "right"} if jitter else {}
-    shown |= dict.fromkeys(("makespan", "bubble", "held", "peak", "links"), "right")
+    spread = ("median", "p95") if jitter else ()
+    shown = ["schedule", "stages", "weights", "time", *spread, "makespan", "bubble", "held", "peak", "links"]
     if jitter and out.width < WIDE:
-        shown = {name: side for name, side in shown.items() if name not in ("stages", "weights", "links")}
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, side in shown.items():
-        table.add_column(name, justify="left" if side == "left" else "right", no_wrap=True)
+        shown = [name for name in shown if name not in ("stages", "weights", "links")]
+    table = make_table(*shown, left=("schedule", "weights"))
     for run in runs:
         program, figures = run.timeline.program, run.figures()
         peak = max(row["peak_bytes"] for row in figures["devices"])

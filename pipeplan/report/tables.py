@@ -1,10 +1,10 @@
-"""Tables that people read: a plan with the proof of its quality, one period, a simulated run."""
+"""What is this plan, and how good? Its table with the proof of its quality, and the looks of all tables."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,8 +12,11 @@ from rich.table import Table
 
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..plan import Bound, Plan, Stage
-from ..units import format_bandwidth, format_bytes, format_ns
+from ..problem import Chain, Platform
+from ..schedule.kinds import kind_of
+from ..units import format_bandwidth, format_bytes, format_devices, format_ns
 
+LAYER_WIDTH = 36  # columns of a layer's name, at most
 PIPED_WIDTH = 120  # columns when the output is not a terminal
 
 
@@ -22,6 +25,21 @@ def console(width: int | None = None) -> Console:
     if width is None and not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         width = PIPED_WIDTH
     return Console(width=width, highlight=False)
+
+
+def make_table(
+    *columns: str, left: Collection[str] = (), space: int | None = None, caption: str | None = None
+) -> Table:
+    """Return an empty table without lines: numbers to the right, the columns ``left`` to the left.
+
+    ``space`` is that between columns, None for as rich has it; ``caption`` stands below in small.
+    """
+    padding = (0, 1) if space is None else (0, space, 0, 0)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
+    table.caption, table.caption_style, table.caption_justify = caption, "dim", "left"
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
 
 
 def headline(plan: Plan) -> str:
@@ -48,20 +66,35 @@ def throughput(plan: Plan, result: Evaluation) -> str:
     return text if plan.chain.microbatch == 1 else f"{text} = {rate * plan.chain.microbatch:.1f} samples/s"
 
 
-def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = None) -> None:
-    """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage."""
-    out = console(width)
-    result = evaluate(plan)
-    chain, platform = plan.chain, plan.platform
+def machine(platform: Platform) -> str:
+    """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
     memories = sorted({device.memory_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
     network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
-    alone = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    return f"GPUs of {memory}, joined {network}"
+
+
+def alone_ns(chain: Chain) -> int:
+    """Return the time of one microbatch's forward and backward on one GPU, if that had the memory."""
+    return int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+
+
+def print_plan(
+    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
+) -> None:
+    """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage.
+
+    ``result`` is its evaluation, computed where it isn't given.
+    """
+    out = console(width)
+    result = result or evaluate(plan)
+    chain, platform = plan.chain, plan.platform
+    alone = alone_ns(chain)
     out.print(
         f"[bold]{escape(chain.name)}[/bold]: {len(chain)} layers, {format_ns(alone)} forward and backward, "
         f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights"
     )
-    out.print(f"on {len(platform)} GPUs of {memory}, joined {network}")
+    out.print(f"on {len(platform)} {machine(platform)}")
     for assumption in assumptions:
         out.print(f"assumed: {assumption}")
     out.print()
@@ -72,19 +105,16 @@ def print_plan(plan: Plan, assumptions: Sequence[str] = (), width: int | None = 
     )
     if result.makespan_ns is not None:
         out.print(f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}")
-    if plan.schedule.kind == "nf1b":
-        out.print(
-            f"nf1b        one backward for a mini-batch of {plan.schedule.microbatches} microbatches, at most "
-            f"{plan.schedule.limit} mini-batches inside"
-        )
-    if plan.schedule.kind == "message-driven":
-        out.print(f"order       message-driven, at most {plan.schedule.limit} microbatches in a pipeline")
+    kind = kind_of(plan)
+    if kind.headline is not None:
+        name, sentence = kind.headline(plan.schedule)
+        out.print(f"{name:<12}{sentence}")
     for bound in plan.lower_bounds:
         distance = gap(result.period_ns, bound)
         verdict = "optimal" if bound.period_ns == result.period_ns else f"gap {distance:.2%}"
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
     claimed = plan.provenance.claimed_period_ns
-    if claimed is not None and claimed != result.period_ns and plan.schedule.kind == "pattern":
+    if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         out.print(f"claimed     {format_ns(claimed)} by {plan.provenance.algorithm} itself, before scheduling")
     out.print(
         f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"
@@ -113,13 +143,12 @@ NARROW = 110  # columns below which the table leaves out what the peak is made o
 
 def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
-    table = Table(box=None, pad_edge=False, padding=(0, 2 if parts else 1, 0, 0), header_style="bold")
     unit, size = ("GB", 10**9) if max(use.peak_bytes for use in result.devices) >= 10**9 else ("MB", 10**6)
-    table.caption, table.caption_style, table.caption_justify = f"times in ms, memory in {unit}", "dim", "left"
-    for name in ("stage", "layers", "GPUs"):
-        table.add_column(name, no_wrap=True)
-    for name in ("forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of"):
-        table.add_column(name, justify="right", no_wrap=True)
+    where = ("stage", "layers", "GPUs")
+    table = make_table(
+        *where, "forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of",
+        left=where, space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
+    )  # fmt: skip
     for s, stage in enumerate(plan.allocation.stages):
         cost = result.graph.stages[s]
         use = result.devices[stage.devices[0]]
@@ -131,7 +160,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
         table.add_row(
             str(s),
             escape(_layers(plan, stage)) if parts else f"{stage.start}-{stage.stop - 1}",
-            _gpus(stage),
+            format_devices(stage.devices),
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),
@@ -151,13 +180,6 @@ def _layers(plan: Plan, stage: Stage) -> str:
 def _short(name: str) -> str:
     name = name.split("..")[0].split("(")[0]
     return name if len(name) <= 10 else name[:9] + "…"
-
-
-def _gpus(stage: Stage) -> str:
-    devices = list(stage.devices)
-    if len(devices) > 2 and devices == list(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return ",".join(map(str, devices))
 
 
 def _recomputed(stage: Stage) -> str:

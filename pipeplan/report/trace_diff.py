@@ -1,16 +1,16 @@
-"""A plan beside a run of it: what was predicted and what was measured, per operation, device and period."""
+"""What was predicted, and what was measured? A plan beside a run of it, by operation, device and period."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
-
 from ..check.evaluate import evaluate
+from ..cost.time_model import step_ns
 from ..plan import Plan
-from ..runtime.measure.trace_file import Measured, predicted_updates
+from ..runtime.measure.report import planned_transfer_ns
+from ..runtime.measure.trace_file import Measured
 from ..units import format_bytes, format_ns
-from .tables import console
+from .tables import console, make_table
 
 
 def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
@@ -20,21 +20,17 @@ def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
     """
     result = evaluate(plan)
     graph = result.graph
-    updates = predicted_updates(plan)
     operations = []
-    for s, (cost, found) in enumerate(zip(graph.stages, run.stages, strict=True)):
-        replicas = graph.resources[cost.resource].replicas
-        share = -(-updates[s] * replicas // plan.policy.update_interval(replicas))
+    for s, (stage, cost, found) in enumerate(zip(plan.allocation.stages, graph.stages, run.stages, strict=True)):
+        step = int(step_ns(plan.chain, stage.start, stage.stop, plan.platform.slowest(stage.devices).speed))
         operations += [
             _row("F", s, cost.forward_ns, found.forward_ns),
-            _row("B", s, max(cost.backward_ns - share, 0), found.backward_ns),
-            _row("update", s, updates[s], found.update_ns),
+            _row("B", s, cost.backward_ns - cost.update_share_ns, found.backward_ns),
+            _row("update", s, step, found.update_ns),
         ]
     for transfer in run.transfers:
-        kind = "SEND_F" if transfer.kind == "F" else "SEND_B"
-        position = graph.position.get((kind, transfer.stage))  # type: ignore[arg-type]  # one of the two
-        planned = 0 if position is None else graph.operations[position].duration_ns
-        operations.append(_row(kind, transfer.stage, planned, transfer.transfer_ns))
+        planned = planned_transfer_ns(graph, transfer.kind, transfer.stage)
+        operations.append(_row(f"SEND_{transfer.kind}", transfer.stage, planned, transfer.measured_ns))
     return {
         "period": {
             "planned_ns": result.period_ns,
@@ -46,7 +42,7 @@ def comparison(plan: Plan, run: Measured) -> dict[str, Any]:
             {
                 "device": x.device,
                 "planned_activation_bytes": result.devices[x.device].activation_bytes,
-                "measured_activation_bytes": x.activation_bytes,
+                "measured_activation_bytes": x.measured_bytes,
             }
             for x in run.devices
         ],
@@ -71,9 +67,7 @@ def print_comparison(plan: Plan, run: Measured, width: int | None = None) -> Non
                 f"            {format_ns(period[name])} {what}, {period[name] / period['planned_ns']:.2f} x planned"
             )
     out.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("operation", "stage", "planned", "measured", "ratio"):
-        table.add_column(name, justify="left" if name == "operation" else "right", no_wrap=True)
+    table = make_table("operation", "stage", "planned", "measured", "ratio", left=("operation",))
     for row in figures["operations"]:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         table.add_row(

@@ -1,19 +1,222 @@
-"""A plan's simulated timeline, whatever its kind of schedule: validator, figures, reports and runtime share it."""
+"""What kinds of schedules can a plan have, and what does each of them mean to planner, validator, reports and runtime?
+
+One table answers, and nothing else asks for a kind by name: a new kind is a row of :data:`KINDS`. Below it, a plan's
+program and simulated run whatever its kind.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
-from ..plan import Pattern, Plan, Schedule
-from .message_driven import message_driven
+from ..plan import Pattern, Plan, Schedule, ScheduleKind
+from ..problem import Weights
+from .message_driven import default_limit, message_driven
 from .nf1b import nf1b
 from .pattern import most_in_flight, starts_of
-from .program import Program, unroll
+from .program import Program, not_one_each, unroll
 from .simulate import simulate
+from .steady import SteadyRun, steady_nf1b
 from .timeline import Timeline
 
-SIMULATED = ("nf1b", "message-driven")  # kinds of schedules that are judged through their simulated timeline
 MOST_JUDGED = 10**7  # steps of a run that a plan is judged by, which take minutes
+Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSchedule:
+    """A registered schedule: ``build(graph, microbatches, **options)`` gives its program, None is the plan's pattern.
+
+    ``weights`` is the weight policy that it runs with; under ``flush`` it drains after every mini-batch. ``homes``
+    places its stages where they cannot be the plan's own; ``one_each`` needs one stage per GPU and one GPU per stage.
+    ``steady(graph, microbatches of a mini-batch, limit)`` finds the steady state of what plans can be judged by.
+    """
+
+    build: Callable[..., Program] | None
+    summary: str
+    source: str
+    weights: Weights | None = "flush"
+    homes: Homes | None = None
+    one_each: bool = False
+    options: tuple[str, ...] = ()
+    steady: Callable[[StageGraph, int, int], SteadyRun] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a schedule's ``limit`` counts: ``noun``, in each ``where``. ``usual(graph)`` are limits to try, least first.
+
+    Without the user's a planner takes the best of them, and one below the least where none fits the memory.
+    """
+
+    noun: str
+    where: str
+    usual: Callable[[StageGraph], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of schedule, as plans have it.
+
+    ``weights`` are the policies that it goes with, ``refusal`` says why no others do. ``shown(graph, schedule,
+    pattern)`` is how many microbatches show all that matters. ``judged(schedule, operations)`` gives the steps of the
+    shortest run that a plan can be judged by, with ``operations`` on the path of a microbatch, and what it runs; None
+    where nothing is simulated. ``drains``: empties the pipeline after every mini-batch.
+
+    Without ``simulated`` a plan has a pattern. Otherwise it has none, and is judged by its simulated run under this
+    schedule, which admits no more than ``limit`` at once: one mini-batch if it drains, else its steady state. With
+    ``by_arrival`` the GPUs of a real run decide anew what comes next.
+    ``headline(schedule)`` is what reports say of it: a name and a sentence.
+    """
+
+    weights: tuple[Weights, ...]
+    refusal: str
+    shown: Callable[[StageGraph, Schedule, Pattern | None], int]
+    judged: Callable[[Schedule, int], tuple[int, str]] | None = None
+    drains: bool = False
+    simulated: ProgramSchedule | None = None
+    limit: Limit | None = None
+    by_arrival: bool = False
+    headline: Callable[[Schedule], tuple[str, str]] | None = None
+
+    @property
+    def steady(self) -> Callable[[StageGraph, int, int], SteadyRun] | None:
+        """What finds the steady state of a simulated schedule that doesn't drain."""
+        return None if self.simulated is None else self.simulated.steady
+
+    @property
+    def joins(self) -> bool:
+        """Whether one backward covers all microbatches of a mini-batch."""
+        return self.simulated is not None and "batch" in self.simulated.options
+
+    @property
+    def in_mini_batches(self) -> bool:
+        """Whether the schedule, not the weights policy alone, knows mini-batches."""
+        return self.drains or self.joins
+
+
+def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
+    return schedule.microbatches or 1
+
+
+def _steady_mini_batches(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
+    batch, limit = schedule.microbatches or 1, schedule.limit or len(graph.stages)
+    return batch * max(ceil(64 / batch), 8 * limit)
+
+
+def _steady_periods(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
+    known = _known(pattern)
+    return max(64, 16 * most_in_flight(graph, starts_of(known), known.period_ns))
+
+
+def _known(pattern: Pattern | None) -> Pattern:
+    if pattern is None:
+        raise BadInput("the plan has no pattern: nothing says when its operations run")
+    return pattern
+
+
+def _drained_run(schedule: Schedule, operations: int) -> tuple[int, str]:
+    count = schedule.microbatches or 1
+    return count * operations, f"a mini-batch of {count} microbatches"
+
+
+def _shortest_steady_run(schedule: Schedule, operations: int) -> tuple[int, str]:
+    count, limit = schedule.microbatches or 1, schedule.limit or 1
+    return 4 * limit * (count + 1) * (operations // 2), (
+        f"mini-batches of {count} microbatches, {limit} admitted at once,"
+    )
+
+
+def _mini_batches_to_try(graph: StageGraph) -> tuple[int, ...]:
+    """With transfers, which take their time, more has to be inside."""
+    stages = len(graph.stages)
+    return tuple(dict.fromkeys((stages, max(default_limit(graph), stages))))
+
+
+KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
+    "flush": Kind(
+        weights=("flush",),
+        refusal="the schedule drains every mini-batch, which is for weights flush; the policy is {weights}",
+        shown=_mini_batch,
+        judged=_drained_run,
+        drains=True,
+    ),
+    "nf1b": Kind(
+        weights=("latest",),
+        refusal="nf1b takes the newest weights, which is for weights latest; the policy is {weights}",
+        shown=_steady_mini_batches,
+        judged=_shortest_steady_run,
+        simulated=ProgramSchedule(
+            nf1b,
+            "one backward for a mini-batch of several microbatches, newest weights, no flush",
+            "TiMePReSt section 4.2",
+            "latest",
+            one_each=True,
+            options=("batch", "limit"),
+            steady=steady_nf1b,
+        ),
+        limit=Limit("mini-batch", "", _mini_batches_to_try),
+        headline=lambda schedule: (
+            "nf1b",
+            f"one backward for a mini-batch of {schedule.microbatches} microbatches, at most {schedule.limit} "
+            "mini-batches inside",
+        ),
+    ),
+    "message-driven": Kind(
+        weights=("flush",),
+        refusal="the schedule drains every mini-batch, which is for weights flush; the policy is {weights}",
+        shown=_mini_batch,
+        judged=_drained_run,
+        drains=True,
+        simulated=ProgramSchedule(
+            message_driven,
+            "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
+            "Myelin section IV, Algorithm 2",
+            options=("limit",),
+        ),
+        limit=Limit("microbatch", " per pipeline", lambda graph: (default_limit(graph),)),
+        by_arrival=True,
+        headline=lambda schedule: ("order", f"message-driven, at most {schedule.limit} microbatches in a pipeline"),
+    ),
+    "pattern": Kind(
+        weights=("2bw", "stash", "latest"),
+        refusal="weights {weights} drain the pipeline after every mini-batch; the schedule is an endless pattern",
+        shown=_steady_periods,
+    ),
+}
+
+
+def kind_of(plan: Plan) -> Kind:
+    """Return the row of a plan's kind of schedule."""
+    return KINDS[plan.schedule.kind]
+
+
+def kinds_for(weights: Weights) -> list[ScheduleKind]:
+    """Return the kinds of schedules that a weights policy goes with, the default first."""
+    return [name for name, kind in KINDS.items() if weights in kind.weights]
+
+
+def refused(graph: StageGraph, name: ScheduleKind) -> str | None:
+    """Return why stages cannot run under a kind of schedule that needs one GPU for each, or None."""
+    simulated = KINDS[name].simulated
+    return not_one_each(graph, name) if simulated is not None and simulated.one_each else None
+
+
+def too_long(operations: int, schedule: Schedule) -> str | None:
+    """Return in words why no plan is judged that takes so long to simulate, or None.
+
+    ``operations`` are those on the path of a microbatch.
+    """
+    judged = KINDS[schedule.kind].judged
+    if judged is None:
+        return None
+    steps, what = judged(schedule, operations)
+    if steps <= MOST_JUDGED:
+        return None
+    return f"{what} would take {steps} steps to simulate; plans of up to {MOST_JUDGED} are judged"
 
 
 def graph_of(plan: Plan) -> StageGraph:
@@ -24,17 +227,13 @@ def graph_of(plan: Plan) -> StageGraph:
 def program_of_kind(graph: StageGraph, schedule: Schedule, pattern: Pattern | None, microbatches: int) -> Program:
     """Return the program that runs ``microbatches`` microbatches of ``graph`` under a plan's schedule.
 
-    ``pattern`` is what the kinds ``pattern`` and ``flush`` unroll.
+    ``pattern`` is what the kinds that have one unroll.
     """
-    match schedule.kind:
-        case "nf1b":
-            return nf1b(graph, microbatches, schedule.microbatches or 1, schedule.limit)
-        case "message-driven":
-            return message_driven(graph, microbatches, schedule.limit)
-        case "pattern" | "flush":
-            if pattern is None:
-                raise BadInput("the plan has no pattern: nothing says when its operations run")
-            return unroll(graph, pattern, microbatches)
+    simulated = KINDS[schedule.kind].simulated
+    if simulated is None or simulated.build is None:
+        return unroll(graph, _known(pattern), microbatches)
+    own = {"batch": schedule.microbatches or 1, "limit": schedule.limit}
+    return simulated.build(graph, microbatches, **{name: own[name] for name in simulated.options})
 
 
 def plan_program(plan: Plan, microbatches: int) -> Program:
@@ -54,35 +253,4 @@ def plan_timeline(plan: Plan, microbatches: int | None = None) -> Timeline:
 
 def shown_microbatches(plan: Plan) -> int:
     """Return how many microbatches a run of ``plan`` needs to show all that matters: see :func:`plan_timeline`."""
-    schedule = plan.schedule
-    match schedule.kind:
-        case "flush" | "message-driven":
-            return schedule.microbatches or 1
-        case "nf1b":
-            batch, limit = schedule.microbatches or 1, schedule.limit or len(plan.allocation.stages)
-            return batch * max(-(-64 // batch), 8 * limit)
-        case "pattern":
-            if plan.pattern is None:
-                raise BadInput("the plan has no pattern: nothing says when its operations run")
-            return max(64, 16 * most_in_flight(graph_of(plan), starts_of(plan.pattern), plan.pattern.period_ns))
-
-
-def too_long(operations: int, schedule: Schedule) -> str | None:
-    """Return in words why no plan is judged that takes so long to simulate, or None.
-
-    ``operations`` are those on the path of a microbatch. Nothing is simulated of an endless pattern; of nF1B it is the
-    shortest run that could show a steady state.
-    """
-    count, limit = schedule.microbatches or 1, schedule.limit or 1
-    match schedule.kind:
-        case "pattern":
-            return None
-        case "nf1b":
-            steps = 4 * limit * (count + 1) * (operations // 2)
-            what = f"mini-batches of {count} microbatches, {limit} admitted at once,"
-        case "flush" | "message-driven":
-            steps = count * operations
-            what = f"a mini-batch of {count} microbatches"
-    if steps <= MOST_JUDGED:
-        return None
-    return f"{what} would take {steps} steps to simulate; plans of up to {MOST_JUDGED} are judged"
+    return kind_of(plan).shown(graph_of(plan), plan.schedule, plan.pattern)

@@ -34,14 +34,7 @@ def nf1b(graph: StageGraph, microbatches: int, batch: int = DEFAULT_BATCH, limit
     if limit is not None and limit < 1:
         raise BadInput(f"limit: {limit} is not positive")
     rules = {(stage.resource, 0): backward_first for stage in graph.stages}
-    return make_program(
-        graph, microbatches, {}, rules=rules, batch=batch, limit=limit or default_mini_batches(len(graph.stages))
-    )
-
-
-def default_mini_batches(stages: int) -> int:
-    """Return how many mini-batches are admitted unless a limit is given: one for each stage."""
-    return stages
+    return make_program(graph, microbatches, {}, rules=rules, batch=batch, limit=limit or len(graph.stages))
 
 
 def backward_first() -> Decide:

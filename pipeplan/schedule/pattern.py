@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cost import memory_model
-from ..cost.stage_graph import StageGraph, versions_of_first
+from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
 from ..plan import Pattern, TimedOp
 from ..problem import Platform
@@ -72,9 +72,14 @@ class DeviceUse:
     in_flight: tuple[int, ...]
 
     @property
+    def static_bytes(self) -> int:
+        """What is held all the time: weights and buffers."""
+        return self.weights_bytes + self.buffer_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Weights, activations at the worst instant, and buffers."""
-        return self.weights_bytes + self.activation_bytes + self.buffer_bytes
+        return self.static_bytes + self.activation_bytes
 
 
 def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource: int) -> DeviceUse:
@@ -85,14 +90,13 @@ def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource
     stages = graph.stages_on(resource)
     weights = buffers = 0
     counts = []
-    needed = versions_of_first(graph, in_flight(graph, starts, period, 0, starts[graph.position["F", 0]]))
+    of_first = in_flight(graph, starts, period, 0, starts[graph.position["F", 0]])
     for s in stages:
         stage = graph.stages[s]
         count = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
         counts.append(count)
-        weights += memory_model.weights_bytes(
-            graph.policy, stage.weight_bytes, stage.parameters, count, graph.resources[resource].replicas, needed
-        )
+        kept = graph.versions(s, count, of_first)
+        weights += memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
         buffers += stage.buffer_bytes
     instants = [starts[graph.position["F", s]] for s in stages]
     instants += [
@@ -123,18 +127,17 @@ def memory_fits(graph: StageGraph, starts: Sequence[int], period: int) -> bool:
     return True
 
 
+def unused(platform: Platform) -> list[DeviceUse]:
+    """Return the use of every device of the platform while they hold nothing."""
+    return [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
+
+
 def device_uses(graph: StageGraph, starts: Sequence[int], period: int, platform: Platform) -> list[DeviceUse]:
     """Return the memory of every device of the platform; unused devices hold nothing."""
-    uses = [DeviceUse(device.memory_bytes, 0, 0, 0, ()) for device in platform.devices]
+    uses = unused(platform)
     for index, resource in enumerate(graph.resources):
         if not resource.is_link:
             use = resource_use(graph, starts, period, index)
             for d in resource.devices:
-                uses[d] = DeviceUse(
-                    platform.devices[d].memory_bytes,
-                    use.weights_bytes,
-                    use.activation_bytes,
-                    use.buffer_bytes,
-                    use.in_flight,
-                )
+                uses[d] = replace(use, memory_bytes=platform.devices[d].memory_bytes)
     return uses

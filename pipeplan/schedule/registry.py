@@ -1,38 +1,13 @@
-"""Every schedule that a plan can be simulated under, by name."""
+"""Which schedules can a plan be simulated under, also without being made for them?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from ..problem import Weights
 from .gpipe import gpipe
 from .interleaved import interleaved
-from .message_driven import message_driven
-from .nf1b import nf1b
+from .kinds import KINDS, ProgramSchedule
 from .one_f_one_b import one_f_one_b
-from .program import Program
 from .zbv import zbv
 from .zero_bubble import zb1p, zb2p
-
-Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramSchedule:
-    """A registered schedule: ``build(graph, microbatches, **options)`` gives its program, None is the plan's pattern.
-
-    ``weights`` is the weight policy that it runs with; under ``flush`` it drains after every mini-batch. ``homes``
-    places its stages where they cannot be the plan's own; ``one_each`` needs one stage per GPU and one GPU per stage.
-    """
-
-    build: Callable[..., Program] | None
-    summary: str
-    source: str
-    weights: Weights | None = "flush"
-    homes: Homes | None = None
-    one_each: bool = False
-    options: tuple[str, ...] = ()
 
 
 def loop(devices: int, chunks: int) -> list[int]:
@@ -45,7 +20,7 @@ def vee(devices: int, chunks: int) -> list[int]:
     return [*range(devices), *reversed(range(devices))]
 
 
-SCHEDULES: dict[str, ProgramSchedule] = {
+OTHERS: dict[str, ProgramSchedule] = {
     "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
     "pipedream": ProgramSchedule(
         one_f_one_b,
@@ -86,18 +61,12 @@ SCHEDULES: dict[str, ProgramSchedule] = {
         homes=vee,
         options=("weight_keeps",),
     ),
-    "nf1b": ProgramSchedule(
-        nf1b,
-        "one backward for a mini-batch of several microbatches, newest weights, no flush",
-        "TiMePReSt section 4.2",
-        "latest",
-        one_each=True,
-        options=("batch", "limit"),
-    ),
-    "message-driven": ProgramSchedule(
-        message_driven,
-        "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
-        "Myelin section IV, Algorithm 2",
-        options=("limit",),
-    ),
 }
+
+
+def schedules() -> dict[str, ProgramSchedule]:
+    """Return every schedule by name: those above, and the kinds of schedules that plans are made for."""
+    own: dict[str, ProgramSchedule] = {
+        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None
+    }
+    return {**OTHERS, **own}

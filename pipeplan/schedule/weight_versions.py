@@ -1,66 +1,179 @@
-"""Which version of the weights each pass of a simulated nF1B run uses, and how many versions a stage holds at once.
+"""Which version of the weights does each pass use, and how many versions must a stage keep?
 
-Versions count the updates of a stage: 0 is the start, each backward of a mini-batch makes the next. The weights that a
-pass gets are those of the updates that are over when it starts.
+Versions are numbered from 0, the initial weights; update j makes version j + 1 from mini-batch j. A policy is two rules
+that say which version a forward and a backward get. It has no state: with them all of a run's versions follow from the
+order of its passes, before it starts. Memory, the lowering of programs and the study of TiMePReSt ask here.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from ..errors import BadInput
+from ..problem import Policy
 from .program import Step
-
-if TYPE_CHECKING:
-    from .timeline import Timeline
-
-Used = tuple[tuple[int, ...], ...]  # [microbatch][position] -> version of the weights
+from .timeline import Timeline
 
 
-def versions_used(timeline: Timeline, vertical_sync: bool) -> Used:
-    """Return the version of the weights that each operation on the path of each microbatch uses.
+@dataclass(frozen=True, slots=True)
+class WeightPolicy:
+    """Two rules. ``made`` is the number of updates that the stage has made when the operation's turn comes.
 
-    With vertical sync a pass uses what all stages had when it started on its first one, so it waits for the first
-    stage's backward; without, what its own stage has. Transfers are listed with what their sender's pass would use.
-    Source: TiMePReSt section 4.2 and its equation (2).
+    ``forward_version(minibatch, made, entered)`` gives the version of a forward, where ``entered`` is the version with
+    which the first stage ran the microbatch forward; ``backward_version(forward, made, common)`` that of the backward
+    whose forward used version ``forward``, where ``common`` is the newest version that all stages had when the last one
+    began the backward. ``most_versions`` is how many may be needed at once, None when the schedule decides. With
+    ``drains`` the pipeline empties before every update. With ``renews`` a backward differentiates what the forward has
+    stored, but with other weights than the forward's.
     """
-    program, graph = timeline.program, timeline.program.graph
-    leaders = range(program.batch - 1, program.microbatches, program.batch)
-    made = [
-        [timeline.end_ns(Step(m, program.position["B", stage])) for m in leaders] for stage in range(len(graph.stages))
-    ]
-    half = len(graph.operations) // 2
-    stages = [op.stage for op in graph.operations]
-    rows = []
-    for starts in timeline.start_ns:
-        if vertical_sync:
-            forward, backward = bisect_right(made[0], starts[0]), bisect_right(made[0], starts[half])
-            rows.append((forward,) * half + (backward,) * (len(stages) - half))
-        else:
-            rows.append(tuple(bisect_right(made[s], at) for s, at in zip(stages, starts, strict=False)))
-    return tuple(rows)
+
+    drains: bool
+    most_versions: int | None
+    forward_version: Callable[[int, int, int], int]
+    backward_version: Callable[[int, int, int], int]
+    renews: bool = False
 
 
-def live_versions(timeline: Timeline, used: Used, stage: int) -> int:
-    """Return the most versions of its weights that ``stage`` holds at once.
+def _newest(minibatch: int, made: int, entered: int) -> int:
+    return made
 
-    A version lives from the end of the backward that makes it until it is neither newest nor still to be used.
+
+def _delayed_by_one(minibatch: int, made: int, entered: int) -> int:
+    return max(minibatch - 1, 0)
+
+
+def _as_entered(minibatch: int, made: int, entered: int) -> int:
+    return entered
+
+
+def _as_forward(forward: int, made: int, common: int) -> int:
+    return forward
+
+
+def _newest_again(forward: int, made: int, common: int) -> int:
+    return made
+
+
+def _newest_in_common(forward: int, made: int, common: int) -> int:
+    return common
+
+
+WEIGHT_POLICIES = {
+    # GPipe, 1F1B with flush: every pass of a mini-batch uses the weights that all mini-batches before it have made
+    "flush": WeightPolicy(drains=True, most_versions=1, forward_version=_newest, backward_version=_as_forward),
+    # PipeDream-2BW: W(t+1) = W(t) - lr * grad f(W(t-1)), in both passes (ALGORITHMS sections 3 and 10.6)
+    "2bw": WeightPolicy(drains=False, most_versions=2, forward_version=_delayed_by_one, backward_version=_as_forward),
+    # PipeDream's weight stashing: the stage's newest weights, kept for the backward (PipeDream section 3.3)
+    "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_newest, backward_version=_as_forward),
+    # TiMePReSt without vertical sync: the newest weights in either pass, so one version
+    "latest": WeightPolicy(
+        drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again, renews=True
+    ),
+}
+WITH_VERTICAL_SYNC = {
+    # PipeDream's: on every stage the version with which the microbatch entered the first
+    "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_as_entered, backward_version=_as_forward),
+    # TiMePReSt's: a pass, in either direction, uses on every stage what is newest on all of them when it starts
+    "latest": WeightPolicy(
+        drains=False, most_versions=None, forward_version=_as_entered, backward_version=_newest_in_common, renews=True
+    ),
+}
+
+
+def weight_policy(policy: Policy) -> WeightPolicy:
+    """Return the rules of ``policy.weights``; BadInput where vertical sync has no meaning."""
+    if not policy.vertical_sync:
+        return WEIGHT_POLICIES[policy.weights]
+    if policy.weights not in WITH_VERTICAL_SYNC:
+        raise BadInput(f"plan: vertical sync goes with --weights stash or latest; this plan has {policy.weights!r}")
+    return WITH_VERTICAL_SYNC[policy.weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One pass of a stage: the ``version`` that it uses, and how many updates the stage has ``made`` before it.
+
+    With ``updates`` it is the last backward of its mini-batch, and the next update follows it.
+    """
+
+    step: Step
+    made: int
+    version: int
+    updates: bool
+
+
+def used(timeline: Timeline, policy: WeightPolicy, interval: int) -> list[list[Use]]:
+    """Return which version each pass of a run uses: for each stage its passes, over all replicas, in their order.
+
+    Mini-batch j is microbatches ``[j * interval, (j + 1) * interval)``. All replicas of a stage make an update right
+    after its last backward of a mini-batch, wherever that ran.
     """
     program = timeline.program
-    last_use: dict[int, int] = {}
-    made = [0]
-    device = program.graph.resources[program.graph.stages[stage].resource].devices[0]
-    lane = next(lane for lane in program.lanes if lane.device == device)
-    for step in lane.steps:
-        end, version = timeline.end_ns(step), used[step.microbatch][step.position]
-        last_use[version] = max(last_use.get(version, 0), end)
-        if program.operations[step.position].kind == "B":
-            made.append(end)
-    changes = [(0, 1)]
-    for version, superseded in enumerate(made[1:]):
-        changes += [(superseded, 1), (max(superseded, last_use.get(version, 0)), -1)]
-    live = most = 0
-    for _, change in sorted(changes):  # at equal times what is not needed any more goes first
-        live += change
-        most = max(most, live)
-    return most
+    steps: list[list[Step]] = [[] for _ in program.graph.stages]
+    for lane in program.lanes:
+        for step in lane.steps:
+            work = program.operations[step.position]
+            if work.kind in ("F", "B"):
+                steps[work.stage].append(step)
+    common = _common_versions(timeline, interval)
+    entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
+    found = []
+    for passes in steps:
+        made, forward = 0, dict[int, int]()  # microbatch -> version of its forward here
+        finished: Counter[int] = Counter()
+        uses = []
+        for step in sorted(passes, key=timeline.turn):
+            m, work = step.microbatch, program.operations[step.position]
+            minibatch = m // interval
+            if work.kind == "F":
+                version = forward[m] = policy.forward_version(minibatch, made, entered.get(m, made))
+                entered.setdefault(m, version)
+            else:
+                version = policy.backward_version(forward[m], made, common(m))
+                finished[minibatch] += work.covers
+            updates = work.kind == "B" and finished[minibatch] == interval
+            uses.append(Use(step, made, version, updates))
+            made += updates
+        found.append(uses)
+    return found
+
+
+def _common_versions(timeline: Timeline, interval: int) -> Callable[[int], int]:
+    """Return a function: microbatch -> the newest version that all stages have when the last begins its backward.
+
+    The first stage is the last to make a version.
+    """
+    program = timeline.program
+    first, last = program.position["B", 0], program.position["B", len(program.graph.stages) - 1]
+    ends = [timeline.end_ns(Step(m, first)) for m in range(program.microbatches)]
+    made = sorted(max(ends[m : m + interval]) for m in range(0, len(ends), interval))
+    return lambda microbatch: bisect_right(made, timeline.begin_ns(Step(microbatch, last)))
+
+
+def alive(passes: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Yield how many versions a stage must have at each of its ``passes``: the newest, and those still to be used.
+
+    Of each pass, in order, (newest version when it starts, version that it uses).
+    """
+    last_use = {version: place for place, (_, version) in enumerate(passes)}
+    live: set[int] = set()  # versions that this pass or a later one uses
+    waiting = sorted(last_use, reverse=True)  # versions that are used and not made yet, the next one last
+    for place, (newest, version) in enumerate(passes):
+        while waiting and waiting[-1] <= newest:
+            live.add(waiting.pop())
+        yield len(live | {newest})
+        if last_use[version] == place:
+            live.discard(version)
+
+
+def kept(passes: Sequence[tuple[int, int]]) -> int:
+    """Return the most versions that a stage must have at once, for ``passes`` as :func:`alive` takes them."""
+    return max(alive(passes), default=1)
+
+
+def kept_by_stages(timeline: Timeline, policy: WeightPolicy, interval: int) -> list[int]:
+    """Return how many versions of its weights each stage must have at once in a run."""
+    return [kept([(use.made, use.version) for use in uses]) for uses in used(timeline, policy, interval)]

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.integers import smallest
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.partition.granularity import merge_articulation

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.partition.pipedream.paper import pipedream
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Problem
 

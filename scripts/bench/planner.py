@@ -22,7 +22,7 @@ from pathlib import Path
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import Infeasible
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.madpipe.exact import one_special_bound
 from pipeplan.planner.explain import least_memory
@@ -108,7 +108,7 @@ def main() -> None:
             for i, (problem, limit) in enumerate(zip(problems, limits, strict=True)):
                 began = time.process_time()
                 try:
-                    plan = make_plan(problem, name, settings=Settings(arguments.solver), effort=arguments.effort)
+                    plan = make_plan(problem, name, settings=Settings(arguments.solver), effort=arguments.effort).plan
                 except Infeasible:
                     seconds.append(time.process_time() - began)
                     continue

@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
@@ -29,7 +29,7 @@ def curve(path: str) -> list[tuple[int, float, int, list[int]]]:
     """Return (depth, microbatches per second, most bytes on a GPU, microbatches held by each GPU) for each depth."""
     platform = Platform.flat(GPUS, 10**12, parse_bandwidth(BANDWIDTH))
     problem = Problem(read_profile(path), platform, Policy("stash", accumulate=1), replicas=False, checkpointing="none")
-    plan = make_plan(problem, "pipedream", {"straight": True})
+    plan = make_plan(problem, "pipedream", {"straight": True}).plan
     found = []
     for depth in DEPTHS:
         run = simulate_plan(plan, MICROBATCHES, "pipedream", {"depth": depth})

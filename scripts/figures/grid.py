@@ -27,11 +27,11 @@ from pipeplan.papers.transformer import MIXED, Grid, layer_flops, predicted_time
 from pipeplan.papers.transformer_chain import transformer_chain
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import Profiles
-from pipeplan.planner.grid.pipeline_time import drained
 from pipeplan.planner.grid.plan import segment_length
 from pipeplan.planner.grid.problem import Config, Found, GridProblem
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.pipeline_time import drained
 from pipeplan.problem import Device, Level, Platform, Problem
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.sizes import TRANSFORMERS

@@ -23,7 +23,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.compare import compare
 from pipeplan.planner.incumbent import Settings

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from pipeplan.cost.saved import saved_bytes
-from pipeplan.files.documents import read_profile
+from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Chain, Checkpointing, Device, Layer, Level, Platform, Policy, Problem, Weights
 
 PUBLISHED = ["alexnet", "densenet121", "gnmt", "resnet50", "vgg16"]

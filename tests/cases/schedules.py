@@ -7,6 +7,7 @@ from dataclasses import replace
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.timeline import Timeline
 
 
@@ -75,4 +76,4 @@ def staircase(text: str) -> list[str]:
 def held(timeline: Timeline) -> list[int]:
     """Return the most activations that each device holds at once, when every stage saves one byte."""
     lanes = timeline.program.lanes
-    return [timeline.peak_activation_bytes(i) for i, lane in enumerate(lanes) if lane.device is not None]
+    return [lane_use(timeline, i).activation_bytes for i, lane in enumerate(lanes) if lane.device is not None]

@@ -1,4 +1,4 @@
-"""``pipeplan plan --data-parallel``: what it prints and writes, and one sentence for every kind of bad input."""
+"""``pipeplan grid`` and ``plan --data-parallel``: what they print and write, and one sentence for every bad input."""
 
 from __future__ import annotations
 
@@ -59,6 +59,36 @@ def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile
     assert "assumed: microbatches of 2: times and sizes proportional to those of the profile at 1" in out
     assert "assumed: the messages of all pipelines between two stages share one link" in out
     assert "drained, in " in out
+
+
+def test_grid_and_plan_data_parallel_give_the_same_plan(profile: str, pipeplan: Command) -> None:
+    more = ["--microbatch", "1,2", "--optimizer", "adam", "--overlap", "--limit", "3"]
+    for pipelines in ("auto", "2"):
+        both = [*PLATFORM, "--data-parallel", pipelines, "--batch", "16", *more, "--json"]
+        plans = [json.loads(pipeplan(command, profile, *both)[1]) for command in ("grid", "plan")]
+        for plan in plans:
+            del plan["provenance"]["seconds"]
+        assert plans[0] == plans[1]
+    code, out, err = pipeplan("grid", profile, *PLATFORM, "--batch", "16")
+    assert (code, err) == (0, "")
+    assert out == pipeplan("plan", profile, *GRID)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "Missing option '--batch'"),
+        (["--batch", "16", "--weights", "2bw"], "No such option"),
+        (["--batch", "16", "--accumulate", "2"], "No such option"),
+        (["--batch", "15", "--data-parallel", "5"], "5 pipelines are more than the 4 GPUs"),
+    ],
+)
+def test_grid_takes_a_batch_and_nothing_that_contradicts_it(
+    profile: str, pipeplan: Command, options: list[str], message: str
+) -> None:
+    code, out, err = pipeplan("grid", profile, *PLATFORM, *options)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
 
 
 def test_the_plan_is_written_and_checked(profile: str, tmp_path: Path, pipeplan: Command) -> None:

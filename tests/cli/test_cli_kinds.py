@@ -12,7 +12,7 @@ import pytest
 from conftest import Command
 from test_cli import PROFILE
 
-from pipeplan.files.documents import load_plan
+from pipeplan.files.plans import load_plan
 from pipeplan.report.tables import print_plan
 
 OPTIONS = {

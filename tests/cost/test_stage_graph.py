@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -224,6 +225,38 @@ def test_make_pattern_and_starts_of_are_inverse():
     assert starts_of(pattern) == [3, 50]
     with pytest.raises(ValueError, match="zip"):
         make_pattern(graph, [3], 140)
+
+
+def test_tied_stages_are_several_that_hold_weights_of_each_other():
+    def tied(*pairs):
+        graph = stage_graph(replace(CHAIN, tied=pairs), FLAT, Policy("flush"), stages)
+        return graph.tied
+
+    stages = [Stage(0, 2, (0,)), Stage(2, 3, (1,)), Stage(3, 4, (2,))]
+    assert tied() == ()
+    assert tied((0, 1)) == (), "one stage holds both layers"
+    assert tied((0, 3)) == ((0, 2),)
+    assert tied((0, 1), (1, 3)) == ((0, 2),)
+    assert tied((0, 2), (1, 3)) == ((0, 1, 2),), "stage 0 shares with both"
+    assert tied((2, 3), (0, 1)) == ((1, 2),)
+
+
+def test_weights_in_several_stages_are_summed_over_all_their_devices_once_per_group():
+    def updates(tied, stages):
+        graph = stage_graph(replace(CHAIN, tied=tied), FLAT, Policy("flush"), stages)
+        return [stage.update_ns for stage in graph.stages]
+
+    pair = ((0, 3),)  # 100 of 400 bytes, at 2 bytes per ns
+    apart = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (2,))]
+    assert updates((), apart) == [0, 0, 0]
+    assert updates(pair, apart) == [50, 0, 50]  # 2(2-1)/2 of 100 bytes
+    assert updates(pair, [Stage(0, 4, (0,))]) == [0], "one stage sums nothing"
+    wide = [Stage(0, 2, (0, 1)), Stage(2, 4, (2,))]
+    alone = updates((), wide)
+    assert alone == [150, 0]  # 300 bytes over two replicas
+    assert updates(pair, wide) == [150 + 67 - 50, 67], "a ring over three devices in the place of one over two"
+    shared = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (0,))]
+    assert sum(updates(pair, shared)) == 0, "one device has both copies"
 
 
 def test_the_floor_is_reached_by_loads_alone():

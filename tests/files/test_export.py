@@ -224,7 +224,7 @@ def test_notes_say_what_changes():
 
 def test_the_command_writes_a_file_and_refuses_with_the_reason(pipeplan, tmp_path):
     profile = tmp_path / "profile.json"
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile.write_text(profile_text(planned(THREE).chain))
     plan, out = tmp_path / "plan.json", tmp_path / "schedule.csv"

@@ -17,21 +17,12 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, InvalidPlan
-from pipeplan.files import documents
-from pipeplan.files.documents import (
-    digest,
-    load_plan,
-    plan_text,
-    platform_form,
-    platform_of,
-    profile_text,
-    read_plan,
-    read_platform,
-    read_profile,
-    read_text,
-    write_text,
-)
+from pipeplan.files.forms import json_text
+from pipeplan.files.plans import load_plan, plan_text, read_plan
+from pipeplan.files.platforms import platform_form, platform_of, read_platform
+from pipeplan.files.profiles import digest, profile_text, read_profile
 from pipeplan.files.schemas import SCHEMAS, schema
+from pipeplan.files.text import read_text, write_text
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -127,9 +118,9 @@ def test_platforms_come_back(tmp_path):
         )
         form = platform_form(platform)
         assert platform_of(form, "here") == platform
-        text = documents._encode(form)
+        text = json_text(form)
         assert read_platform(written(tmp_path, text)) == platform
-        assert documents._encode(platform_form(read_platform(written(tmp_path, text)))) == text
+        assert json_text(platform_form(read_platform(written(tmp_path, text)))) == text
 
 
 def test_platform_files_as_people_write_them(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeplan.cost.saved import saved_bytes
-from pipeplan.files.documents import profile_text, read_profile
+from pipeplan.files.profiles import profile_text, read_profile
 
 FOLDER = Path(__file__).parents[2] / "profiles"
 FILES = sorted(FOLDER.glob("*.json"))

@@ -1,6 +1,6 @@
 """Brute force: the truth on small instances, by enumeration, in plain Python and straight from the definitions.
 
-Nothing here shares a line with the searches it checks; only what a stage costs comes from ``pipeplan.costs``.
+Nothing here shares a line with the searches it checks; only what a stage costs comes from ``pipeplan.cost``.
 """
 
 from __future__ import annotations

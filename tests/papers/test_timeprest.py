@@ -140,7 +140,7 @@ def most_alive(found, stage):
     steps = program.lanes[stage].steps
     most = made = 0
     for i, step in enumerate(steps):
-        needed = {found.used[later.microbatch][later.position] for later in steps[i:]}
+        needed = {found.version[later] for later in steps[i:]}
         most = max(most, len({version for version in needed if version <= made} | {made}))
         made += program.operations[step.position].kind == "B"
     return most
@@ -153,14 +153,16 @@ def test_without_vertical_sync_there_is_one_version_and_one_sequence(workers, co
     assert found.live_versions == (1,) * workers
     assert len(found.sequences) == 1
     for step in found.timeline.program.lanes[workers - 1].steps:  # the last worker's updates are never late
-        version = found.used[step.microbatch][step.position]
+        version = found.version[step]
         assert version == step.microbatch // count
 
 
 def test_with_vertical_sync_a_pass_uses_one_version_that_every_worker_has_made():
     found = analyse(5, 3, Fraction(4))
     timeline = found.timeline
-    for m, versions in enumerate(found.used):
+    program = timeline.program
+    for m in range(program.microbatches):
+        versions = [found.version[Step(m if p < 5 else program.leader(m), p)] for p in range(10)]
         assert len(set(versions[:5])) == len(set(versions[5:])) == 1
         for position, version in enumerate(versions):
             if version:

@@ -7,7 +7,7 @@ import pytest
 from pipeplan.papers.transformer import MIXED, Grid, batch_flops, stage_memories
 from pipeplan.papers.transformer_chain import transformer_chain
 from pipeplan.plan import Stage
-from pipeplan.planner.grid.pipeline_time import drained
+from pipeplan.planner.pipeline_time import drained
 from pipeplan.problem import Platform, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
 

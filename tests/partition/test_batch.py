@@ -10,7 +10,7 @@ from pipeplan.cost.saved import storages
 from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline, splits
 from pipeplan.partition.contiguous.options import NEVER
 from pipeplan.plan import Stage
-from pipeplan.planner.grid.pipeline_time import drained
+from pipeplan.planner.pipeline_time import drained
 from pipeplan.problem import Platform, Policy, Problem
 
 

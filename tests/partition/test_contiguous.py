@@ -11,16 +11,16 @@ from oracles.partition import ContiguousJudge, contiguous_decision, contiguous_o
 
 from pipeplan.check.validate import pattern_violations
 from pipeplan.cost import memory_model
+from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.contiguous.contiguous import (
-    _on_lowest_devices,
     contiguous,
     feasible,
-    own_period,
+    on_lowest_devices,
     smallest_period,
 )
-from pipeplan.partition.contiguous.options import UNLIMITED, in_flight_limit
 from pipeplan.partition.granularity import merge_articulation
+from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -233,6 +233,10 @@ def test_no_plan_fits_too_little_memory() -> None:
     assert smallest_period(problem) is None
 
 
+def period_of_its_own(problem: Problem, stages: tuple[Stage, ...]) -> int | None:
+    return group_bound(stage_graph(problem.chain, problem.platform, problem.policy, stages))
+
+
 def test_limits_on_the_period() -> None:
     problem = Problem(unit_chain(4), Platform.flat(2, 100), replicas=False)
     best = smallest_period(problem)
@@ -240,7 +244,7 @@ def test_limits_on_the_period() -> None:
     assert best.claimed_period_ns == 6
     assert smallest_period(problem, upper=5) is None
     assert smallest_period(problem, upper=6, lower=6) == best
-    assert own_period(problem, best.stages, 1, 5) is None
+    assert period_of_its_own(problem, best.stages) == 6
 
 
 def test_what_is_exact_proves_its_period() -> None:
@@ -256,11 +260,11 @@ def test_unused_devices_are_the_last_ones_where_all_are_alike() -> None:
     platform = replace(Platform.flat(8, 100), levels=(Level(4, 10**9), Level(2, 10**6)))
     stages = (Stage(0, 1, (1, 3)), Stage(1, 2, (5,)), Stage(2, 3, (7,)))
     problem = Problem(unit_chain(3), platform)
-    moved = _on_lowest_devices(problem, stages)
+    moved = on_lowest_devices(platform, stages)
     assert [stage.devices for stage in moved] == [(0, 1), (4,), (5,)]
-    assert own_period(problem, moved, 1, 10**9) == own_period(problem, stages, 1, 10**9)
+    assert period_of_its_own(problem, moved) == period_of_its_own(problem, stages)
     mixed = replace(platform, devices=(*platform.devices[:7], replace(platform.devices[7], speed=Fraction(2))))
-    assert _on_lowest_devices(replace(problem, platform=mixed), stages) == stages
+    assert on_lowest_devices(mixed, stages) == stages
 
 
 def test_a_thousand_layers_on_many_devices() -> None:

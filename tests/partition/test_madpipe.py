@@ -134,7 +134,7 @@ def test_the_bound_is_below_every_plan_of_its_class():
     for seed in range(60):
         problem = equal_devices(seed, largest=4)
         for split in (False, True):
-            bound = one_special_bound(problem, split)
+            bound = one_special_bound(problem) if split else one_special_bound(problem, split=False)
             best: int | None = None
             for stages in special_stages(len(problem.chain), len(problem.platform), split):
                 period = scheduled(problem, stages, best)
@@ -145,6 +145,16 @@ def test_the_bound_is_below_every_plan_of_its_class():
                 assert bound <= best, seed
                 tight += bound == best
     assert tight >= 60
+
+
+def test_the_bound_is_of_the_whole_class_with_neighbours_on_the_special_device():
+    lower = 0
+    for seed in range(160):
+        problem = equal_devices(seed)
+        whole, apart = (one_special_claim(problem, "tight", split) for split in (True, False))
+        assert one_special_bound(problem) == whole, seed
+        lower += whole != apart
+    assert lower >= 5
 
 
 def scheduled(problem: Problem, stages: tuple[tuple[int, int, bool], ...], cutoff: int | None) -> int | None:

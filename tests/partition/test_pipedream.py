@@ -14,8 +14,8 @@ import pytest
 from cases.chains import published, random_chain, random_platform, random_problem
 
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.files.documents import profile_text, read_profile
 from pipeplan.files.graph_txt import read_graph_text
+from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.pipedream import released
 from pipeplan.partition.pipedream.paper import _strict, pipedream

@@ -56,7 +56,7 @@ def test_a_plan_carried_to_its_own_profile_is_as_good() -> None:
     for _ in range(60):
         problem = random_problem(rng, rng.randint(2, 7), rng.randint(1, 4), edges=rng.random() < 0.5, saved=True)
         try:
-            plan = make_plan(problem, "contiguous")
+            plan = make_plan(problem, "contiguous").plan
         except Infeasible:
             continue
         assert plan.pattern is not None
@@ -70,23 +70,23 @@ def test_a_plan_carried_to_its_own_profile_is_as_good() -> None:
 
 def test_a_plan_scaled_with_its_profile_scales() -> None:
     slow, fast = chain([100, 100, 100, 100]), chain([50, 50, 50, 50], size=50)
-    result = carried(make_plan(planned(slow), "contiguous"), fast)
+    result = carried(make_plan(planned(slow), "contiguous").plan, fast)
     assert result.period_ns == 300
-    assert make_plan(planned(slow), "contiguous").pattern.period_ns == 600  # type: ignore[union-attr]
+    assert make_plan(planned(slow), "contiguous").plan.pattern.period_ns == 600  # type: ignore[union-attr]
     assert result.plan.lower_bounds[0].period_ns <= 300
 
 
 def test_another_balance_shows_in_the_period() -> None:
-    plan = make_plan(planned(chain([100, 100, 100, 100])), "contiguous")
+    plan = make_plan(planned(chain([100, 100, 100, 100])), "contiguous").plan
     result = carried(plan, chain([100, 100, 100, 300]))
     assert result.violations == ()
     assert result.period_ns == 1200
-    assert make_plan(planned(chain([100, 100, 100, 300])), "contiguous").pattern.period_ns == 900  # type: ignore[union-attr]
+    assert make_plan(planned(chain([100, 100, 100, 300])), "contiguous").plan.pattern.period_ns == 900  # type: ignore[union-attr]
 
 
 def test_more_memory_than_there_is_names_the_device_and_another_order() -> None:
     before, after = chain([100] * 4, saved_bytes=1000), chain([100] * 4, saved_bytes=10_000)
-    plan = make_plan(planned(before, memory=30_000), "contiguous")
+    plan = make_plan(planned(before, memory=30_000), "contiguous").plan
     result = carried(plan, after)
     assert result.period_ns is None
     assert len(result.violations) == 1
@@ -98,20 +98,20 @@ def test_more_memory_than_there_is_names_the_device_and_another_order() -> None:
 
 
 def test_transfers_that_vanish_give_another_order() -> None:
-    plan = make_plan(planned(chain([100] * 4)), "contiguous")
+    plan = make_plan(planned(chain([100] * 4)), "contiguous").plan
     assert carried(plan, chain([100] * 4, size=0)).period_ns == 600
 
 
 def test_stages_that_do_not_cover_the_other_profile() -> None:
-    result = carried(make_plan(planned(chain([100] * 4)), "contiguous"), chain([100] * 5))
+    result = carried(make_plan(planned(chain([100] * 4)), "contiguous").plan, chain([100] * 5))
     assert result.violations == ("the last stage ends at layer 4; the chain has 5 layers",)
 
 
 def test_the_plan_says_at_which_granularity_the_other_profile_is_read() -> None:
     dag = replace(chain([100] * 4), edges=((0, 1), (0, 2), (1, 2), (2, 3)))
     other = replace(dag, layers=tuple(replace(x, forward_ns=50) for x in dag.layers))
-    plan = make_plan(planned(merge_articulation(dag)), "contiguous")
+    plan = make_plan(planned(merge_articulation(dag)), "contiguous").plan
     assert matching_chain(plan, dag, other) == merge_articulation(other)
-    assert matching_chain(make_plan(planned(dag), "contiguous"), dag, other) == other
+    assert matching_chain(make_plan(planned(dag), "contiguous").plan, dag, other) == other
     with pytest.raises(BadInput, match="the plan was made from another profile than made"):
         matching_chain(plan, other, dag)

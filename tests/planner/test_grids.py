@@ -12,13 +12,15 @@ from pipeplan.check.validate import violations
 from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.files.documents import plan_text, read_plan, write_text
+from pipeplan.files.plans import plan_text, read_plan
+from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import Config, GridProblem, configs, limits, why_not, work_bound
+from pipeplan.planner.grid.problem import Config, GridProblem, configs, why_not, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.pipelines import limits
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
 MS = 10**6
@@ -72,7 +74,7 @@ def test_a_plan_is_valid_and_takes_what_its_table_says(seed, tmp_path):
         with pytest.raises(Infeasible, match="no grid fits"):
             make_grid_plan(asked)
         return
-    plan = make_grid_plan(asked)
+    plan = make_grid_plan(asked).plan
     options = plan.provenance.options
     assert not violations(plan)
     assert evaluate(plan).makespan_ns == options["grid"]["batch_ns"]
@@ -85,7 +87,7 @@ def test_a_plan_is_valid_and_takes_what_its_table_says(seed, tmp_path):
     write_text(path, plan_text(plan))
     again, found = read_plan(path)
     assert not found
-    assert plan_text(again) == plan_text(plan) == plan_text(make_grid_plan(asked))
+    assert plan_text(again) == plan_text(plan) == plan_text(make_grid_plan(asked).plan)
 
 
 def test_every_grid_of_all_gpus_has_a_time_or_a_reason():
@@ -154,7 +156,7 @@ def test_overlap_hides_the_shorter_of_sums_and_steps():
     together = replace(
         apart, problem=apart.problem.with_policy(replace(apart.problem.policy, coarsening=1, bucket_parameters=10**7))
     )
-    one, other = (make_grid_plan(asked) for asked in (apart, together))
+    one, other = (make_grid_plan(asked).plan for asked in (apart, together))
     assert evaluate(other).makespan_ns < evaluate(one).makespan_ns
     graph = evaluate(other).graph
     for stage in graph.stages:
@@ -178,10 +180,10 @@ def test_the_work_bound_is_met_by_even_stages_without_transfers():
 def test_limits_fixed_numbers_of_pipelines_and_interrupts():
     asked = ask(even(), Platform.flat(8, 80 * GB), 32, (1, 2), limit=3, data=2)
     assert {config.data for config in configs(asked)} == {2}
-    plan = make_grid_plan(asked)
+    plan = make_grid_plan(asked).plan
     assert plan.schedule.limit == 3
     assert [(row["inter"], row["data"]) for row in plan.provenance.options["grids"]] == [(4, 2)]
-    three = make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 30, data=3))  # which doesn't divide the GPUs
+    three = make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 30, data=3)).plan  # which doesn't divide the GPUs
     assert [(row["inter"], row["data"]) for row in three.provenance.options["grids"]] == [(2, 3)]
     assert limits(4, 100) == [4, 7, 5, 6, 3, 2, 1]
     assert limits(1, 100) == [1]
@@ -190,10 +192,10 @@ def test_limits_fixed_numbers_of_pipelines_and_interrupts():
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
 
-    stopped = make_grid_plan(asked, Settings(progress=interrupt))
+    stopped = make_grid_plan(asked, Settings(progress=interrupt)).plan
     assert stopped.provenance.solver_status == "interrupted"
     assert not violations(stopped)
-    late = make_grid_plan(asked, Settings(remaining_s=iter([1.0] * 3 + [0.0] * 10**6).__next__))
+    late = make_grid_plan(asked, Settings(remaining_s=iter([1.0] * 3 + [0.0] * 10**6).__next__)).plan
     assert late.provenance.solver_status == "time limit"
 
 

@@ -15,11 +15,14 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.limits import Admission, cost_and_fit
+from pipeplan.planner.grid.problem import Config
+from pipeplan.planner.limits import Admission, cost_and_excess
+from pipeplan.planner.pipelines import Pipelines
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.steady import steady_nf1b
@@ -33,7 +36,7 @@ def even(layers=8, gpus=4, memory=10**6, weights="latest", accumulate=None, outp
 
 
 def test_latest_plans_for_nf1b_at_the_period_of_an_even_split():
-    plan = make_plan(even(accumulate=2, output=0))
+    plan = make_plan(even(accumulate=2, output=0)).plan
     assert plan.schedule == Schedule("nf1b", 2, 4)
     assert plan.pattern is None
     assert evaluate(plan).period_ns == 60 == plan.lower_bounds[0].period_ns
@@ -42,10 +45,10 @@ def test_latest_plans_for_nf1b_at_the_period_of_an_even_split():
 
 
 def test_the_mini_batch_is_the_largest_of_those_with_the_shortest_period():
-    plan = make_plan(even(output=0))
+    plan = make_plan(even(output=0)).plan
     assert plan.policy.accumulate == plan.schedule.microbatches == 3  # W - 1
     held = max(use.in_flight[0] for use in evaluate(plan).devices)
-    tight = make_plan(even(output=0, memory=200 * held // 3 + 100, checkpointing="none"))
+    tight = make_plan(even(output=0, memory=200 * held // 3 + 100, checkpointing="none")).plan
     assert tight.policy.accumulate in (1, 2, 3)
     assert all(use.peak_bytes <= use.memory_bytes for use in evaluate(tight).devices)
 
@@ -58,7 +61,7 @@ def test_less_memory_admits_less_and_never_runs_faster(seed):
     for memory in (10**6, 400, 250, 160, 100, 60):
         problem = Problem(chain, Platform.flat(3, memory, 10**9), Policy("latest", 3))
         try:
-            plan = make_plan(problem)
+            plan = make_plan(problem).plan
         except Infeasible:
             break
         assert violations(plan) == []
@@ -70,7 +73,7 @@ def test_less_memory_admits_less_and_never_runs_faster(seed):
 
 def test_a_given_limit_is_kept_and_what_does_not_fit_is_explained():
     for limit in (1, 2, 5):
-        assert make_plan(even(accumulate=2), limit=limit).schedule.limit == limit
+        assert make_plan(even(accumulate=2), limit=limit).plan.schedule.limit == limit
     with pytest.raises(Infeasible) as error:
         make_plan(even(accumulate=4, memory=1300, checkpointing="none"), limit=4)
     sentence = str(error.value)
@@ -83,8 +86,8 @@ def test_a_given_limit_is_kept_and_what_does_not_fit_is_explained():
 def test_vertical_sync_needs_memory_for_its_versions():
     """Versions are those that the simulated run has at once, and the plan pays for them."""
     problem = even(accumulate=2, output=0)
-    without = make_plan(problem)
-    synced = make_plan(problem.with_policy(replace(problem.policy, vertical_sync=True)))
+    without = make_plan(problem).plan
+    synced = make_plan(problem.with_policy(replace(problem.policy, vertical_sync=True))).plan
     assert [use.weights_bytes for use in evaluate(without).devices] == [2 * 10] * 4
     versions = [use.weights_bytes // 10 - 1 for use in evaluate(synced).devices]
     assert versions[0] >= 1
@@ -93,18 +96,34 @@ def test_vertical_sync_needs_memory_for_its_versions():
 
 
 def test_message_driven_plans_for_the_simulated_makespan():
-    plan = make_plan(even(weights="flush", accumulate=16, replicas=False, output=0), schedule="message-driven")
+    plan = make_plan(even(weights="flush", accumulate=16, replicas=False, output=0), schedule="message-driven").plan
     result, schedule = evaluate(plan), plan.schedule
     assert (schedule.kind, schedule.microbatches) == ("message-driven", 16)
     assert result.makespan_ns <= (16 + 3) * 60  # of one stage per GPU; stages that share GPUs may drain faster
     graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
     assert result.makespan_ns == flush_makespan_ns(simulate(message_driven(graph, 16, schedule.limit)))
-    assert cost_and_fit(graph, plan.schedule, plan.platform) == (result.makespan_ns, True)
+    cost, excess = cost_and_excess(graph, plan.schedule, plan.platform)
+    assert (cost, excess <= 0) == (result.makespan_ns, True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_message_driven_plan_is_as_good_as_the_best_split_of_any_grid(seed):
+    rng = random.Random(seed)
+    chain, platform = random_chain(rng, 6, saved=True, optimizer=seed % 2 == 0), Platform.flat(4, 10**6, 10**9)
+    problem = Problem(chain, platform, Policy("flush", 12))
+    plan = make_plan(problem, schedule="message-driven").plan
+    for stages, pipelines in ((4, 1), (3, 1), (2, 2), (1, 4), (1, 2)):
+        grid = Pipelines(problem, Config(stages, pipelines, 1).groups(), 12 // pipelines)
+        best = max(grid.try_(grid.probe()), key=lambda split: -split.result.batch_ns, default=None)
+        assert best is not None
+        graph = stage_graph(chain, platform, problem.policy, best.stages)
+        choice = Admission(Schedule("message-driven", 12), platform).choose(graph)
+        assert evaluate(plan).makespan_ns <= choice.cost_ns * 1.001
 
 
 def test_flush_stays_a_pattern_by_default():
-    assert make_plan(even(weights="flush", accumulate=8)).schedule == Schedule("flush", 8)
-    assert make_plan(even(accumulate=1), schedule="pattern").schedule == Schedule()
+    assert make_plan(even(weights="flush", accumulate=8)).plan.schedule == Schedule("flush", 8)
+    assert make_plan(even(accumulate=1), schedule="pattern").plan.schedule == Schedule()
 
 
 def test_with_replicas_the_limit_counts_for_each_pipeline():
@@ -115,8 +134,8 @@ def test_with_replicas_the_limit_counts_for_each_pipeline():
     alone = simulate(message_driven(balanced(2, 1, 2), 6, 3))
     both = simulate(message_driven(graph, 12, 3))
     assert both.makespan_ns == alone.makespan_ns
-    assert [max(both.in_flight(i).values()) for i in range(4)] == [
-        max(alone.in_flight(i // 2).values()) for i in range(4)
+    assert [max(in_flight(both, i).values()) for i in range(4)] == [
+        max(in_flight(alone, i // 2).values()) for i in range(4)
     ]
 
 
@@ -127,15 +146,15 @@ def test_the_largest_limit_that_fits_is_chosen_below_the_usual_one():
         choice = Admission(Schedule("nf1b", 2), platform).choose(graph)
         limit = choice.schedule.limit
         assert choice.cost_ns == steady_nf1b(graph, 2, limit).period_ns
-        assert cost_and_fit(graph, choice.schedule, platform)[1]
+        assert cost_and_excess(graph, choice.schedule, platform)[1] <= 0
         if limit < 4:
-            assert not cost_and_fit(graph, replace(choice.schedule, limit=limit + 1), platform)[1]
+            assert cost_and_excess(graph, replace(choice.schedule, limit=limit + 1), platform)[1] > 0
     assert Admission(Schedule("nf1b", 2), Platform.flat(4, 1, 10**9)).choose(graph) is None
 
 
 def test_equal_input_gives_equal_bytes():
     problem = even(layers=6, gpus=3, memory=2500)
-    assert plan_text(make_plan(problem)) == plan_text(make_plan(problem))
+    assert plan_text(make_plan(problem).plan) == plan_text(make_plan(problem).plan)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +188,8 @@ def memory_bound(memory):
 def test_stages_recompute_parts_of_themselves_to_hold_what_the_limit_admits(weights, schedule):
     problem = memory_bound(800)
     problem = problem.with_policy(Policy(weights, 1 if schedule == "nf1b" else 16))
-    parts = make_plan(replace(problem, checkpointing="segments"), schedule=schedule)
-    whole = make_plan(replace(problem, checkpointing="stages"), schedule=schedule)
+    parts = make_plan(replace(problem, checkpointing="segments"), schedule=schedule).plan
+    whole = make_plan(replace(problem, checkpointing="stages"), schedule=schedule).plan
     assert evaluate(parts).period_ns < evaluate(whole).period_ns
     recomputed = [sum(stop - start for start, stop in stage.checkpoint) for stage in parts.allocation.stages]
     assert any(0 < r < stage.stop - stage.start for r, stage in zip(recomputed, parts.allocation.stages, strict=True))
@@ -187,12 +206,12 @@ def test_what_does_not_fit_is_told_of_the_split_that_lacks_least():
         make_plan(problem, schedule="message-driven", limit=200)
     assert "or from 0.01 MB per GPU" in str(error.value)  # stored layers would take 0.04 MB
     fewer = int(re.search(r"feasible with --limit (\d+)", str(error.value))[1])
-    assert make_plan(problem, schedule="message-driven", limit=fewer).schedule.limit == fewer
+    assert make_plan(problem, schedule="message-driven", limit=fewer).plan.schedule.limit == fewer
 
 
 def test_a_stage_alone_admits_one_microbatch_whatever_the_limit():
     layers = (Layer("a", 10, 20, 0, 0, saved_bytes=100),)
     problem = Problem(Chain("one", layers, 1), Platform.flat(2, 150, 10**9), Policy("flush", 8))
-    plan = make_plan(problem, schedule="message-driven", limit=9)
+    plan = make_plan(problem, schedule="message-driven", limit=9).plan
     assert plan.schedule.limit == 1
     assert evaluate(plan).devices[0].in_flight == (1,)

@@ -13,7 +13,17 @@ from pipeplan.problem import Chain, Layer
 
 
 def chain_at(size, forward, saved=100):
-    layer = Layer("a", forward, 2 * forward, 40, 10 * size, saved * size, forward, 7, 10)
+    layer = Layer(
+        "a",
+        forward,
+        2 * forward,
+        40,
+        10 * size,
+        saved * size,
+        backward_weight_ns=forward,
+        optimizer_ns=7,
+        parameters=10,
+    )
     return Chain("n", (layer, layer), 5 * size, microbatch=size)
 
 
@@ -27,7 +37,7 @@ def test_a_profiled_size_is_taken_as_it_is():
 
 def test_one_profile_scales_in_proportion_and_weights_stay():
     layer = profiles([chain_at(4, 100)]).at(2).layers[0]
-    assert layer == Layer("a", 50, 100, 40, 20, 200, 50, 7, 10)
+    assert layer == Layer("a", 50, 100, 40, 20, 200, backward_weight_ns=50, optimizer_ns=7, parameters=10)
     assert profiles([chain_at(4, 100)]).at(8).input_bytes == 40
     assert profiles([chain_at(4, 10)]).at(3).layers[0].forward_ns == 8  # 7.5 up
 

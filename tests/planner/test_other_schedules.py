@@ -17,8 +17,9 @@ from pipeplan.planner.other_schedules import balanced_stages, drains, program_of
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.memory import activation_steps, in_flight, lane_use
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
-from pipeplan.schedule.registry import SCHEDULES
+from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import simulate
 
 
@@ -36,7 +37,7 @@ def straight(layers=8, devices=4, checkpoint=()):
     return Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("test"))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
     rng = random.Random(name)
     ran = 0
@@ -55,20 +56,23 @@ def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
     assert ran >= 8
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_all_memory_is_given_back_and_nothing_is_negative(name):
     timeline = simulate(program_of(straight(checkpoint=[(0, 2), (5, 6)]), name, 12))
     for i, lane in enumerate(timeline.program.lanes):
         if lane.device is not None:
-            steps = list(timeline.memory_steps(i))
+            steps = list(activation_steps(timeline, i))
             assert steps[-1][1] == 0
             assert all(held >= 0 for _, held in steps)
-            assert max(held for _, held in steps) == timeline.peak_activation_bytes(i) > 0
+            assert max(held for _, held in steps) == lane_use(timeline, i).activation_bytes > 0
 
 
 def test_a_drained_schedule_keeps_one_version_of_the_weights_and_pipedream_one_per_microbatch():
     plan = straight()
-    sizes = {name: simulate(program_of(plan, name, 16)).static_bytes(0) for name in ("pattern", "1f1b", "pipedream")}
+    sizes = {
+        name: lane_use(simulate(program_of(plan, name, 16)), 0).static_bytes
+        for name in ("pattern", "1f1b", "pipedream")
+    }
     buffers, weights = 2, 16
     assert sizes == {
         "pattern": 3 * weights + buffers,
@@ -95,7 +99,7 @@ def test_stages_cut_anew_recompute_what_the_plan_recomputes():
 
 
 def test_schedules_of_one_gpu_per_stage_cut_replicated_plans_anew():
-    plan = make_plan(Problem(straight().chain, Platform.flat(4, 10**9), Policy("2bw")), "data-parallel")
+    plan = make_plan(Problem(straight().chain, Platform.flat(4, 10**9), Policy("2bw")), "data-parallel").plan
     assert len(plan.allocation.stages) == 1
     assert len(program_of(plan, "zb1p", 8).graph.stages) == 4
     assert len(program_of(plan, "gpipe", 8).graph.stages) == 1
@@ -104,7 +108,7 @@ def test_schedules_of_one_gpu_per_stage_cut_replicated_plans_anew():
 def test_options_reach_the_schedule_that_takes_them():
     plan = straight()
     options = {"depth": 2, "limit": 5, "batch": 3, "weight_keeps": Fraction(1, 3), "chunks": None}
-    assert max(simulate(program_of(plan, "pipedream", 12, options)).in_flight(0).values()) == 2
+    assert max(in_flight(simulate(program_of(plan, "pipedream", 12, options)), 0).values()) == 2
     assert program_of(plan, "message-driven", 12, options).limit == 5
     assert program_of(plan, "nf1b", 12, options).batch == 3
     assert program_of(plan, "zb1p", 12, options).weight_keeps == Fraction(1, 3)
@@ -127,7 +131,7 @@ def test_three_views_of_memory_agree_on_published_profiles(name):
     for memory, replicas, checkpointing in ((16, True, "stages"), (16, False, "none"), (5, False, "stages")):
         problem = Problem(published(name), Platform.flat(4, memory * 10**9), Policy("2bw"), replicas, checkpointing)
         try:
-            plan = make_plan(problem, "contiguous")
+            plan = make_plan(problem, "contiguous").plan
         except Infeasible:
             continue
         plans += 1
@@ -136,7 +140,7 @@ def test_three_views_of_memory_agree_on_published_profiles(name):
         for i, lane in enumerate(timeline.program.lanes):
             if lane.device is not None and lane.steps:
                 peak = circular.devices[lane.device].peak_bytes
-                assert timeline.peak_bytes(i) == peak
+                assert lane_use(timeline, i).peak_bytes == peak
                 assert swept_peak(plan, circular, lane.device) == peak
     assert plans
 

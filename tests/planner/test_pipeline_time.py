@@ -6,10 +6,15 @@ from dataclasses import replace
 import pytest
 from cases.chains import random_chain, random_platform
 
+from pipeplan.check.evaluate import evaluate_simulated
+from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.plan import Stage
-from pipeplan.planner.grid.pipeline_time import drained
+from pipeplan.partition.balance import balance
+from pipeplan.partition.local_search import _neighbours
+from pipeplan.plan import Schedule, Stage
+from pipeplan.planner.pipeline_time import batch_on, drained
 from pipeplan.problem import Level, Policy, Problem
+from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
@@ -52,10 +57,30 @@ def test_a_grid_runs_as_the_simulator_says(seed):
     assert found.batch_ns == flush_makespan_ns(timeline)
     lanes = {lane.device: i for i, lane in enumerate(timeline.program.lanes)}
     for s, stage in enumerate(split):
-        assert found.in_flight[s] == max(timeline.in_flight(lanes[d])[s] for d in stage.devices)
+        assert found.in_flight[s] == max(in_flight(timeline, lanes[d])[s] for d in stage.devices)
         memory = platform.slowest(stage.devices).memory_bytes
-        assert found.over_bytes[s] == max(timeline.peak_bytes(lanes[d]) - memory for d in stage.devices)
+        assert found.over_bytes[s] == max(lane_use(timeline, lanes[d]).peak_bytes - memory for d in stage.devices)
     assert found.fits == (max(found.over_bytes) <= 0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_stages_take_what_the_validator_finds(seed):
+    """Devices with several stages, stages with unlike replicas: what local search walks through."""
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(2, 8), optimizer=seed % 2 == 0, saved=True, tied=seed % 4 < 2)
+    platform = random_platform(rng, rng.randint(1, 6), memory=(50, 400), levels=seed % 5 < 3, latency=True, speeds=True)
+    policy = Policy("flush", rng.randint(1, 24), rng.choice(("sgd", "adam")), coarsening=rng.choice((None, 1)))
+    problem = Problem(chain, platform, policy, True, "segments")
+    stages = next(iter(balance(problem))).stages
+    for _ in range(8):
+        stages = rng.choice(list(_neighbours(problem, stages, rng)) or [stages])
+        if structure_violations(chain, platform, policy, stages):
+            continue
+        graph, limit = stage_graph(chain, platform, policy, stages), rng.randint(1, 2 * len(stages))
+        result = evaluate_simulated(graph, Schedule("message-driven", policy.accumulate, limit), platform)
+        uses = [result.devices[d] for d in sorted({d for stage in stages for d in stage.devices})]
+        excess = max(use.peak_bytes - use.memory_bytes for use in uses)
+        assert batch_on(graph, platform, policy.accumulate, limit) == (result.makespan_ns, excess)
 
 
 @pytest.mark.parametrize("seed", range(20))

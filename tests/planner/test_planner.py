@@ -49,7 +49,7 @@ def test_every_plan_is_valid_and_its_simulation_keeps_its_promise(algorithm: str
     planned = 0
     for problem in problems(40, seed=len(algorithm)):
         try:
-            plan = make_plan(problem, algorithm)
+            plan = make_plan(problem, algorithm).plan
         except Infeasible:
             continue
         planned += 1
@@ -72,7 +72,7 @@ def test_contiguous_claims_exactly_what_is_scheduled_and_no_algorithm_beats_it()
             continue
         problem = problem.with_policy(replace(problem.policy, accumulate=64))
         try:
-            best = make_plan(problem, "contiguous")
+            best = make_plan(problem, "contiguous").plan
         except Infeasible:
             continue
         assert best.pattern is not None
@@ -80,7 +80,7 @@ def test_contiguous_claims_exactly_what_is_scheduled_and_no_algorithm_beats_it()
         assert best.lower_bounds[0].allocation == "contiguous"
         for algorithm in ALGORITHMS:
             try:
-                other = make_plan(problem, algorithm)
+                other = make_plan(problem, algorithm).plan
             except Infeasible:
                 continue
             assert other.pattern is not None
@@ -95,7 +95,7 @@ def test_2bw_accumulates_as_many_microbatches_as_are_in_flight() -> None:
         if problem.policy.weights != "2bw":
             continue
         try:
-            plan = make_plan(problem, "contiguous")
+            plan = make_plan(problem, "contiguous").plan
         except Infeasible:
             continue
         assert plan.policy.accumulate is not None
@@ -105,9 +105,9 @@ def test_2bw_accumulates_as_many_microbatches_as_are_in_flight() -> None:
 def test_a_given_accumulate_limits_what_is_in_flight() -> None:
     chain = Chain("even", tuple(Layer(f"l{i}", 10, 10, 0, 1) for i in range(8)), 1)
     problem = Problem(chain, Platform.flat(4, GB), replicas=False, checkpointing="none")
-    free = make_plan(problem)
+    free = make_plan(problem).plan
     assert evaluate(free).most_in_flight == 7  # with transfers of 1 ns, 1F1B* holds 2P - 1
-    tight = make_plan(problem.with_policy(Policy(accumulate=4)))
+    tight = make_plan(problem.with_policy(Policy(accumulate=4))).plan
     assert evaluate(tight).most_in_flight <= 4
     assert tight.pattern is not None
     assert free.pattern is not None
@@ -117,25 +117,25 @@ def test_a_given_accumulate_limits_what_is_in_flight() -> None:
 def test_flush_plans_for_the_drained_mini_batch() -> None:
     chain = Chain("even", tuple(Layer(f"l{i}", 100, 200, 0, 1) for i in range(8)), 1)
     problem = Problem(chain, Platform.flat(4, GB), Policy("flush"), replicas=False, checkpointing="none")
-    plan = make_plan(problem)
+    plan = make_plan(problem).plan
     assert plan.schedule.kind == "flush"
     assert plan.schedule.microbatches == plan.policy.accumulate == 16
     result = evaluate(plan)
     assert result.makespan_ns is not None
     # four equal stages: (m + p - 1) stage times, and the few ns of transfers
     assert 19 * 600 <= result.makespan_ns <= 19 * 600 + 40
-    one = make_plan(problem.with_policy(Policy("flush", accumulate=1)))
+    one = make_plan(problem.with_policy(Policy("flush", accumulate=1))).plan
     assert evaluate(one).makespan_ns == 2400  # a single microbatch gains nothing from cuts
 
 
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "densenet121", "gnmt", "alexnet"])
 def test_published_profiles_plan_optimally_on_eight_gpus(name: str) -> None:
     chain = published(name)
-    plan = make_plan(Problem(chain, Platform.flat(8, 16 * GB)), "contiguous")
+    plan = make_plan(Problem(chain, Platform.flat(8, 16 * GB)), "contiguous").plan
     result = evaluate(plan)
     assert result.period_ns < int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1]) / 3
     assert gap(result.period_ns, plan.lower_bounds[0]) == 0
-    merged = make_plan(Problem(merge_articulation(chain), Platform.flat(8, 16 * GB)), "contiguous")
+    merged = make_plan(Problem(merge_articulation(chain), Platform.flat(8, 16 * GB)), "contiguous").plan
     assert evaluate(merged).period_ns >= result.period_ns  # fewer places to cut
 
 
@@ -146,6 +146,6 @@ def test_vertical_sync_finds_splits_that_leave_room_for_versions() -> None:
     for memory in (3600, 3900, 4200, 4800):
         platform = Platform.flat(3, memory, 10**9)
         problem = Problem(chain, platform, policy, replicas=False, checkpointing="none")
-        plan = make_plan(problem, effort="quick")
+        plan = make_plan(problem, effort="quick").plan
         assert violations(plan) == []
         assert evaluate(plan).period_ns <= 122  # of layers [4, 7, 8], which fit from 3600 bytes

@@ -13,7 +13,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.saved import storages
 from pipeplan.errors import Infeasible
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
 from pipeplan.partition.madpipe.exact import one_special_bound
 from pipeplan.planner.incumbent import Settings
@@ -39,7 +39,7 @@ def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
         problem = small_problem(rng, full)
         best = optimum(problem)
         try:
-            found = evaluate(make_plan(problem, settings=HIGHS)).period_ns
+            found = evaluate(make_plan(problem, settings=HIGHS).plan).period_ns
         except Infeasible:
             assert best is None
             continue
@@ -62,7 +62,7 @@ def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
         exact = next(contiguous(problem), None)
         if exact is None:
             continue
-        plan = make_plan(problem, settings=HIGHS)
+        plan = make_plan(problem, settings=HIGHS).plan
         assert plan.pattern is not None
         assert exact.claimed_period_ns is not None
         assert plan.pattern.period_ns <= exact.claimed_period_ns
@@ -80,7 +80,7 @@ def test_same_input_same_bytes() -> None:
     problem = Problem(
         chain, Platform.flat(3, int(storages(chain).totals[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1]))
     )
-    assert plan_text(make_plan(problem, settings=HIGHS)) == plan_text(make_plan(problem, settings=HIGHS))
+    assert plan_text(make_plan(problem, settings=HIGHS).plan) == plan_text(make_plan(problem, settings=HIGHS).plan)
 
 
 def uneven() -> Problem:
@@ -93,10 +93,10 @@ def test_an_interrupt_returns_the_best_plan_so_far() -> None:
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
 
-    plan = make_plan(uneven(), settings=replace(HIGHS, progress=interrupt))
+    plan = make_plan(uneven(), settings=replace(HIGHS, progress=interrupt)).plan
     assert plan.provenance.solver_status == "interrupted"
     assert plan.allocation.contiguous
-    free = make_plan(uneven(), settings=HIGHS)
+    free = make_plan(uneven(), settings=HIGHS).plan
     assert free.provenance.solver_status != "interrupted"
     assert evaluate(free).period_ns < evaluate(plan).period_ns
 
@@ -106,19 +106,19 @@ def test_an_interrupt_while_drained_plans_are_searched_returns_the_best_so_far()
         raise KeyboardInterrupt
 
     drained = uneven().with_policy(Policy("flush", accumulate=8))
-    plan = make_plan(drained, settings=replace(HIGHS, remaining_s=interrupt))
+    plan = make_plan(drained, settings=replace(HIGHS, remaining_s=interrupt)).plan
     assert plan.provenance.solver_status == "interrupted"
     assert plan.schedule.kind == "flush"
 
 
 def test_an_expired_clock_returns_the_exact_contiguous_plan_and_says_so() -> None:
-    plan = make_plan(uneven(), settings=replace(HIGHS, remaining_s=lambda: 0.0))
+    plan = make_plan(uneven(), settings=replace(HIGHS, remaining_s=lambda: 0.0)).plan
     assert plan.provenance.solver_status == "time limit"
     assert plan.pattern is not None
     assert plan.pattern.period_ns == next(contiguous(uneven())).claimed_period_ns
 
 
 def test_quick_effort_is_exact_contiguous() -> None:
-    plan = make_plan(uneven(), settings=HIGHS, effort="quick")
+    plan = make_plan(uneven(), settings=HIGHS, effort="quick").plan
     assert plan.allocation.contiguous
     assert plan.lower_bounds[0].allocation == "contiguous"

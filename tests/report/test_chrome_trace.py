@@ -11,9 +11,10 @@ from test_other_schedules import straight
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform
 from pipeplan.report.chrome_trace import trace_events, trace_text
+from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.one_f_one_b import one_f_one_b
 from pipeplan.schedule.program import Step
-from pipeplan.schedule.registry import SCHEDULES
+from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import simulate
 
 
@@ -77,19 +78,19 @@ def test_memory_counters_add_up_to_the_device():
     run = simulate_plan(straight(), 16)
     counters = by_phase(trace_events(run.timeline, straight().platform), "C")
     mine = [event for event in counters if event["name"].startswith("GPU 1 ")]
-    assert max(e["args"]["activations"] for e in mine) * 1e6 == run.timeline.peak_activation_bytes(1)
+    assert max(e["args"]["activations"] for e in mine) * 1e6 == lane_use(run.timeline, 1).activation_bytes
     assert all(round(sum(e["args"].values()) * 1e6) == 10**9 for e in mine)
     assert mine[-1]["args"]["activations"] == 0
 
 
 def test_every_schedule_gives_json_that_reads_back():
-    for name in SCHEDULES:
+    for name in schedules():
         text = trace_text(simulate_plan(straight(), 8, name).timeline, straight().platform)
         assert len(json.loads(text)["traceEvents"]) > 100
 
 
 def test_the_command_writes_a_trace(pipeplan, tmp_path):
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile, plan, trace = tmp_path / "p.json", tmp_path / "plan.json", tmp_path / "trace.json"
     profile.write_text(profile_text(straight().chain))

@@ -51,7 +51,7 @@ def test_bad_files_and_too_many_operations_are_refused(tmp_path):
 
 
 def test_the_commands_draw(pipeplan, tmp_path):
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile, plan = tmp_path / "p.json", tmp_path / "plan.json"
     profile.write_text(profile_text(straight().chain))

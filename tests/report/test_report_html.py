@@ -12,7 +12,7 @@ from cases.chains import published
 from cases.patience import SECONDS
 from test_other_schedules import straight
 
-from pipeplan.files.documents import plan_text
+from pipeplan.files.plans import plan_text
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
@@ -143,7 +143,9 @@ def test_hover_and_zoom_work_offline_in_a_browser(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.mark.parametrize("devices", [4, 32])
 def test_screenshots_of_a_published_profile_are_not_empty(tmp_path, devices):
-    plan = make_plan(Problem(published("densenet121"), Platform.flat(devices, 16 * 10**9), Policy("2bw")), "balance")
+    plan = make_plan(
+        Problem(published("densenet121"), Platform.flat(devices, 16 * 10**9), Policy("2bw")), "balance"
+    ).plan
     assert plan_text(plan)
     file, picture = tmp_path / "report.html", tmp_path / "report.png"
     file.write_text(report_html(simulate_plan(plan, microbatches_shown(plan, 40))))
@@ -157,7 +159,7 @@ def test_screenshots_of_a_published_profile_are_not_empty(tmp_path, devices):
 
 
 def test_the_command(pipeplan, tmp_path):
-    from pipeplan.files.documents import profile_text
+    from pipeplan.files.profiles import profile_text
 
     profile, plan, out = tmp_path / "p.json", tmp_path / "plan.json", tmp_path / "report.html"
     profile.write_text(profile_text(straight().chain))

@@ -11,12 +11,13 @@ from cases.schedules import balanced, vee
 from test_other_schedules import straight
 
 from pipeplan.errors import BadInput
-from pipeplan.files.documents import plan_text, profile_text
+from pipeplan.files.plans import plan_text
+from pipeplan.files.profiles import profile_text
 from pipeplan.planner.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
 from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.one_f_one_b import one_f_one_b
-from pipeplan.schedule.registry import SCHEDULES
+from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import jittered_ns, simulate
 from pipeplan.schedule.zbv import zbv
 
@@ -71,8 +72,8 @@ def test_percentile(values, expected):
 
 
 def test_comparison_puts_the_best_that_fits_first():
-    runs, refused = compare_schedules(straight(), SCHEDULES, 32)
-    assert {run.schedule for run in runs} == set(SCHEDULES)
+    runs, refused = compare_schedules(straight(), schedules(), 32)
+    assert {run.schedule for run in runs} == set(schedules())
     assert refused == []
     order = [(not run.fits, run.per_microbatch_ns) for run in runs]
     assert order == sorted(order)
@@ -141,8 +142,8 @@ def test_plan_window_shows_devices_in_order_then_links():
 def test_simulate_compares_schedules_in_one_table(pipeplan, plan_file):
     code, out, _ = pipeplan("simulate", plan_file, "--schedule", "all", "--microbatches", "16")
     assert code == 0
-    names = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in SCHEDULES]
-    assert set(names) == set(SCHEDULES)
+    names = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in schedules()]
+    assert set(names) == set(schedules())
     code, out, err = pipeplan(
         "simulate", plan_file, "--schedule", "gpipe", "--schedule", "zb1p", "--jitter", "5%", "--runs", "3", "--json"
     )
@@ -204,7 +205,7 @@ def _crossed():
 def test_plans_written_to_files_simulate_as_in_memory(pipeplan, plan_file):
     code, out, _ = pipeplan("simulate", plan_file, "--json")
     assert code == 0
-    from pipeplan.files.documents import load_plan
+    from pipeplan.files.plans import load_plan
 
     plan = load_plan(plan_file)
     assert plan_text(plan)

@@ -8,9 +8,12 @@ import pytest
 from cases.plans import random_plan
 from cases.schedules import balanced, looped
 
+from pipeplan.schedule import deadlock as proof
 from pipeplan.schedule.deadlock import deadlock, plan_deadlock, program_deadlock
 from pipeplan.schedule.gpipe import gpipe
+from pipeplan.schedule.kinds import graph_of
 from pipeplan.schedule.one_f_one_b import one_f_one_b
+from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.program import Program, RankOp, device_of, lower
 from pipeplan.schedule.simulate import simulate
 
@@ -109,3 +112,30 @@ def test_every_plan_is_proved():
     rng = random.Random(4)
     for _ in range(80):
         assert plan_deadlock(random_plan(rng)) == []
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_order_that_is_wrong_only_once_the_pipeline_is_full_is_found(monkeypatch, late):
+    """The proof of a plan unrolls the fill and two rounds more: microbatches ``fill`` and ``fill`` + 1 are in it."""
+    rng = random.Random(6)
+    plan = random_plan(rng)
+    while len({stage.devices for stage in plan.allocation.stages}) < 3 or any(
+        stage.replicas > 1 for stage in plan.allocation.stages
+    ):
+        plan = random_plan(rng)
+    graph = graph_of(plan)
+    fill = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
+    assert fill > 2
+
+    def wrong(program, start_ns):
+        ranks = lower(program, start_ns)
+        for device, operations in ranks.items():
+            sends = [op for op in operations if op.kind == "SEND_F" and op.microbatch == fill + late]
+            if sends:  # it waits for the peer's receive, which waits for the send behind it
+                operations.remove(sends[0])
+                operations.append(sends[0])
+                return ranks | {device: operations}
+        return ranks
+
+    monkeypatch.setattr(proof, "lower", wrong)
+    assert plan_deadlock(plan)

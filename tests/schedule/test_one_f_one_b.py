@@ -13,6 +13,7 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.one_f_one_b import noam, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 
@@ -58,7 +59,7 @@ def test_noam(counts, active):
     graph = replicated(*counts)
     assert noam(graph) == active
     timeline = simulate(one_f_one_b(graph, 16 * sum(counts)))
-    assert [timeline.in_flight(i)[0] for i in range(counts[0])] == [active] * counts[0]
+    assert [in_flight(timeline, i)[0] for i in range(counts[0])] == [active] * counts[0]
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 1, 1), (3, 2), (15, 1), (5, 3, 4)])
@@ -68,8 +69,8 @@ def test_round_robin_keeps_balanced_replicas_busy(counts):
     timeline = simulate(one_f_one_b(graph, 120 * max(counts)))
     assert timeline.steady_period_ns() == 30
     sizes = [sum(counts[s:]) for s in range(len(counts))]
-    assert timeline.in_flight(len(timeline.program.lanes) - 1) == {len(counts) - 1: 1}
-    assert timeline.in_flight(0) == {0: -(-sizes[0] // counts[0])}
+    assert in_flight(timeline, len(timeline.program.lanes) - 1) == {len(counts) - 1: 1}
+    assert in_flight(timeline, 0) == {0: -(-sizes[0] // counts[0])}
 
 
 def test_noam_is_too_few_where_a_middle_stage_has_the_most_replicas():

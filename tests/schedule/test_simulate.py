@@ -10,6 +10,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.schedule.memory import activation_changes, activation_steps, in_flight, lane_use
 from pipeplan.schedule.pattern import make_pattern, resource_use, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.periodic.retime import order_of, retime
@@ -193,11 +194,11 @@ def test_peaks_of_the_simulation_are_the_predicted_ones():
             index = next(i for i, r in enumerate(graph.resources) if not r.is_link and row.device in r.devices)
             use = resource_use(graph, starts, period, index)
             stages = graph.stages_on(index)
-            assert timeline.peak_activation_bytes(lane) == use.activation_bytes
-            assert tuple(timeline.in_flight(lane)[s] for s in stages) == use.in_flight
-            assert timeline.peak_bytes(lane) == use.peak_bytes
-            assert max(held for _, held in timeline.memory_steps(lane)) == use.activation_bytes
-            assert short.peak_bytes(lane) <= use.peak_bytes
+            assert lane_use(timeline, lane).activation_bytes == use.activation_bytes
+            assert tuple(in_flight(timeline, lane)[s] for s in stages) == use.in_flight
+            assert lane_use(timeline, lane).peak_bytes == use.peak_bytes
+            assert max(held for _, held in activation_steps(timeline, lane)) == use.activation_bytes
+            assert lane_use(short, lane).peak_bytes <= use.peak_bytes
             kinds["replicas"] += len(graph.resources[index].devices) > 1
             kinds["recomputed"] += any(graph.stages[s].peak_bytes > graph.stages[s].kept_bytes for s in stages)
             kinds["shared"] += len(stages) > 1
@@ -210,8 +211,8 @@ def test_all_memory_is_given_back():
         plan = random_plan(random.Random(seed))
         timeline = simulate(unroll(graph_of(plan), plan.pattern, 7))
         for lane in range(len(timeline.program.lanes)):
-            assert sum(change for _, change in timeline.activation_changes(lane)) == 0
-            assert list(timeline.memory_steps(lane))[-1][1] == 0
+            assert sum(change for _, change in activation_changes(timeline, lane)) == 0
+            assert list(activation_steps(timeline, lane))[-1][1] == 0
 
 
 def test_the_steady_period_is_the_patterns_up_to_the_ceiling():

@@ -18,6 +18,7 @@ from pipeplan.integers import ceil_div
 from pipeplan.plan import Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
 from pipeplan.schedule.kinds import MOST_JUDGED, graph_of, plan_program, plan_timeline, too_long
+from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.nf1b import nf1b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.steady import steady_nf1b
@@ -58,8 +59,8 @@ def test_a_settled_run_goes_on_as_it_did(seed):
         assert entries[k + steady.cycle] - entries[k] == steady.cycle_ns
     for lane, work in enumerate(longer.program.lanes):
         if work.device is not None:
-            assert longer.in_flight(lane) == steady.timeline.in_flight(lane)
-            assert longer.peak_bytes(lane) == steady.timeline.peak_bytes(lane)
+            assert in_flight(longer, lane) == in_flight(steady.timeline, lane)
+            assert lane_use(longer, lane).peak_bytes == lane_use(steady.timeline, lane).peak_bytes
 
 
 def nearly_equal():
@@ -110,8 +111,8 @@ def test_message_driven_figures_are_those_of_its_run(seed):
     pipelines = plan.allocation.stages[0].replicas
     for lane, work in enumerate(timeline.program.lanes):
         if work.device is not None:
-            assert result.devices[work.device].peak_bytes == timeline.peak_bytes(lane)
-            for s, count in timeline.in_flight(lane).items():
+            assert result.devices[work.device].peak_bytes == lane_use(timeline, lane).peak_bytes
+            for s, count in in_flight(timeline, lane).items():
                 served = pipelines // gcd(pipelines, plan.allocation.stages[s].replicas)
                 assert count <= plan.schedule.limit * served
 

@@ -8,7 +8,9 @@ import pytest
 from cases.schedules import balanced, held, picture, staircase, vee
 
 from pipeplan.errors import BadInput
+from pipeplan.schedule import zero_bubble
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.memory import activation_steps
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.zbv import zbv
 from pipeplan.schedule.zero_bubble import zb1p, zb2p
@@ -52,6 +54,39 @@ def test_zb2p_staircase_has_no_bubble():
         .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 W0 I5 W1 W2 W3 W4 W5
     """)
     assert timeline.longest_stage_bubble() == 0
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The (microbatches, shape) of every program that is made of a shape, the last one for the result."""
+    made, shaped = [], zero_bubble._shaped
+
+    def recorded(graph, microbatches, shape, weight_keeps):
+        made.append((microbatches, shape))
+        return shaped(graph, microbatches, shape, weight_keeps)
+
+    monkeypatch.setattr(zero_bubble, "_shaped", recorded)
+    return made
+
+
+@pytest.mark.parametrize(("allowed", "simulated"), [(0, 23), (30, 28)])
+def test_zb2p_simulates_its_shapes_on_4p_microbatches_within_a_budget_of_steps(tried, monkeypatch, allowed, simulated):
+    """At least 24 shapes are looked at; of those one would hold more than 2p activations, so it isn't simulated."""
+    graph, microbatches = balanced(2, 1, 2, weight_part=1), 20
+    steps_of_one = 8 * (len(graph.operations) + 2)  # with a weight part for each stage
+    monkeypatch.setattr(zero_bubble, "SEARCH_STEPS", allowed * steps_of_one)
+    zb2p(graph, microbatches)
+    assert tried[-1][0] == microbatches
+    assert [count for count, _ in tried[:-1]] == [8] * simulated
+
+
+def test_zb2p_tries_no_fewer_forwards_ahead_than_1f1b_and_no_weight_part_before_its_backward(tried):
+    """And both bounds themselves."""
+    zb2p(balanced(3, 1, 4, 7, weight_part=1), 6)  # where the search would go on to less
+    zb2p(balanced(3, 2, 6, weight_part=5), 6)
+    assert min(ahead for _, (ahead, _, _) in tried) == 10
+    assert len({lag for _, (ahead, lag, _) in tried if ahead == 10}) > 1
+    assert min(lag for _, (_, lag, _) in tried) == 0
 
 
 def test_zbv_staircase():
@@ -141,5 +176,5 @@ def test_split_backwards_hold_what_weight_gradients_need():
     graph = balanced(1, 1, 2, weight_part=1, saved=100)
     program = zb1p(graph, 1, Fraction(1, 4))
     timeline = simulate(program)
-    assert list(timeline.memory_steps(0)) == [(0, 100), (2, 25), (3, 0)]
-    assert list(simulate(zb1p(graph, 1)).memory_steps(0)) == [(0, 100), (3, 0)]
+    assert list(activation_steps(timeline, 0)) == [(0, 100), (2, 25), (3, 0)]
+    assert list(activation_steps(simulate(zb1p(graph, 1)), 0)) == [(0, 100), (3, 0)]

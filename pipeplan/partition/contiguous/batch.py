@@ -1,4 +1,6 @@
-"""Splits of a chain over the p devices of one pipeline that drain a batch soon, and a bound on how soon any can.
+"""Which splits over the p devices of one pipeline run a batch of M microbatches, start to end, the soonest?
+
+Splits that drain soon, by a heuristic, and a bound on how soon any contiguous split can.
 
 Legend: p stages, M microbatches, at most ``limit`` of them in the pipeline; U(i, j) forward and backward of the stage
 between the cuts i and j, with what it must recompute to hold its microbatches; P the sum of U and of the transfers over
@@ -7,6 +9,7 @@ the stages before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -29,12 +32,12 @@ _PRECISION = 4096  # a bound is found to this part
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the stages of one pipeline offer: stage s runs on ``groups[s]``, which is as good as ``problem``'s device s.
+    """How long the stages of one pipeline take: stage s on ``groups[s]``, which is as good as ``problem``'s device s.
 
     ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
     ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is what
-    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is on
-    offer; ``exact``: all others are, at their least times.
+    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is in
+    the tables; ``exact``: all others are, at their least times.
     """
 
     problem: Problem
@@ -56,7 +59,7 @@ class Pipeline:
         return {}
 
     def menu(self, stage: int) -> Menu:
-        """Return what the devices of ``stage`` offer."""
+        """Return the times of all stages on the devices of ``stage``."""
         return self._menus[self.problem.platform.devices[stage]]
 
     def times(self, stage: int, in_flight: int) -> Ints:
@@ -89,7 +92,7 @@ class Pipeline:
 
 
 def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> Pipeline | None:
-    """Return what a pipeline whose stage s runs on ``groups[s]`` offers for a batch; None when no split fits.
+    """Return the tables of a pipeline whose stage s runs on ``groups[s]`` for a batch; None when no split fits.
 
     ``problem`` is that of all devices; ``policy.accumulate`` counts the microbatches of all pipelines. Any split that
     drains sooner than p stages at the shortest possible period has no stage longer than (p + M) / M of that period,
@@ -231,8 +234,8 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enou
     if enough is not None and enough <= offer.most_ns * microbatches and possible(enough - 1) is None:
         return enough
     low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
-    low = max(1, low * microbatches // (count * _ceiling_speed(offer)))
-    beyond = offer.most_ns * microbatches  # longer stages are not on offer
+    low = max(1, low * microbatches // (count * math.ceil(offer.ground.best_device.speed)))
+    beyond = offer.most_ns * microbatches  # longer stages are not in the tables
     high = 2 * low
     while high < beyond and possible(high) is None:
         low, high = high + 1, 2 * high
@@ -248,14 +251,8 @@ def _bare_times(offer: Pipeline, stage: int) -> Ints:
     problem, cuts = offer.problem, offer.ground.cuts
     start, stop = cuts[:, None], cuts[None, :]
     speed = problem.platform.devices[stage].speed
-    bare = time_model.forward_ns(problem.chain, start, stop, speed) + time_model.backward_ns(
-        problem.chain, problem.policy, start, stop, 0, 1, speed
-    )
+    bare = time_model.work_ns(problem.chain, problem.policy, start, stop, speed=speed)
     return np.where(stop > start, bare, NEVER)
-
-
-def _ceiling_speed(offer: Pipeline) -> int:
-    return -(-max(d.speed for d in offer.problem.platform.devices) // 1)
 
 
 def least_drained_ns(offer: Pipeline, cuts: Sequence[int], in_flight: Sequence[int], limit: int) -> int | None:

@@ -1,7 +1,8 @@
-"""The exact contiguous partitioner: the shortest period of all allocations in platform order.
+"""Which stages, each on devices of its own in the platform's order, have the shortest period?
 
-Optimal among allocations whose stages take devices in platform order (any may stay unused), each stage with any number
-of replicas and recomputed as the problem allows, under 1-periodic schedules (1F1B*, ALGORITHMS sections 4 and 5).
+Exact: optimal among allocations whose stages take devices in platform order (any may stay unused), each stage with any
+number of replicas and recomputed as the problem allows, under schedules that repeat every period (1F1B*, ALGORITHMS
+sections 4 and 5). A period can be met or not (:mod:`.decision`); here the smallest one that can is searched.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from fractions import Fraction
 import numpy as np
 
 from ...cost import memory_model, time_model
+from ...cost.group_bound import group_bound
 from ...cost.saved import storages
-from ...integers import Ints, ceil_div, extend, smallest
+from ...cost.stage_graph import stage_graph
+from ...integers import Ints
 from ...plan import Allocation, Stage
-from ...problem import Problem
+from ...problem import Platform, Problem
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
-from .options import NEVER, in_flight_limit
+from .options import NEVER
 from .pareto import Resolution
 from .segments import Effort, with_lean_segments, with_segments
 from .tables import Ground, ground
@@ -44,10 +47,10 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
 
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
-    segments only while the fronts of their labels stay small enough to be kept whole, as they do for chains of up to
-    about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The decision for one
-    period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices
-    before pruning.
+    segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
+    chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The
+    decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
+    and P devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:
@@ -58,12 +61,12 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
     """Return a contiguous allocation that has a valid pattern of ``period`` ns, or None when there is none.
 
     Of those that have, one with the smallest delay at its first stage, so the first to drain. The allocation claims its
-    own smallest period, which may be shorter. With segments that holds while the fronts of their labels stay small;
+    own smallest period, which may be shorter. With segments that holds while all ways to recompute a stage can be kept;
     beyond, a plan may be missed or drain later, but never when the period is so long that memory alone decides.
     """
     if not len(problem.chain) or period < 1:
         return None
-    longest = _unhurried(problem)
+    longest = longest_period_ns(problem)
     period = min(period, longest)
     offered: Ground | None = ground(problem)
     assert offered is not None
@@ -75,11 +78,12 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
             found = with_segments(offered, period, period, longest, tail, _QUICK)
             offered = None if found is None else found[0]
     stages = None if offered is None else decide(offered, period, tail)
-    return None if stages is None else _claim(problem, stages, 1, period)
+    return None if stages is None else _claim(problem, stages, period)
 
 
 def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
-    """Return all that stages offer up to ``slack`` times the smallest period, that time, whether nothing is missing.
+    """Return (tables of all stages that take at most ``slack`` times the smallest period, that time, whether the tables
+    have every way to recompute them).
 
     For searches with another goal than the period, with up to 2P microbatches in flight on P devices. None when no
     contiguous allocation fits the memory at any period.
@@ -91,7 +95,7 @@ def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None
     most = math.ceil(_claimed(best) * slack)
     if problem.checkpointing != "segments":
         return tables, most, True
-    longest = _unhurried(problem)
+    longest = longest_period_ns(problem)
     least = max(1, longest // len(problem.platform))  # twice as many microbatches in flight as devices
     found = with_segments(tables, most, least, longest, _plain_delays(tables), _QUICK)
     assert found is not None, "the best allocation is among them"
@@ -108,7 +112,7 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
     if not len(problem.chain):
         return None
     tables = ground(problem)
-    high = _unhurried(problem) if upper is None else min(upper, _unhurried(problem))
+    high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
     tail = _plain_delays(tables)
     if high < 1 or device_counts(tables, high, tail) is None:
         return None
@@ -131,11 +135,12 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
 def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocation | None:
     """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments").
 
-    The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so the
-    fronts of labels; a search on few buckets bounds it tighter, and the last ones are exact where they need no buckets.
-    Chains of many cuts are searched between some of them, with segments that begin and end there, which is never exact.
+    The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
+    many ways to recompute a stage are worth keeping; a search that keeps few of them bounds it tighter, and the last
+    ones are exact where they keep all. Chains of many cuts are searched between some of them, with segments that begin
+    and end there, which is never exact.
     """
-    problem, longest = tables.problem, _unhurried(tables.problem)
+    problem, longest = tables.problem, longest_period_ns(tables.problem)
     best = smallest_period(replace(problem, checkpointing="stages"), high, low)
     if best is None:
         best = _search(with_lean_segments(tables, low, longest), tail, low, high, None, 256)
@@ -158,7 +163,7 @@ def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocatio
         proved, before = index is None and (found is None or found[1]), best
         if found is not None:
             best = _search(found[0], ends, low, upper, best, tolerance)
-        if effort is _FINE and (proved or best is before):
+        if effort is _FINE and (proved or best is before):  # nothing left to prove, or another round would be the same
             break
     if best is None:
         return None
@@ -183,7 +188,7 @@ def _search(
         period = min(high, low + width)
         stages = decide(tables, period, tail)
         if stages is not None:
-            best = _claim(problem, stages, low, period)
+            best = _claim(problem, stages, period)
         elif period == high:
             return None
         else:
@@ -195,7 +200,7 @@ def _search(
         if stages is None:
             low, probe = period + 1, True
         else:
-            best, probe = _claim(problem, stages, low, period), False
+            best, probe = _claim(problem, stages, period), False
     return best
 
 
@@ -204,14 +209,13 @@ def _claimed(allocation: Allocation) -> int:
     return allocation.claimed_period_ns
 
 
-def _unhurried(problem: Problem) -> int:
+def longest_period_ns(problem: Problem) -> int:
     """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
     chain, platform = problem.chain, problem.platform
     speed = min(x.speed for x in platform.devices)
     count = len(chain)
-    forward = time_model.forward_ns(chain, 0, count, speed)
     recompute = int(chain.sums.forward_ns[-1])
-    work: int = forward + time_model.backward_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
+    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
     transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
     period = work + 3 * count + transfers  # each stage rounds up three times
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
@@ -220,11 +224,9 @@ def _unhurried(problem: Problem) -> int:
 def _plain_delays(tables: Ground) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
     chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
-    speed = max(x.speed for x in tables.problem.platform.devices)
+    speed = tables.best_device.speed
     end = np.int64(len(chain))
-    bare: Ints = time_model.forward_ns(chain, cuts, end, speed) + time_model.backward_ns(
-        chain, policy, cuts, end, 0, 1, speed
-    )
+    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=speed)
     return bare
 
 
@@ -274,22 +276,23 @@ def _near(tables: Ground, best: Allocation | None, most: int) -> Ints | None:
     return None if 4 * len(near) > 3 * count else near
 
 
-def _claim(problem: Problem, stages: Sequence[Stage], low: int, high: int) -> Allocation:
-    """Return ``stages`` with their smallest period, known to lie in ``low..high``."""
-    period = own_period(problem, stages, low, high)
+def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
+    """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
+    policy = memory_model.without_vertical_sync(problem.policy)
+    period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages))
     assert period is not None
-    return Allocation(_on_lowest_devices(problem, stages), period)
+    assert period <= met, "what a decision finds has a pattern of its period"
+    return Allocation(on_lowest_devices(problem.platform, stages), period)
 
 
-def _on_lowest_devices(problem: Problem, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
 
     The used units inside every unit of a level move to its front, so every pair of devices stays joined by its level.
     """
-    platform = problem.platform
     if len(set(platform.devices)) > 1:
         return tuple(stages)
-    used = [d for stage in stages for d in stage.devices]
+    used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
     moved = dict.fromkeys(used, 0)
     size = 1
     for level in platform.levels:
@@ -300,53 +303,3 @@ def _on_lowest_devices(problem: Problem, stages: Sequence[Stage]) -> tuple[Stage
             moved[d] += size * groups[d // size // level.count].index(d // size)
         size *= level.count
     return tuple(replace(stage, devices=tuple(moved[d] for d in stage.devices)) for stage in stages)
-
-
-def own_period(problem: Problem, stages: Sequence[Stage], low: int, high: int) -> int | None:
-    """Return the smallest period in ``low..high`` at which contiguous ``stages`` have a valid pattern, or None.
-
-    Bisects the walk of 1F1B* (ALGORITHMS section 4).
-    """
-    chain, platform, policy = problem.chain, problem.platform, problem.policy
-    steps: list[
-        tuple[int, int, int, int]
-    ] = []  # from the last stage: work, replicas, most in flight, round trip before
-    for k, stage in reversed(list(enumerate(stages))):
-        device = platform.slowest(stage.devices)
-        kept, peak, recompute = memory_model.activations(chain, stage.start, stage.stop, stage.checkpoint)
-        work = time_model.forward_ns(chain, stage.start, stage.stop, device.speed) + time_model.backward_ns(
-            chain, policy, stage.start, stage.stop, recompute, stage.replicas, device.speed
-        )
-        memory = device.memory_bytes
-        limit = int(in_flight_limit(problem, stage.start, stage.stop, kept, peak, memory, stage.replicas))
-        trip = 0
-        if k:
-            level = platform.level_of(stages[k - 1].devices + stage.devices)
-            trip = 2 * platform.transfer_ns(chain.cut_bytes[stage.start], level)
-        steps.append((work, stage.replicas, limit, trip))
-        low = max(low, int(ceil_div(work, stage.replicas)), trip // 2 if platform.full_duplex else trip)
-        low = max(low, _sync_period(problem, stage))
-    cap = policy.accumulate if policy.weights == "2bw" else None
-
-    def valid(period: int) -> bool:
-        delay = 0
-        for work, replicas, limit, trip in steps:
-            delay = extend(delay, work, replicas * period)
-            if ceil_div(delay, replicas * period) > limit or (cap is not None and delay > cap * period):
-                return False
-            delay = delay + trip if platform.full_duplex else extend(delay, trip, period)
-        return True
-
-    found = smallest(lambda period: valid(period) or None, low, high)
-    return None if found is None else found[0]
-
-
-def _sync_period(problem: Problem, stage: Stage) -> int:
-    total, parameters = problem.chain.sums.weight_bytes, problem.chain.sums.parameters
-    gradient = memory_model.gradient_bytes(
-        problem.policy,
-        int(total[stage.stop] - total[stage.start]),
-        int(parameters[stage.stop] - parameters[stage.start]),
-    )
-    bandwidth, _ = problem.platform.paths[problem.platform.level_of(stage.devices)]
-    return time_model.sync_period_ns(problem.policy, gradient, stage.replicas, bandwidth)

@@ -1,21 +1,22 @@
-"""Decide one period: the smallest delay reachable behind every cut, by dynamic programming from the chain's end.
+"""Can contiguous stages meet one given period? A dynamic program from the chain's end that keeps the smallest delays.
 
-The delay V is the time from the end of a stage's forward to the start of its backward (ALGORITHMS section 4). ``(+)``
-is nondecreasing in V and so is the number in flight, so of all ways to place the layers behind a cut on the same
-devices the one with the smallest delay is as good as any.
+The *delay* at a cut is the time from the last forward before it to the first backward before it on the same microbatch:
+as long, what lies before the cut has to hold the microbatch. A longer delay never helps: each step of the walk of 1F1B*
+(:func:`...integers.extend`) is nondecreasing in it, and so is the number of microbatches in flight. So of all ways to
+place the layers behind a cut on the same devices, the one with the smallest delay is as good as any, and one number for
+each (cut, first device) is all that a decision needs. Exact; ALGORITHMS section 5, ``contiguous``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...cost import memory_model
 from ...integers import Ints, ceil_div, extend_array
 from ...plan import Stage
 from ...problem import Device
 from .device_counts import Counts, device_counts
 from .options import NEVER
-from .tables import Ground, closed, longest_delay
+from .tables import Ground, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 
@@ -69,17 +70,7 @@ class _Sweep:
         problem = self.ground.problem
         if not problem.replicas:
             return None
-        table = np.array(
-            [
-                [2**62]
-                + [
-                    memory_model.largest_synced_gradient(problem.policy, self.period, r, bandwidth)
-                    for r in range(1, self.devices + 1)
-                ]
-                for bandwidth, _ in problem.platform.paths
-            ],
-            dtype=np.int64,
-        )
+        table = largest_synced_gradients(problem, self.period)
         return None if int(self.ground.gradients.max()) <= int(table.min()) else table
 
     def run(self) -> bool:

@@ -1,4 +1,8 @@
-"""Bounds that prune: how many devices the two sides of every cut need at least, and how long a delay is at least."""
+"""How many devices do the layers on the two sides of every cut need at least, and how long is a delay at least?
+
+Relaxations that cost far less than a decision (:mod:`.decision`) and spare it most of its transitions: no stage is
+looked at that leaves too few devices to the layers before or behind it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...cost import memory_model
 from ...integers import Ints, ceil_div
 from .options import NEVER
-from .tables import Ground, closed, longest_delay
+from .tables import Ground, closed, largest_synced_gradients, longest_delay
 
 _TOO_MANY = 10**6  # devices; stands for "cannot be placed"
 
@@ -65,9 +68,8 @@ def device_counts(ground: Ground, period: int, tail: Ints) -> Counts | None:
 
 def _synchronised(ground: Ground, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Raise each count to the next one at which the stage's replicas can keep up with their all-reduces."""
-    problem, most = ground.problem, len(ground.problem.platform)
-    bandwidth = problem.platform.paths[0][0]
-    allowed = [memory_model.largest_synced_gradient(problem.policy, period, r, bandwidth) for r in range(1, most + 1)]
+    most = len(ground.problem.platform)
+    allowed = largest_synced_gradients(ground.problem, period)[0, 1:].tolist()
     if int(ground.gradients.max()) <= min(allowed):
         return need
     order = np.unique(allowed)

@@ -1,7 +1,11 @@
-"""Ways to cut the layers from a stage's first to some position into recomputed segments and stored layers.
+"""In which ways can a stage recompute some of its segments, and what does each way keep, hold and cost?
 
-A *label* is one such way: what it keeps per microbatch, the most that the microbatch in backward holds, and what
-recomputation costs. Labels depend on neither the period nor the devices.
+A *label* is one way to cut the layers from a stage's first to some position into recomputed segments and stored runs
+(neighbours whose activations are kept). It has three numbers, and less is better in each: ``kept`` bytes for each
+microbatch in flight, the ``peak`` bytes of the one in its backward (which holds one segment's activations after the
+other), and the ``cost`` in ns of running its segments forward again. So only labels that no other beats or equals in
+all three are kept (:mod:`.pareto`). Labels depend on neither the period nor the devices: a dynamic program over
+positions makes them once for each first layer. ALGORITHMS section 5, "Segments"; not in any paper.
 """
 
 from __future__ import annotations
@@ -23,15 +27,18 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Units:
-    """What ``layers[i:j]`` add to a stage as one recomputed segment or one stored run, tables of shape (L + 1, L + 1).
+    """What ``layers[i:j]`` add to a stage as one recomputed segment or one stored run: tables ``[i, j]``.
 
-    ``keeps`` and ``saved`` are what they add as the stage's first part, ``later_keeps`` and ``later_saved`` behind
-    other parts, where nothing of it is *held* yet; where the storage of their input is, a segment adds nothing and a
-    run ``inner``. ``output`` says whether it is held behind a run, ``passes`` whether their output is a view of their
-    input; both are None where no run ever holds its output. Rules: ``costs.stored``, ``costs.keeps_output``.
+    The memory of their input may be *held* already by the part of the stage before them; then it isn't kept twice.
+    Bytes that a segment adds: ``keeps`` as the stage's first part, ``later_keeps`` behind other parts, nothing where
+    its input is held. Bytes that a run adds: ``saved``, ``later_saved``, and ``inner`` where its input is held. While a
+    segment runs backward it holds ``transient`` bytes more, and running it again costs ``recompute`` ns. ``output``
+    says whether a run holds the memory of its output for the part behind it, ``passes`` whether the output is a view of
+    the input, and so held where that was; both are None where no run ever holds its output. ``storage`` is what the
+    tensor at each position takes when nobody holds it. Rules: :func:`....cost.memory_model.stored`, ``keeps_output``.
 
-    ``growing``: stored runs and segments only grow with their length, and a run is made layer by layer, as in every
-    chain without skip connections.
+    ``growing``: runs and segments only grow with their length, and a run can be made layer by layer, as in every chain
+    without skip connections.
     """
 
     keeps: Ints
@@ -43,7 +50,7 @@ class Units:
     inner: Ints
     output: Flags | None
     passes: Flags | None
-    storage: Ints  # of the tensor at each position, where the parts before made it
+    storage: Ints
     growing: bool
 
     @staticmethod
@@ -115,9 +122,9 @@ class Labels:
 
 @dataclass(frozen=True)
 class LeanLabels:
-    """For each stage from one layer the label that peaks lowest, and the one that stores everything.
+    """For each stage from one layer the label of the lowest peak, and the one that stores everything.
 
-    ``first[j]`` is where the first part of the leanest stage up to j stops, negative for a stored run;
+    ``first[j]`` is where the first part of the lowest label up to j stops, negative for a stored run;
     ``nearest[held][i, j]`` is that of the parts behind, from i on.
     """
 
@@ -147,7 +154,7 @@ class LeanLabels:
 
 
 def lean_labels(units: Units) -> tuple[LeanLabels, ...]:
-    """Return by first layer the labels that peak lowest, whatever they cost.
+    """Return by first layer the labels of the lowest peak, whatever they cost: the least memory that stages can take.
 
     With one microbatch in flight a stage holds no more than its peak, and what the first part keeps only adds to the
     peaks behind it: the lowest peak is a recursion over the first part, and whether its input is held already. O(L^3),
@@ -220,7 +227,7 @@ class _Leanest(NamedTuple):
 
 
 class _Open:
-    """The labels that may still be extended, in order of position, as contiguous columns."""
+    """The labels that one more segment or run may still extend, in order of position, as contiguous columns."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -335,10 +342,11 @@ def labels_from(
 
 
 def _chosen(kept: Ints, peak: Ints, cost: Ints, held: Flags, storage: int, resolution: Resolution) -> tuple[Ints, bool]:
-    """Return the labels that no other beats, and whether these are all.
+    """Return the indices of the labels at one position that are worth keeping, and whether none is missing.
 
-    Where the next part keeps its input, labels that don't hold it yet will take ``storage`` bytes more than those that
-    do; where it doesn't, or the stage ends, they won't. A label stays if it is unbeaten in either count.
+    Labels that already hold the memory of the tensor that leaves there (``held``) have an advantage of ``storage``
+    bytes over the others where the next part keeps that tensor, and none where it doesn't, or where the stage ends. So
+    a label stays if no other beats it in one of these two counts of what is kept.
     """
     chosen, complete = front(kept, peak, cost, resolution)
     if not storage or held.all() or not held.any():

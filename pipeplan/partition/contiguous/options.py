@@ -1,7 +1,8 @@
-"""What every stage offers: its time per microbatch as a function of how many microbatches it must hold.
+"""How long does a stage take per microbatch, given how many microbatches it must hold?
 
-A stage that holds more microbatches may have to recompute, and then takes longer. The partitioners read this trade from
-tables over pairs of cuts, computed once per class of devices by the one cost model.
+A stage that must hold more of them may have to recompute activations instead of keeping them, and then takes longer.
+The partitioners read this trade from tables over pairs of cuts, computed once per class of devices by the one cost
+model. Here a stage stores everything or recomputes all of itself; :mod:`.segments` has the finer choice.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ...cost import memory_model, time_model
 from ...cost.saved import saved_bytes
 from ...integers import IntLike, Ints
 from ...problem import Problem
+from ..in_flight import in_flight_limit, version_counts
 
 NEVER = 2**61  # ns; above every time, and two of them still fit into an int64
-UNLIMITED = 2**20  # microbatches; more than any schedule keeps in flight
 
 Work = Callable[[Ints], Ints]  # least times of some stages, given how many microbatches they hold
 Ranges = tuple[tuple[int, int], ...]
 
 
 class Menu(Protocol):
-    """What the stages between cuts offer on devices of one class."""
+    """How long every stage between two cuts takes on devices of one class, by the microbatches that it holds."""
 
     @property
     def by_replicas(self) -> bool:
-        """Whether what a stage offers depends on its replicas."""
+        """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
 
     def select(self, index: Ints) -> Menu:
-        """Return the menu of the stages between the cuts ``index`` alone."""
+        """Return the options of the stages between the cuts ``index`` alone."""
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
         """Return a function from in-flight counts to the least times of the stages from cut ``start`` to ``stops``,
@@ -45,8 +45,8 @@ class Menu(Protocol):
         microbatches."""
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
-        """Return options (times, in-flight limits) with one replica, tables over pairs of cuts, that bound the menu:
-        no stage is quicker, on any number of replicas, than the quickest option that its count allows."""
+        """Return pairs (times, in-flight limits) of tables over pairs of cuts, with one replica, as lower bounds: no
+        stage is quicker, on any number of replicas, than the quickest pair whose limit allows what it holds."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class OptionMenu:
 
     @property
     def by_replicas(self) -> bool:
-        """Whether what a stage offers depends on its replicas."""
+        """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
         return len(self.times[0]) > 1 or len(self.limits[0]) > 1
 
     def select(self, index: Ints) -> OptionMenu:
-        """Return the menu of the stages between the cuts ``index`` alone."""
+        """Return the options of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
         times, limits = (
             tuple(tuple(table[both] for table in tables) for tables in options) for options in (self.times, self.limits)
@@ -117,14 +117,10 @@ def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[In
     """Return :attr:`Menu.times` between ``cuts`` (layer positions) on devices of this speed, NEVER for no stage."""
     chain, policy = problem.chain, problem.policy
     start, stop = cuts[:, None], cuts[None, :]
-    forward = time_model.forward_ns(chain, start, stop, speed)
     counts = replica_counts(problem)
     options = []
     for _, _, recompute in _choices(problem, start, stop):
-        tables = [
-            forward + time_model.backward_ns(chain, policy, start, stop, recompute, replicas, speed)
-            for replicas in counts
-        ]
+        tables = [time_model.work_ns(chain, policy, start, stop, recompute, replicas, speed) for replicas in counts]
         for table in tables:
             table[(stop <= start) | (table == 0)] = NEVER  # a stage without work would leave orders ambiguous
         options.append(tuple(tables))
@@ -136,17 +132,6 @@ def replica_counts(problem: Problem) -> range:
     policy = problem.policy
     pays = policy.accumulate is not None and policy.coarsening is None and problem.replicas
     return range(1, len(problem.platform) + 1) if pays and int(problem.chain.sums.optimizer_ns[-1]) > 0 else range(1, 2)
-
-
-def version_counts(problem: Problem) -> range:
-    """Return the replica counts between which the weight versions of a stage differ, the last for all beyond it.
-
-    See :func:`costs.versions`: more replicas than microbatches between updates keep as many as two.
-    """
-    policy = problem.policy
-    if not problem.replicas or not memory_model.versions_grow(policy):
-        return range(1, 2)
-    return range(1, min(len(problem.platform), max(2, policy.update_interval())) + 1)
 
 
 def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints, ...], ...]:
@@ -174,46 +159,3 @@ def _choices(problem: Problem, start: Ints, stop: Ints) -> list[tuple[IntLike, I
         keeps, transient, recompute = memory_model.segment(problem.chain, start, stop)
         choices.append((keeps, keeps + transient, recompute))
     return choices
-
-
-def in_flight_limit(
-    problem: Problem, start: IntLike, stop: IntLike, kept: IntLike, peak: IntLike, memory: int, replicas: int = 1
-) -> npt.NDArray[np.int64]:
-    """Return how many microbatches in flight on each of its ``replicas`` ``layers[start:stop]`` fit into ``memory``
-    bytes with, 0 if none.
-
-    Each microbatch more costs ``kept`` and, where it has its own weights, another version, so what a stage holds is
-    linear; where some share a version, the number is bisected. A relaxation under vertical sync, where the first
-    stage's number decides the versions.
-    """
-
-    def held(in_flight: IntLike) -> IntLike:
-        return fixed_bytes(problem, start, stop, in_flight, replicas) + memory_model.held_bytes(kept, peak, in_flight)
-
-    if memory_model.versions_grow(problem.policy) and problem.policy.update_interval(replicas) > replicas:
-        return _most(held, memory, np.broadcast(start, stop, kept, peak).shape)
-    first = held(1)
-    more = held(2) - first
-    room = memory - first
-    limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
-    return np.where(room < 0, 0, np.minimum(limit, UNLIMITED)).astype(np.int64)
-
-
-def _most(held: Callable[[IntLike], IntLike], memory: int, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    low, high = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
-    while np.any(fits := (high < UNLIMITED) & (held(high) <= memory)):
-        low, high = np.where(fits, high, low), np.where(fits, 2 * high, high)
-    while np.any(low < high):  # low fits, what is above high doesn't
-        middle = low + (high - low + 1) // 2
-        fits = held(middle) <= memory
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    return low
-
-
-def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: IntLike, replicas: int = 1) -> IntLike:
-    """Return what ``layers[start:stop]`` take beside activations: weights with their versions, and buffers."""
-    chain, policy = problem.chain, problem.policy
-    total, parameters = chain.sums.weight_bytes, chain.sums.parameters
-    cut = np.array((0, *chain.cut_bytes[1:-1], 0), dtype=np.int64)  # the chain's two ends are no cuts
-    size, count = total[stop] - total[start], parameters[stop] - parameters[start]
-    return memory_model.weights_bytes(policy, size, count, in_flight, replicas) + 2 * (cut[start] + cut[stop])

@@ -1,4 +1,9 @@
-"""Pareto sets of labels (kept, peak, cost): the exact one, and one on a grid of buckets for when it grows too large."""
+"""Which labels (kept, peak, cost) does no other label beat? All, or one for each bucket when there are too many.
+
+A label beats another when it is no larger in any of the three numbers and smaller in one; see :mod:`.labels` for what
+they mean. With buckets of cost and peak a label may go though none beats it: the numbers that stay are exact, but the
+search is no longer.
+"""
 
 from __future__ import annotations
 

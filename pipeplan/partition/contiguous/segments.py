@@ -1,7 +1,10 @@
-"""Segments of a stage that are recomputed: the least recomputation with which a stage can hold so many microbatches.
+"""How little must a stage recompute to hold g microbatches, when any of its segments may be recomputed?
 
-ALGORITHMS section 5, "Segments": from the labels of every stage comes E, the least recomputation with which it holds g
-microbatches; a decision reads E at the two counts between which a stage has to choose.
+From the ways to recompute each stage (:mod:`.labels`) comes a table: the least extra time at which ``layers[i:j]`` fit
+into a device's memory with g microbatches in flight. A decision then asks it only for the two counts between which a
+stage has to choose: the g that it has without recomputing, and one more, as the extra time may delay its backward into
+the next period. Exact where all labels are kept, and then optimal among contiguous plans. ALGORITHMS section 5,
+"Segments"; not in any paper.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ import numpy as np
 from ...cost import time_model
 from ...integers import Ints, ceil_div
 from ...problem import Chain, Device, Problem
+from ..in_flight import fixed_bytes, in_flight_limit, version_counts
 from .device_counts import device_counts
 from .labels import Labels, LeanLabels, Units, labels_from, lean_labels
-from .options import NEVER, Ranges, Work, fixed_bytes, in_flight_limit, replica_counts, version_counts, with_replicas
+from .options import NEVER, Ranges, Work, replica_counts, with_replicas
 from .pareto import Resolution
 from .tables import Ground
 
 
 @dataclass(frozen=True)
 class Effort:
-    """For the stages from each cut the first of ``resolutions`` is taken that needs no more than a quarter of what is
-    left of ``work`` (extensions of labels, over all cuts), else ``last``."""
+    """How much work may go into the labels of all stages, and how finely they are compared with it.
+
+    ``work`` counts extensions of labels by one more segment or run, over all first layers. For the stages from each
+    first layer the first of ``resolutions`` is taken that needs no more than a quarter of what is left, else ``last``.
+    """
 
     resolutions: tuple[Resolution, ...]
     last: Resolution
@@ -36,7 +43,7 @@ class Effort:
 def with_segments(
     ground: Ground, period: int, least: int, longest: int, tail: Ints, effort: Effort
 ) -> tuple[Ground, bool] | None:
-    """Return ``ground`` with all segments on offer that a plan of at most ``period`` ns may contain.
+    """Return the tables with the times of stages that may recompute any segments, for plans of at most ``period`` ns.
 
     Also whether that is exact: no such plan is missing. None when there is none by work, devices and fixed memory
     alone. Decisions may be made for periods of ``least`` to ``period``; ``longest`` bounds the time of one microbatch.
@@ -72,7 +79,8 @@ def with_segments(
 
 
 def with_lean_segments(ground: Ground, least: int, longest: int) -> Ground:
-    """Return ``ground`` with the segments on offer that peak lowest, whatever they cost (and nothing recomputed).
+    """Return the tables with two choices for each stage: the segments of the lowest peak of memory, whatever they cost,
+    and none.
 
     Exact where one microbatch at a time is fast enough.
     """
@@ -134,7 +142,7 @@ def _caps(ground: Ground, period: int, tail: Ints) -> Caps | None:
 
 
 def _offer(ground: Ground, labels_of: Callable[[int], Labels | LeanLabels], groups: int) -> tuple[Ground, bool]:
-    """Return ``ground`` with menus of the given labels (by first layer), and whether all labels are exact."""
+    """Return the tables with the times that the labels allow (given by first layer), and whether all are exact."""
     problem, cuts = ground.problem, ground.cuts
     memories = sorted({x.memory_bytes for x in problem.platform.devices})
     size = len(cuts)
@@ -172,7 +180,10 @@ def _limits(problem: Problem, labels: Labels | LeanLabels, at: Ints, memory: int
 
 
 class _Names:
-    """Finds the segments behind a least recomputation; the labels of the few stages asked for are made again."""
+    """Finds the segments that a table's least recomputation stands for, which the table doesn't keep.
+
+    The labels of the few stages that a plan has are made again.
+    """
 
     def __init__(self, problem: Problem, labels_of: Callable[[int], Labels | LeanLabels]) -> None:
         self._problem, self._labels_of = problem, labels_of
@@ -192,7 +203,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class SegmentMenu:
-    """All segments on offer for the stages ``layers[cuts[i]:cuts[j]]`` on devices of one class (a ``Menu``).
+    """How long the stages ``layers[cuts[i]:cuts[j]]`` take on devices of one class when any segments are recomputed.
 
     ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
     on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of
@@ -209,11 +220,11 @@ class SegmentMenu:
 
     @property
     def by_replicas(self) -> bool:
-        """Whether what a stage offers depends on its replicas."""
+        """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
         return len(self.backward) > 1 or len(self.recompute) > 1
 
     def select(self, index: Ints) -> SegmentMenu:
-        """Return the menu of the stages between the cuts ``index`` alone."""
+        """Return the options of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
         backward, recompute = (tuple(table[both] for table in tables) for tables in (self.backward, self.recompute))
         cuts, forward = self.cuts[index], self.forward[both]

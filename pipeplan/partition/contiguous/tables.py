@@ -1,6 +1,7 @@
-"""What a search over contiguous allocations stands on: the costs of all stages, cuts and device groups, as tables.
+"""What do all stages, cuts and groups of devices cost? The tables that a search over contiguous allocations reads.
 
-Everything here holds for every period, so one search computes it once.
+Everything here holds for every period, so one search computes it once. Stages begin and end at the n + 1 ``cuts``
+(0 and L included); tables over pairs of cuts are indexed ``[first cut, last cut]``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy.typing as npt
 from ...cost import memory_model
 from ...integers import Ints
 from ...problem import Device, Platform, Problem
+from ..cuts import legal_cuts, round_trips_ns
 from .options import NEVER, Menu, OptionMenu, stage_limits, stage_times
 
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """The groups of devices whose slowest speed and smallest memory are the same, and what stages offer on them.
+    """The groups of devices whose slowest speed and smallest memory are the same, and how long stages take on them.
 
     A stage on the devices ``a..b-1`` takes all of them that are at least as fast and as large as the class, so
     ``replicas[a, b]`` names a group. It is 0 where the first or the last device isn't taken, or no device is as slow or
@@ -63,33 +65,22 @@ class Ground:
 def ground(problem: Problem) -> Ground:
     """Return the tables of ``problem`` over all its legal cuts.
 
-    Where segments are allowed the menus are a relaxation, and their labels have to be put in their place.
+    Where segments are allowed, stages are taken to hold and to recompute nothing: a relaxation, in whose place
+    :mod:`.segments` puts what they may really do.
     """
     chain, platform = problem.chain, problem.platform
-    legal = np.ones(len(chain) + 1, dtype=np.bool_)
-    if problem.policy.weights != "flush":
-        for i, j in chain.tied:
-            legal[min(i, j) + 1 : max(i, j) + 1] = False
-    cuts = np.flatnonzero(legal)
-    start, stop = cuts[:, None], cuts[None, :]
-    total, parameters = chain.sums.weight_bytes, chain.sums.parameters
-    gradients = memory_model.gradient_bytes(
-        problem.policy, total[stop] - total[start], parameters[stop] - parameters[start]
-    )
-    round_trips = np.zeros((len(platform.levels), len(cuts)), dtype=np.int64)
-    for level in range(len(platform.levels)):
-        sizes = [chain.cut_bytes[c] for c in cuts[1:-1].tolist()]
-        round_trips[level, 1:-1] = [min(NEVER, 2 * platform.transfer_ns(x, level)) for x in sizes]
-    count = len(platform)
-    level_of = np.zeros((count, count + 1), dtype=np.int64)
-    for a in range(count):
-        for b in range(a + 1, count + 1):
-            level_of[a, b] = platform.level_of((a, b - 1))
-    outer = np.concatenate([np.zeros((1, count + 1), dtype=np.int64), level_of[:-1]])
+    cuts = legal_cuts(problem)
+    gradients = memory_model.gradient_of(chain, problem.policy, cuts[:, None], cuts[None, :])
+    round_trips = [
+        [min(NEVER, trip) for trip in round_trips_ns(chain, platform, cuts, level)]
+        for level in range(len(platform.levels))
+    ]
+    count, spans = len(platform), platform.spans
+    outer = np.concatenate([np.zeros((1, count + 1), dtype=np.int64), spans[:-1]])
     if not problem.replicas:  # the stage on device b - 1 alone
-        outer = np.array([[0, 0, *(level_of[b - 2, b] for b in range(2, count + 1))]], dtype=np.int64)
-        level_of = np.zeros_like(outer)
-    best = Device(max(x.memory_bytes for x in platform.devices), max(x.speed for x in platform.devices))
+        outer = np.array([[0, 0, *(spans[b - 2, b] for b in range(2, count + 1))]], dtype=np.int64)
+        spans = np.zeros_like(outer)
+    best = platform.best_device
     times = {x: stage_times(problem, cuts, x) for x in {x.speed for x in platform.devices}}
     limits = {x: stage_limits(problem, cuts, x) for x in {x.memory_bytes for x in platform.devices}}
 
@@ -98,9 +89,8 @@ def ground(problem: Problem) -> Ground:
 
     classes = tuple(DeviceClass(menu_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
     uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
-    return Ground(
-        problem, cuts, classes, menu_of(best), best, np.asarray(gradients), round_trips, level_of, outer, uniform
-    )
+    trips = np.array(round_trips, dtype=np.int64)
+    return Ground(problem, cuts, classes, menu_of(best), best, np.asarray(gradients), trips, spans, outer, uniform)
 
 
 def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
@@ -147,3 +137,15 @@ def longest_delay(problem: Problem, period: int) -> int:
     if problem.policy.weights != "2bw" or accumulate is None:
         return NEVER - 1
     return min(period * accumulate, NEVER - 1)
+
+
+def largest_synced_gradients(problem: Problem, period: int) -> Ints:
+    """Return the most gradient bytes that replicas can sum at ``period``, by level and replica count 0..P."""
+    policy, count = problem.policy, len(problem.platform)
+    return np.array(
+        [
+            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, width) for r in range(1, count + 1))]
+            for width, _ in problem.platform.paths
+        ],
+        dtype=np.int64,
+    )

@@ -1,7 +1,8 @@
-"""MadPipe's partitioner, solved exactly: one stage on every device but one, the special one, which may hold several.
+"""Which plan with one stage on every device but one, the special device, is best by MadPipe's rules? Exactly.
 
-The dynamic program of MadPipe section 4.2 builds the stages from the end of the chain. Instead of values on a grid it
-keeps the Pareto set of what matters to the layers before a cut, and answers whether a period can be met.
+The dynamic program of MadPipe section 4.2 builds the stages from the end of the chain. Where the paper rounds what
+matters to the layers before a cut to a grid of values, here *labels* hold it exactly, and those that another label
+equals or betters in every number are dropped. One run answers whether a period can be met; the smallest is bisected.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""MadPipe's partitioner as published: its dynamic program on a grid of values, and its search for the target period.
+"""Which plan does MadPipe find as published? Its dynamic program on a grid of values, and its search for the period.
 
-Kept for comparison; ``madpipe`` answers the same question exactly.
+Kept for comparison; ``madpipe`` answers the same question exactly. The paper's letters: t_P and m_P are the time and
+the memory in use on the special device, V the delay from the end of a forward to the start of its backward, That the
+period that group counts are made for, T the period that the program then finds.
 """
 
 from __future__ import annotations

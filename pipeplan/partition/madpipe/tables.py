@@ -1,6 +1,8 @@
-"""Where one device is special and may hold several stages: what stages cost there, shared by MadPipe's partitioners.
+"""What do all stages cost on one of equal devices? The tables that both of MadPipe's partitioners read.
 
-All devices are taken as equal. A stage costs what ``costs`` says; here it stands in tables over pairs of legal cuts.
+MadPipe's class of plans: every device has one stage, but for the *special device*, which may have several that need not
+be neighbours (its section 4.2). No replicas, no recomputation. All devices are taken as equal; a stage costs what the
+models in ``cost`` say, here in tables over pairs of legal cuts.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from ...cost.saved import first_saved, saved_bytes
 from ...integers import IntLike, ceil_div
 from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Policy, Problem
-from ..contiguous.options import in_flight_limit
+from ..cuts import crossing_bytes, legal_cuts, round_trips_ns
+from ..in_flight import in_flight_limit
 
 
 def worst_of(platform: Platform) -> Platform:
     """Return equal devices with the least memory, the least speed and the slowest path of ``platform``."""
-    bandwidth, latency = platform.paths[-1]
-    device = Device(min(x.memory_bytes for x in platform.devices), min(x.speed for x in platform.devices))
-    return replace(platform, devices=(device,) * len(platform), levels=(Level(len(platform), bandwidth, latency),))
+    return _alike(platform, platform.slowest(range(len(platform))), platform.paths[-1])
 
 
 def best_of(platform: Platform) -> Platform:
     """Return equal devices with the most memory, the best speed and the fastest path of ``platform``."""
-    bandwidth, latency = platform.paths[0]
-    device = Device(max(x.memory_bytes for x in platform.devices), max(x.speed for x in platform.devices))
-    return replace(platform, devices=(device,) * len(platform), levels=(Level(len(platform), bandwidth, latency),))
+    return _alike(platform, platform.best_device, platform.paths[0])
+
+
+def _alike(platform: Platform, device: Device, path: tuple[int, int]) -> Platform:
+    count = len(platform)
+    return replace(platform, devices=(device,) * count, levels=(Level(count, *path),))
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Ground:
     least_saved: list[int]
 
     def select(self, starts: list[int]) -> Ground:
-        """Return the same ground with cuts at the layers ``starts`` and at the end alone."""
+        """Return the same tables with cuts at the layers ``starts`` and at the end alone."""
         index = [*(self.cuts.index(start) for start in starts), len(self.cuts) - 1]
 
         def pairs(table: list[list[int]]) -> list[list[int]]:
@@ -90,20 +94,12 @@ class Ground:
 def ground_of(problem: Problem, platform: Platform) -> Ground:
     """Return the tables of ``problem`` on ``platform``, whose devices are equal, without replicas and recomputation."""
     chain, policy = problem.chain, problem.policy
-    legal = [True] * (len(chain) + 1)
-    if policy.weights != "flush":
-        for one, other in chain.tied:
-            legal[min(one, other) + 1 : max(one, other) + 1] = [False] * abs(one - other)
-    cuts = np.flatnonzero(legal)
+    cuts = legal_cuts(problem)
     start, stop = cuts[:, None], cuts[None, :]
     device = platform.devices[0]
-    work = time_model.forward_ns(chain, start, stop, device.speed)
-    work = work + time_model.backward_ns(chain, policy, start, stop, speed=device.speed)
-    size = chain.sums.weight_bytes[stop] - chain.sums.weight_bytes[start]
-    count = chain.sums.parameters[stop] - chain.sums.parameters[start]
+    size, count = memory_model.weights_of(chain, start, stop)
     none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
     saved = np.asarray(saved_bytes(chain, start, stop))
-    crossing = [0, *(chain.cut_bytes[c] for c in cuts[1:-1].tolist()), 0]
     return Ground(
         policy=policy,
         cuts=cuts.tolist(),
@@ -111,19 +107,19 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
         memory=device.memory_bytes,
         lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
         duplex=platform.full_duplex,
-        work=work.tolist(),
+        work=time_model.work_ns(chain, policy, start, stop, speed=device.speed).tolist(),
         limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
         fixed=none.tolist(),
         version=(one - none).tolist(),
         saved=saved.tolist(),
-        round_trip=[2 * platform.transfer_ns(size, 0) for size in crossing],
-        buffers=[2 * size for size in crossing],
+        round_trip=round_trips_ns(chain, platform, cuts, 0),
+        buffers=(2 * crossing_bytes(chain)[cuts]).tolist(),
         least_saved=np.concatenate([[0], np.cumsum(first_saved(chain))])[cuts].tolist(),
     )
 
 
 class Stages(NamedTuple):
-    """The nearest stage, between two cuts, and those behind it."""
+    """The first stage of a part of the chain (indices of its two cuts, whether on the special device), and the rest."""
 
     start: int
     stop: int

@@ -1,7 +1,8 @@
-"""PipeDream's dynamic program over the last stage of a range, one level of the machine at a time.
+"""What is the least longest stage of every range of layers on m units of a level? PipeDream's recurrence.
 
-The two modes of ``pipedream`` differ in what a stage costs, which they pass in as rows; the recurrence, and reading the
-stages back, are here.
+A level joins units: devices inside a server, then servers. The best stages of a range end with one last stage on some
+of the units, and the best stages of what is left on the others (PipeDream section 3.1). The two modes of ``pipedream``
+differ in what a stage costs, which they pass in as rows; the recurrence, and reading the stages back, are here.
 """
 
 from __future__ import annotations

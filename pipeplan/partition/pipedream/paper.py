@@ -1,6 +1,6 @@
-"""PipeDream's partitioner: stages with replicas that balance compute, weight synchronisation and transfers.
+"""Which stages with replicas balance compute, weight synchronisation and transfers best? PipeDream's partitioner.
 
-It does not look at memory in flight; 1F1B* makes its allocation schedulable afterwards.
+It does not look at memory in flight; 1F1B* makes its allocation schedulable afterwards. PipeDream section 3.1.
 """
 
 from __future__ import annotations
@@ -60,61 +60,44 @@ def _flat(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
 
     Among those it is one of the fewest stages, on as many devices as these can use, cut where few bytes cross.
     """
-    count, places = len(problem.chain), _places(problem, straight)
-    high = _work_ns(problem, 0, count, 1, problem.platform.devices[0].speed)  # everything on the first device
+    count, largest = len(problem.chain), 1 if straight else len(problem.platform)
+    alone = problem.platform.devices[0].speed  # everything on the first device
+    high = time_model.work_ns(problem.chain, problem.policy, 0, count, speed=alone)
     low = 1
     while low < high:
         middle = (low + high) // 2
-        limits = _limits(problem, places, middle)
+        limits = _limits(problem, middle, largest)
         ends = _nothing(problem)
         for devices in range(1, len(problem.platform) + 1):
-            _extend(places, limits, ends, ends, devices)
+            _extend(limits, ends, ends, devices)
         low, high = (low, middle) if ends[:, :, count].any() else (middle + 1, high)
 
-    limits = _limits(problem, places, high)
+    limits = _limits(problem, high, largest)
     by_stages = [_nothing(problem)]  # what one, two, ... stages cover
     while not by_stages[-1][:, :, count].any():
         by_stages.append(np.zeros_like(by_stages[0]))
         for devices in range(1, len(problem.platform) + 1):
-            _extend(places, limits, by_stages[-2], by_stages[-1], devices)
-    return high, _partition(problem, places, limits, by_stages)
+            _extend(limits, by_stages[-2], by_stages[-1], devices)
+    return high, _partition(problem, limits, by_stages)
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where stages can lie: ``level[p, m]`` is the level that m devices from device p on span, ``boundary[p]`` the one
-    that devices p - 1 and p span; ``largest`` is the most replicas."""
+class _Limits:
+    """What a period allows: ``passes[v, l]``, the transfer at cut l over level v; ``furthest(p, m)[l]``, the largest
+    stop of a stage that starts at layer l on m devices from device p on (stops grow with starts); at most ``largest``
+    replicas. ``spans[a, b]`` is the level that joins the devices a..b-1."""
 
-    level: Ints
-    boundary: Ints
+    passes: Bools
+    furthest: Callable[[int, int], Ints]
     largest: int
+    spans: Ints
 
     def sizes(self, end: int) -> range:
         """Replica counts of a stage whose last device is end - 1."""
         return range(1, min(end, self.largest) + 1)
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """What a period allows: ``passes[v, l]``, the transfer at cut l over level v; ``furthest(p, m)[l]``, the largest
-    stop of a stage that starts at layer l on m devices from device p on. Stops grow with starts."""
-
-    passes: Bools
-    furthest: Callable[[int, int], Ints]
-
-
-def _places(problem: Problem, straight: bool) -> _Places:
-    platform = problem.platform
-    count = len(platform)
-    level = np.zeros((count, count + 1), dtype=np.int64)
-    for p in range(count):
-        for m in range(1, count - p + 1):
-            level[p, m] = platform.level_of((p, p + m - 1))
-    boundary = np.array([0] + [platform.level_of((p - 1, p)) for p in range(1, count)], dtype=np.int64)
-    return _Places(level, boundary, 1 if straight else count)
-
-
-def _limits(problem: Problem, places: _Places, period: int) -> _Limits:
+def _limits(problem: Problem, period: int, largest: int) -> _Limits:
     chain, platform = problem.chain, problem.platform
     directions = 1 if platform.full_duplex else 2
     passes = np.array(
@@ -131,9 +114,9 @@ def _limits(problem: Problem, places: _Places, period: int) -> _Limits:
 
     @cache
     def furthest(p: int, m: int) -> Ints:
-        return furthest_stop(m, platform.slowest(range(p, p + m)).speed, int(places.level[p, m]))
+        return furthest_stop(m, platform.slowest(range(p, p + m)).speed, int(platform.spans[p, p + m]))
 
-    return _Limits(passes, furthest)
+    return _Limits(passes, furthest, largest, platform.spans)
 
 
 def _nothing(problem: Problem) -> Bools:
@@ -144,12 +127,12 @@ def _nothing(problem: Problem) -> Bools:
     return ends
 
 
-def _starts(places: _Places, limits: _Limits, covered: Bools, end: int) -> Bools:
+def _starts(limits: _Limits, covered: Bools, end: int) -> Bools:
     """Return the table (replicas - 1, level of the stage before, l): a stage whose last device is end - 1 may start
     at layer l."""
-    sizes = np.array(places.sizes(end))
+    sizes = np.array(limits.sizes(end))
     first = end - sizes
-    own = np.maximum(places.level[first, sizes], places.boundary[first])
+    own = np.maximum(limits.spans[first, end], limits.spans[first - 1, first + 1])  # its own, and to the device before
     spanned = np.maximum(np.arange(len(limits.passes)), own[:, None])
     starts: Bools = covered[first] & limits.passes[spanned]
     if first[-1] == 0:
@@ -157,29 +140,29 @@ def _starts(places: _Places, limits: _Limits, covered: Bools, end: int) -> Bools
     return starts
 
 
-def _extend(places: _Places, limits: _Limits, covered: Bools, ends: Bools, end: int) -> None:
+def _extend(limits: _Limits, covered: Bools, ends: Bools, end: int) -> None:
     """Add to ``ends[end]`` what one more stage, whose last device is end - 1, covers beyond ``covered``."""
-    sizes = places.sizes(end)
-    starts = _starts(places, limits, covered, end).any(axis=1)
+    sizes = limits.sizes(end)
+    starts = _starts(limits, covered, end).any(axis=1)
     stops = np.array([limits.furthest(end - m, m) for m in sizes])
     index = np.arange(starts.shape[1])
     last = np.maximum.accumulate(np.where(starts, index, -1), axis=1)[:, :-1]  # the last start before each stop
     fits = (last >= 0) & (np.take_along_axis(stops, np.maximum(last, 0), axis=1) >= index[1:])
-    spans = places.level[end - np.array(sizes), sizes]
+    spans = limits.spans[end - np.array(sizes), end]
     for v in np.unique(spans):
         ends[end, v, 1:] |= fits[spans == v].any(axis=0)
 
 
-def _partition(problem: Problem, places: _Places, limits: _Limits, by_stages: list[Bools]) -> list[Cut]:
+def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> list[Cut]:
     """Return stages that cover the chain, read back from what each number of stages covers."""
     stop = len(problem.chain)
     end, level = (int(x) for x in np.argwhere(by_stages[-1][:, :, stop])[-1])
     stages: list[Cut] = []
     for covered in by_stages[-2::-1]:
-        starts = _starts(places, limits, covered, end)[:, :, :stop]
+        starts = _starts(limits, covered, end)[:, :, :stop]
         choices = []
-        for m in places.sizes(end):
-            if places.level[end - m, m] == level:
+        for m in limits.sizes(end):
+            if limits.spans[end - m, end] == level:
                 fits = starts[m - 1] & (limits.furthest(end - m, m)[:stop] >= stop)
                 for before, start in np.argwhere(fits):
                     choices.append((problem.chain.cut_bytes[start], int(start), m, int(before)))
@@ -196,23 +179,17 @@ def _furthest(problem: Problem, period: int, replicas: int, speed: Fraction, gra
     budget = replicas * period
     roughly = min(budget * speed.numerator // speed.denominator, UNREACHABLE)  # rounding up only takes away
     stop = np.searchsorted(prefix, prefix + roughly, side="right") - 1
-    synced = np.asarray(memory_model.gradient_bytes(problem.policy, sums.weight_bytes, sums.parameters))
+    synced = np.asarray(memory_model.gradient_of(problem.chain, problem.policy, 0, np.arange(len(prefix))))
     stop = np.minimum(stop, np.searchsorted(synced, synced + min(gradient, UNREACHABLE), side="right") - 1)
     start = np.arange(len(prefix))
-    too_far = _work_ns(problem, start, stop, replicas, speed) > budget
+    too_far = time_model.work_ns(problem.chain, problem.policy, start, stop, 0, replicas, speed) > budget
     high = np.where(too_far, stop - 1, stop)
     low = np.where(too_far, start, stop)
     while (low < high).any():
         middle = (low + high + 1) // 2
-        fits = _work_ns(problem, start, middle, replicas, speed) <= budget
+        fits = time_model.work_ns(problem.chain, problem.policy, start, middle, 0, replicas, speed) <= budget
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     return low
-
-
-def _work_ns(problem: Problem, start: Any, stop: Any, replicas: int, speed: Fraction) -> Any:
-    """Forward plus backward of ``layers[start:stop]``."""
-    forward = time_model.forward_ns(problem.chain, start, stop, speed)
-    return forward + time_model.backward_ns(problem.chain, problem.policy, start, stop, 0, replicas, speed)
 
 
 # --- strict hierarchy: PipeDream's dynamic program, level by level ----------------------------------------------------
@@ -224,7 +201,6 @@ def _strict(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
     length = len(chain)
     speed = platform.slowest(range(len(platform))).speed
     directions = 1 if platform.full_duplex else 2
-    weight, parameter = chain.sums.weight_bytes, chain.sums.parameters
     solved: list[Solved] = []
     for k, joined in enumerate(platform.levels):
         bandwidth, _ = platform.paths[k]
@@ -236,13 +212,13 @@ def _strict(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
         @cache
         def first(stop: int, below: Table | None = below, most: int = most, bandwidth: int = bandwidth) -> Table:
             start = np.arange(stop)
-            gradient = memory_model.gradient_bytes(
-                policy, weight[stop] - weight[:stop], parameter[stop] - parameter[:stop]
-            )
-            exact: Any = np.asarray(gradient).astype(object)  # bytes times 1e9 exceed 64 bits
+            gradient = np.asarray(memory_model.gradient_of(chain, policy, start, stop))
+            exact: Any = gradient.astype(object)  # bytes times 1e9 exceed 64 bits
             rows = []
             for m in range(1, most + 1):
-                work = _work_ns(problem, start, stop, m, speed) if below is None else below[stop, :stop]
+                work = (
+                    time_model.work_ns(chain, policy, start, stop, 0, m, speed) if below is None else below[stop, :stop]
+                )
                 sync = np.asarray(time_model.sync_period_ns(policy, exact, m, bandwidth)).astype(np.int64)
                 rows.append(np.maximum(ceil_div(work, m), sync))
             return np.array(rows)

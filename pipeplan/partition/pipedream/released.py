@@ -1,4 +1,4 @@
-"""The optimizer that was published with PipeDream, recurrence for recurrence, to compare with its numbers.
+"""Which stages does the optimizer find that was published with PipeDream? Recurrence for recurrence, to compare.
 
 It differs from the paper: transfers are divided among replicas, the first stage of a range pays for synchronisation
 another way than the later ones, and it works on the states of a DAG of antichains. ALGORITHMS section 5 has it in full.

@@ -10,13 +10,14 @@ from ...check.validate import check
 from ...errors import BadInput, Infeasible
 from ...plan import Allocation, Plan, Provenance, Schedule, Stage
 from ..incumbent import Settings
+from ..plan import Planned
 from .problem import GridProblem, Outcome, Row, configs, why_not
 from .search import search_grids
 
 ALGORITHM = "grid"
 
 
-def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort: str = "normal") -> Plan:
+def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort: str = "normal") -> Planned:
     """Return the validated plan of the best grid found; Infeasible, explained, if no grid fits.
 
     ``provenance.options`` holds the table of grids: the best figure of each, or what rules it out, and the bound.
@@ -40,8 +41,7 @@ def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort:
         ),
         schedule=Schedule("message-driven", problem.policy.accumulate, found.limit),
     )
-    check(plan)
-    return plan
+    return Planned(plan, check(plan))
 
 
 def segment_length(stages: tuple[Stage, ...]) -> int | None:

@@ -6,7 +6,7 @@ Here are the ways to do so, what bounds each from below, and the search for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -14,11 +14,12 @@ from typing import Literal
 
 from ...cost import memory_model
 from ...plan import Schedule, Stage
-from ...problem import Problem
+from ...problem import Chain, Problem
 from ...schedule.kinds import too_long
-from .microbatches import Profiles
+from .microbatches import Profiles, profiles
 
 Placement = Literal["stage", "pipeline"]
+COARSENING = 4  # buckets per chunk: two and four are best in Myelin's Figure 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,44 @@ class GridProblem:
         microbatches = self.batch // config.microbatch
         policy = replace(self.problem.policy, accumulate=microbatches, offload=config.offload)
         return replace(self.problem, chain=self.profiles.at(config.microbatch), policy=policy)
+
+
+def grid_problem(
+    problem: Problem,
+    batch: int,
+    chains: Sequence[Chain],
+    sizes: Sequence[int] | None = None,
+    *,
+    pipelines: int | None = None,
+    fixed_ns: int = 0,
+    offload: bool | None = None,
+    overlap: bool = False,
+    limit: int | None = None,
+) -> tuple[GridProblem, list[str]]:
+    """Return the question which grid is done first with a batch, and in words what its answer assumes.
+
+    ``chains`` are profiles of one network at microbatches of several sizes, ``sizes`` those to choose from (None: those
+    profiled); of each pass of a layer ``fixed_ns`` don't change with the size. ``offload`` None: where it is faster.
+    ``overlap``: the optimizer steps on one chunk of gradients while the next is summed.
+    """
+    given = profiles(chains, fixed_ns)
+    chosen = tuple(sorted(set(sizes or given.measured)))
+    policy = replace(problem.policy, accumulate=None, coarsening=COARSENING if overlap else None)
+    has_state = policy.optimizer != "sgd" or policy.precision == "mixed"
+    offloads = (False, True) if offload is None and has_state else (bool(offload),)
+    scaled = given.assumption(chosen)
+    assumptions = [] if scaled is None else [scaled]
+    assumptions.append(
+        "gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth"
+        + (", the optimizer steps meanwhile: the longer of the two and a chunk of the other" if overlap else "")
+    )
+    assumptions.append("the messages of all pipelines between two stages share one link")
+    if True in offloads:
+        assumptions.append("moving optimizer state between host and GPU takes no time of its own")
+    return (
+        GridProblem(problem.with_policy(policy), given, batch, chosen, offloads, limit, pipelines),
+        assumptions,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +206,3 @@ def work_bound(asked: GridProblem, config: Config) -> int:
         rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
     return ceil(max(drain / speed, (count * work / speed + rounds) / p, count * largest / speed))
-
-
-def limits(inter: int, microbatches: int) -> list[int]:
-    """Return the limits worth trying: p, between p and 2p - 1, and less for where memory is short."""
-    if inter == 1:
-        return [1]
-    if inter <= 4:
-        tried = [inter, 2 * inter - 1, *range(inter + 1, 2 * inter - 1), *range(inter - 1, 0, -1)]
-    else:
-        tried = [inter, 2 * inter - 1, inter * 5 // 4, inter * 3 // 2, inter * 3 // 4, inter // 2, inter // 4, 2, 1]
-    return list(dict.fromkeys(min(x, microbatches) for x in tried))

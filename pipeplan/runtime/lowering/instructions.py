@@ -5,15 +5,15 @@ Made from the program alone, before the run and without torch; the executor only
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import InvalidPlan
 from ...schedule.program import Program, RankOp, Step, lower
-from ...schedule.weight_policies import WeightPolicy
+from ...schedule.timeline import Timeline
+from ...schedule.weight_versions import Use, WeightPolicy, alive, kept, used
 
 Pass = Literal["F", "B"]
 Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), and the stage that sends them
@@ -151,67 +151,45 @@ def _which(last: int, covers: int) -> str:
 
 
 def lowered(
-    program: Program,
-    start_ns: Sequence[Sequence[int]],
-    policy: WeightPolicy,
-    interval: int,
-    ranks: Mapping[int, int],
+    timeline: Timeline, policy: WeightPolicy, interval: int, ranks: Mapping[int, int]
 ) -> list[list[Instruction]]:
-    """Return the instructions of every rank (``ranks``: device to rank) for ``program``, updates and versions included.
+    """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
-    Mini-batch j is microbatches ``[j * interval, (j + 1) * interval)``. The order is the program's total order, which
-    ``start_ns[microbatch][position]`` gives: passes and exchanges as :func:`~.program.lower` places them, and an
-    update on all replicas of a stage right after the stage's last backward of a mini-batch, wherever that ran. So
-    collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need
-    weights that are not made yet, or more versions than the policy keeps.
+    The order is that of the simulated run: passes and exchanges as :func:`..schedule.program.lower` places them, and an
+    update on all replicas of a stage where :func:`..schedule.weight_versions.used` has it, an update every ``interval``
+    microbatches. So collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass
+    would need weights that are not made yet, or more versions than the policy keeps.
     """
-    graph = program.graph
-    orders = lower(program, start_ns)
-    moments = {device: [_moment(program, start_ns, op) for op in operations] for device, operations in orders.items()}
-    entries: dict[int, list[tuple[_Moment, int, Instruction]]] = {device: [] for device in orders}
-    entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
-    common = _common_versions(program, start_ns, interval)
-    for s, stage in enumerate(graph.stages):
-        devices = graph.resources[stage.resource].devices
-        passes = sorted(
-            (moment, device, index)
-            for device in devices
-            for index, (moment, op) in enumerate(zip(moments[device], orders[device], strict=True))
-            if op.stage == s and op.kind in ("F", "B")
-        )
-        made = 0
-        used: dict[int, int] = {}  # microbatch -> version of its forward
-        finished: Counter[int] = Counter()
-        needs: list[tuple[int, int]] = []  # (updates made, version) of each pass in order
-        for moment, device, index in passes:
-            op = orders[device][index]
-            minibatch = op.microbatch // interval
-            if op.kind == "F":
-                used[op.microbatch] = version = policy.forward_version(
-                    minibatch, made, entered.get(op.microbatch, made)
-                )
-                entered.setdefault(op.microbatch, version)
-                entries[device].append((moment, index, Forward(s, op.microbatch, version)))
-            else:
-                version = policy.backward_version(used[op.microbatch], made, common(op.microbatch))
-                entries[device].append((moment, index, Backward(s, op.microbatch, version, op.covers)))
-                finished[minibatch] += op.covers
-            needs.append((made, version))
-            if op.kind == "B" and finished[minibatch] == interval:
-                made += 1
+    program, graph = timeline.program, timeline.program.graph
+    orders = lower(program, timeline.start_ns)
+    entries: dict[int, list[tuple[_Turn, int, Instruction]]] = {device: [] for device in orders}
+    version_of: dict[Step, int] = {}
+    for s, uses in enumerate(used(timeline, policy, interval)):
+        _check_versions(s, uses, policy, interval)
+        devices = graph.resources[graph.stages[s].resource].devices
+        for use in uses:
+            version_of[use.step] = use.version
+            if use.updates:
+                made = use.made + 1
                 for replica in devices:
                     place = len(orders[replica]) + 2 * made
                     if len(devices) > 1:
-                        entries[replica].append((moment, place - 1, Reduce(s, made)))
-                    entries[replica].append((moment, place, Update(s, made)))
-        _check_versions(s, needs, policy, interval)
+                        entries[replica].append((timeline.turn(use.step), place - 1, Reduce(s, made)))
+                    entries[replica].append((timeline.turn(use.step), place, Update(s, made)))
     for device, operations in orders.items():
-        for index, (moment, op) in enumerate(zip(moments[device], operations, strict=True)):
-            if op.kind not in ("F", "B"):
-                assert op.peer is not None, "an exchange has a peer"
-                kind: Pass = "F" if op.kind.endswith("_F") else "B"
-                make = Send if op.kind.startswith("SEND") else Receive
-                entries[device].append((moment, index, make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)))
+        for index, op in enumerate(operations):
+            step = _step(program, op)
+            match op.kind:
+                case "F":
+                    instruction: Instruction = Forward(op.stage, op.microbatch, version_of[step])
+                case "B":
+                    instruction = Backward(op.stage, op.microbatch, version_of[step], op.covers)
+                case _:
+                    assert op.peer is not None, "an exchange has a peer"
+                    kind: Pass = "F" if op.kind.endswith("_F") else "B"
+                    make = Send if op.kind.startswith("SEND") else Receive
+                    instruction = make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)
+            entries[device].append((timeline.turn(step), index, instruction))
     lists: list[list[Instruction]] = [[] for _ in ranks]
     for device, rank in ranks.items():
         in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
@@ -237,49 +215,30 @@ def _sends_before_updates(instructions: list[Instruction]) -> list[Instruction]:
     return instructions
 
 
-def _common_versions(program: Program, start_ns: Sequence[Sequence[int]], interval: int) -> Callable[[int], int]:
-    """Return a function: microbatch -> the newest version that all stages have when the last begins its backward.
-
-    The first stage is the last to make a version.
-    """
-    first, last = program.position["B", 0], program.position["B", len(program.graph.stages) - 1]
-    ends = [row[first] + program.operations[first].duration_ns for row in start_ns]
-    made = sorted(max(ends[m : m + interval]) for m in range(0, len(ends), interval))
-    return lambda microbatch: bisect_right(made, start_ns[microbatch][last])
+_Turn = tuple[int, int, Step]
 
 
-_Moment = tuple[int, int, Step]
-
-
-def _moment(program: Program, start_ns: Sequence[Sequence[int]], op: RankOp) -> _Moment:
-    """Return the place in the total order of ``lower``: (start, duration, step) of the step that ``op`` belongs to."""
+def _step(program: Program, op: RankOp) -> Step:
+    """Return the step that ``op`` is, or that its message comes from."""
     position_of = program.graph.position
     match op.kind:
-        case "F" | "B":
-            position = position_of[op.kind, op.stage]
         case "SEND_F" | "RECV_F":
             sender = op.stage - (op.kind == "RECV_F")
-            position = position_of.get(("SEND_F", sender), position_of["F", sender])
+            return Step(op.microbatch, position_of.get(("SEND_F", sender), position_of["F", sender]))
         case "SEND_B" | "RECV_B":
             sender = op.stage + (op.kind == "RECV_B")
-            position = position_of.get(("SEND_B", sender), position_of["B", sender])
-    start = start_ns[op.microbatch][position]
-    return start, program.operations[position].duration_ns, Step(op.microbatch, position)
+            return Step(op.microbatch, position_of.get(("SEND_B", sender), position_of["B", sender]))
+        case _:
+            return Step(op.microbatch, program.position[op.kind, op.stage])
 
 
-def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: WeightPolicy, interval: int) -> None:
+def _check_versions(stage: int, uses: Sequence[Use], policy: WeightPolicy, interval: int) -> None:
     """Raise InvalidPlan unless every version exists when it is used and the policy keeps enough of them."""
-    last_use = {version: place for place, (_, version) in enumerate(needs)}
-    live: set[int] = set()  # versions that this pass or a later one uses
-    newest = -1
-    for place, (made, version) in enumerate(needs):
-        if version > made:
-            raise InvalidPlan([f"stage {stage} would need version {version} of its weights after {made} updates"])
-        while newest < made:
-            newest += 1
-            if last_use.get(newest, -1) >= place:
-                live.add(newest)
-        count = len(live | {newest})
+    for use, count in zip(uses, alive([(use.made, use.version) for use in uses]), strict=True):
+        if use.version > use.made:
+            raise InvalidPlan(
+                [f"stage {stage} would need version {use.version} of its weights after {use.made} updates"]
+            )
         if policy.most_versions is not None and count > policy.most_versions:
             raise InvalidPlan(
                 [
@@ -287,8 +246,6 @@ def _check_versions(stage: int, needs: Sequence[tuple[int, int]], policy: Weight
                     f"{interval} microbatches per update are too few for what is in flight"
                 ]
             )
-        if last_use[version] == place:
-            live.discard(version)
 
 
 def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -354,18 +311,12 @@ def version_uses(instructions: Sequence[Instruction], stage: int) -> Counter[int
 
 def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
     """Return how many versions of the weights of ``stage`` must be there at once: the newest, and those still used."""
-    left = version_uses(instructions, stage)
-    newest = min(left, default=0)
-    live, most = {newest}, 1
+    passes: list[tuple[int, int]] = []
+    newest = min(version_uses(instructions, stage), default=0)
     for x in instructions:
         match x:
             case Forward(s, _, version) | Backward(s, _, version) if s == stage:
-                left[version] -= 1
+                passes.append((newest, version))
             case Update(s, version) if s == stage:
                 newest = version
-                live.add(version)
-            case _:
-                continue
-        live = {version for version in live if left[version] or version == newest}
-        most = max(most, len(live))
-    return most
+    return kept(passes)

@@ -15,13 +15,14 @@ from ...check.validate import tied_violations
 from ...cost.stage_graph import StageGraph, tied_stages
 from ...errors import BadInput
 from ...plan import Plan, Schedule
-from ...schedule.kinds import graph_of, program_of_kind
+from ...schedule.kinds import graph_of, kind_of, program_of_kind
+from ...schedule.memory import in_flight, lane_use, most_held
 from ...schedule.message_driven import default_limit
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
 from ...schedule.simulate import simulate
 from ...schedule.timeline import Timeline, Times, flush_makespan_ns
-from ...schedule.weight_policies import weight_policy
+from ...schedule.weight_versions import weight_policy
 from .instructions import (
     Agree,
     Instruction,
@@ -112,9 +113,14 @@ class Script:
         return timeline.steady_period_ns()
 
     @property
+    def by_arrival(self) -> bool:
+        """Whether devices decide on the way what they do next, by what arrives."""
+        return kind_of(self.plan).by_arrival
+
+    @property
     def limit(self) -> int | None:
         """Microbatches at most in each pipeline of a message-driven run, None for a run whose order is fixed."""
-        if self.plan.schedule.kind != "message-driven" or self.evaluates:
+        if not self.by_arrival or self.evaluates:
             return None
         assert self.program.limit is not None, "message-driven programs are limited"
         return self.program.limit // self.plan.allocation.stages[0].replicas
@@ -132,10 +138,10 @@ class Script:
         """
         device = self.devices[rank]
         lane = next(i for i, lane in enumerate(self.program.lanes) if lane.device == device)
-        held = self.timeline.in_flight(lane)
+        held = in_flight(self.timeline, lane)
         if len(held) == 1:
             ((s, count),) = held.items()
-            free = self.plan.platform.devices[device].memory_bytes - self.timeline.peak_bytes(lane)
+            free = self.plan.platform.devices[device].memory_bytes - lane_use(self.timeline, lane).peak_bytes
             held[s] = count + max(0, free) // max(1, self.graph.stages[s].kept_bytes)
         return held
 
@@ -157,7 +163,7 @@ class Script:
             if self.drains:
                 return self.interval
             lanes = [index for index, lane in enumerate(self.program.lanes) if lane.device is not None]
-            return 2 * max(map(self.timeline.most_held, lanes)) + self.round
+            return 2 * max(most_held(self.timeline, lane) for lane in lanes) + self.round
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
     def stages_of(self, rank: int) -> list[int]:
@@ -202,9 +208,9 @@ def prepare(
         # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
         program = program_of_kind(graph, plan.schedule, plan.pattern, microbatches).first_come()
         timeline = simulate(program)
-        if plan.schedule.kind != "message-driven":  # devices run in the order in which they would by the plan's times
+        if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        return program, timeline, lowered(program, timeline.start_ns, policy, interval, ranks)
+        return program, timeline, lowered(timeline, policy, interval, ranks)
 
     made: dict[int, tuple[Program, Timeline, list[Listing]]] = {}
     for length in sorted(set(lengths), reverse=True):
@@ -326,9 +332,10 @@ def _lengths(first: int, last: int, every: int | None) -> list[int]:
 
 def _refuse(plan: Plan) -> None:
     """Raise BadInput with one sentence for what the runtime doesn't do."""
-    if plan.schedule.kind == "message-driven":
+    kind = kind_of(plan)
+    if kind.by_arrival:
         _refuse_uneven(message_driven_plan(plan))
-    elif plan.pattern is None and plan.schedule.kind != "nf1b":
+    elif plan.pattern is None and kind.simulated is None:
         raise BadInput("plan: has no pattern, so nothing says when its operations run")
     if plan.policy.precision == "mixed" and plan.chain.dtype not in HALVES:
         raise BadInput(

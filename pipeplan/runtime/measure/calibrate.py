@@ -1,4 +1,4 @@
-"""The simulation of a run's program with the run's own times: what is left to explain is the model's error."""
+"""How long should a run have taken with its own times? What the simulation leaves to explain is the model's error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ...integers import ceil_div
+from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import Script
-from .times import Activity, RankMeasurement, covers, median, settled
+from .times import Activity, RankMeasurement, Samples, covers, median, medians, settled
 
 
 def calibrated(
@@ -21,24 +21,28 @@ def calibrated(
 ) -> Program:
     """Return the run's program, its devices in the same order (or under the same rules), as long as measured.
 
-    ``occupied`` is what each stage's passes and updates take of their process, sends included; a backward is charged
-    its share of the update, as costs charge it. ``latency_ns`` is how long after a send its message is there. As that
-    was measured beside everything else that travels, transfers don't wait for each other. ``waits_ns`` are each
-    stage's waits at updates: a drained mini-batch ends with them, otherwise backwards are charged their share.
+    ``occupied`` is what each stage's passes and updates take of their process, sends included; updates are charged as
+    costs charge them: to backwards by shares, or to the end of the batch where they overlap with sums. ``latency_ns``
+    is how long after a send its message is there. As that was measured beside everything else that travels, transfers
+    don't wait for each other. ``waits_ns`` are each stage's waits at updates: a drained mini-batch ends with them,
+    otherwise backwards are charged their share.
     """
-    program, interval, decides = script.program, script.interval, script.plan.schedule.kind == "message-driven"
+    program, decides = script.program, script.by_arrival
     graph = program.graph
+    policy = replace(graph.policy, accumulate=script.interval)
     stages = []
     for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
-        charged = occupied["UPDATE", s] + (0 if script.drains else waits_ns[s])
+        step = occupied["UPDATE", s]
+        share = update_share_ns(policy, step + (0 if script.drains else waits_ns[s]), replicas)
         stages.append(
             replace(
                 cost,
                 forward_ns=occupied["F", s],
-                backward_ns=occupied["B", s] + ceil_div(charged * replicas, max(replicas, interval)),
+                backward_ns=occupied["B", s] + int(share),
                 sync_period_ns=0,
-                update_ns=waits_ns[s] if script.drains else 0,
+                update_ns=waits_ns[s] + (0 if policy.coarsening is None else step) if script.drains else 0,
+                update_share_ns=int(share),
             )
         )
     operations = []
@@ -114,8 +118,8 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
     sending of its result and what lies between; an update with the telling of it.
     """
     first = settled(script)
-    samples: dict[tuple[Activity, int], list[int]] = {}
-    early: dict[tuple[Activity, int], list[int]] = {}
+    samples: Samples = {}
+    early: Samples = {}
     for x in measurements:
         spent: dict[tuple[Activity, int, int], int] = {}
         before = 0  # the next pass
@@ -140,13 +144,7 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
         for (activity, stage, m), ns in spent.items():
             counts = activity == "UPDATE" or first <= m
             (samples if counts else early).setdefault((activity, stage), []).append(ns)
-    kinds: tuple[Activity, ...] = ("F", "B", "UPDATE")
-    stages = range(len(script.graph.stages))
-    return {
-        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
-        for kind in kinds
-        for s in stages
-    }
+    return medians(script, ("F", "B", "UPDATE"), samples, early)
 
 
 def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a run measured, beside what the plan and the run's own times predict: the RunReport.
+"""What did a run measure, beside what the plan and the run's own times predict? The RunReport.
 
 Periods are in ns per microbatch. Nothing here needs torch, so that reports can be read anywhere.
 """
@@ -13,19 +13,20 @@ from typing import Literal
 
 from ...cost import memory_model
 from ...cost.stage_graph import StageGraph
+from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import Script
 from .calibrate import calibrated, handed_over, occupied, waits_at_updates
-from .times import Activity, OpTime, RankMeasurement, covers, median, settled
+from .times import Activity, OpTime, RankMeasurement, Samples, medians, settled
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, all else per microbatch).
 
-    ``planned_backward_ns`` includes the microbatch's share of the update, the measured one doesn't. ``exchange_ns`` is
-    what its process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
+    Backwards are without the microbatch's share of the update, planned and measured. ``exchange_ns`` is what its
+    process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order.
     """
 
@@ -151,7 +152,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         StageTimes(
             stage=s,
             planned_forward_ns=cost.forward_ns,
-            planned_backward_ns=cost.backward_ns,
+            planned_backward_ns=cost.backward_ns - cost.update_share_ns,
             forward_ns=durations["F", s],
             backward_ns=durations["B", s],
             update_ns=durations["UPDATE", s],
@@ -162,7 +163,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         )
         for s, cost in enumerate(graph.stages)
     )
-    lanes = {lane.device: index for index, lane in enumerate(script.program.lanes) if lane.device is not None}
+    uses = run_uses(script.timeline, plan.platform)
     measured, mean = _periods(script, measurements)
     everything = [time for x in measurements for time in x.times]
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
@@ -185,27 +186,24 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             DeviceActivations(
                 device=device,
                 rank=rank,
-                planned_bytes=script.timeline.peak_activation_bytes(lanes[device]),
+                planned_bytes=uses[device].activation_bytes,
                 measured_bytes=measurements[rank].peak_activation_bytes,
             )
             for rank, device in enumerate(script.devices)
             if passes
         ),
         transfers=tuple(
-            TransferTime(kind, stage, _planned_transfer(graph, kind, stage), ns)
-            if (kind, stage) not in handed
-            else TransferTime(
-                kind,
-                stage,
-                _planned_transfer(graph, kind, stage),
-                handed[kind, stage].whole_ns,
-                handed[kind, stage].count,
+            TransferTime(
+                *edge,
+                planned_ns=planned_transfer_ns(graph, *edge),
+                measured_ns=handed[edge].whole_ns if edge in handed else ns,
+                count=handed[edge].count if edge in handed else 0,
             )
-            for (kind, stage), ns in sorted(idle.items())
+            for edge, ns in sorted(idle.items())
         ),
         times=tuple(x.times for x in measurements),
         memory=tuple(
-            DeviceMemory(device, rank, script.timeline.peak_bytes(lanes[device]), peak)
+            DeviceMemory(device, rank, uses[device].peak_bytes, peak)
             for rank, device in enumerate(script.devices)
             if (peak := measurements[rank].peak_device_bytes) is not None
         ),
@@ -215,7 +213,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             DeviceState(
                 device,
                 rank,
-                planned_bytes=script.timeline.weights_bytes(lanes[device]),
+                planned_bytes=uses[device].weights_bytes,
                 measured_bytes=measurements[rank].state_bytes,
                 planned_host_bytes=_host_bytes(graph, script.stages_of(rank)),
                 measured_host_bytes=measurements[rank].host_bytes,
@@ -235,7 +233,8 @@ def _host_bytes(graph: StageGraph, stages: Sequence[int]) -> int:
     )
 
 
-def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
+def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
+    """Return how long what ``stage`` sends after its pass ``kind`` takes as planned, 0 where a cut has no bytes."""
     position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
     return 0 if position is None else graph.operations[position].duration_ns
 
@@ -243,8 +242,8 @@ def _planned_transfer(graph: StageGraph, kind: Pass, stage: int) -> int:
 def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
     """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
     first = settled(script)
-    samples: dict[tuple[Activity, int], list[int]] = {}
-    early: dict[tuple[Activity, int], list[int]] = {}
+    samples: Samples = {}
+    early: Samples = {}
     updates: Counter[tuple[int, int, int]] = Counter()  # one has a part for each chunk of the gradient
     for x in measurements:
         for t in x.times:
@@ -255,13 +254,7 @@ def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[
             (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
     for (_, stage, _), duration in updates.items():
         samples.setdefault(("UPDATE", stage), []).append(duration)
-    kinds: tuple[Activity, ...] = ("F", "B", "DATA", "UPDATE")
-    stages = range(len(script.graph.stages))
-    return {
-        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
-        for kind in kinds
-        for s in stages
-    }
+    return medians(script, ("F", "B", "DATA", "UPDATE"), samples, early)
 
 
 def _periods(script: Script, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:

@@ -1,4 +1,4 @@
-"""When a rank did what, and what its other figures are: what a run's report is made from."""
+"""When did a rank do what? That and its other figures are what a run's report is made from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..lowering.instructions import Edge
 from ..lowering.lowered_run import Script
 
 Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"]
+Samples = dict[tuple[Activity, int], list[int]]  # what an activity of a stage took, in ns, each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +78,14 @@ def median(values: Iterable[int]) -> int:
     """Return the median in whole ns, 0 of nothing."""
     values = list(values)
     return round(statistics.median(values)) if values else 0
+
+
+def medians(
+    script: Script, kinds: Iterable[Activity], samples: Samples, early: Samples
+) -> dict[tuple[Activity, int], int]:
+    """Return the median of each kind of activity of each stage, per microbatch; of its ``early`` ones if no others."""
+    return {
+        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
+        for kind in kinds
+        for s in range(len(script.graph.stages))
+    }

@@ -1,4 +1,4 @@
-"""Measured runs as files: a Chrome trace of every operation, with the figures that a plan can be compared with.
+"""What does a run leave in a file? A Chrome trace of every operation, with figures that a plan can be compared with.
 
 The trace opens in ui.perfetto.dev; its ``otherData`` is versioned and read back. Times in the events are microseconds,
 everywhere else ns.
@@ -8,66 +8,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...cost import time_model
+import msgspec
+
 from ...errors import BadInput
-from ...files.documents import digest, read_text
+from ...files.forms import converted, form, read_json
+from ...files.profiles import digest
+from ...files.text import read_text
 from ...plan import Plan
 from ...problem import Chain
+from .report import DeviceActivations, RunReport, StageTimes, TransferTime
 
-if TYPE_CHECKING:
-    from .report import RunReport
+if TYPE_CHECKING:  # a form has the fields of its noun that its keys name
+    from .report import DeviceActivations as MeasuredDevice
+    from .report import StageTimes as MeasuredStage
+    from .report import TransferTime as MeasuredTransfer
+else:
+    MeasuredStage = form(
+        StageTimes, ("stage", "forward_ns", "backward_ns", "update_ns", "data_ns", "exchange_ns", "versions")
+    )
+    MeasuredTransfer = form(
+        TransferTime, ("kind", "stage", "measured_ns", "count"), optional=(), rename={"measured_ns": "transfer_ns"}
+    )
+    MeasuredDevice = form(
+        DeviceActivations, ("device", "measured_bytes"), rename={"measured_bytes": "activation_bytes"}
+    )
 
-FORMAT = "pipeplan-measured/2"
 
+class Measured(msgspec.Struct, forbid_unknown_fields=True):
+    """What a trace keeps of a run's report: all that was measured, but for losses, memory and states.
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStage:
-    """Median times of one stage in ns: per microbatch, and ``update_ns`` per update; weight versions live at once.
-
-    ``exchange_ns`` is what its process works beside passes, data and updates.
+    ``profile`` is the digest of the plan's profile, ``cuts`` its (start, stop, devices).
     """
 
-    stage: int
-    forward_ns: int
-    backward_ns: int
-    update_ns: int
-    data_ns: int
-    exchange_ns: int
-    versions: int
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTransfer:
-    """How long the activations (``F``) or gradients (``B``) that ``stage`` sends take one way.
-
-    The median over ``count`` hand-overs of the run to a receiver that waited; by a ping-pong before the run if 0.
-    """
-
-    kind: str
-    stage: int
-    transfer_ns: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredDevice:
-    """Most activation bytes that a device held."""
-
-    device: int
-    activation_bytes: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run measured, as its trace keeps it. Periods are ns per microbatch, None for a short run.
-
-    ``profile`` is the digest of the plan's profile, ``cuts`` its (start, stop, devices), ``calibrated_period_ns``
-    the simulation with the run's own times.
-    """
-
+    format: Literal["pipeplan-measured/2"]
+    forgotten_operations: int
     profile: str
     cuts: tuple[tuple[int, int, tuple[int, ...]], ...]
     steps: int
@@ -79,22 +56,22 @@ class Measured:
     devices: tuple[MeasuredDevice, ...]
 
 
+class _Trace(msgspec.Struct):
+    """A run's trace without its events."""
+
+    about: Measured = msgspec.field(name="otherData")
+
+
 def measured_of(plan: Plan, report: RunReport) -> Measured:
-    """Return the figures of a run's report."""
-    return Measured(
-        profile=digest(plan.chain),
-        cuts=_cuts(plan),
-        steps=report.steps,
-        microbatches=report.microbatches,
-        measured_period_ns=report.measured_period_ns,
-        calibrated_period_ns=report.calibrated_period_ns,
-        stages=tuple(
-            MeasuredStage(x.stage, x.forward_ns, x.backward_ns, x.update_ns, x.data_ns, x.exchange_ns, x.versions)
-            for x in report.stages
-        ),
-        transfers=tuple(MeasuredTransfer(x.kind, x.stage, x.measured_ns, x.count) for x in report.transfers),
-        devices=tuple(MeasuredDevice(x.device, x.measured_bytes) for x in report.activations),
-    )
+    """Return what the trace of a run by ``plan`` keeps of its report."""
+    keys = vars(report) | {
+        "format": "pipeplan-measured/2",
+        "forgotten_operations": report.forgotten,
+        "profile": digest(plan.chain),
+        "cuts": _cuts(plan),
+        "devices": report.activations,
+    }
+    return converted({key: keys[key] for key in Measured.__struct_fields__}, Measured)
 
 
 def _cuts(plan: Plan) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
@@ -129,7 +106,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
                     "args": {"stage": x.stage, "microbatch": x.microbatch},
                 }
             )
-    about = {"format": FORMAT, "forgotten_operations": report.forgotten, **asdict(measured_of(plan, report))}
+    about = msgspec.to_builtins(measured_of(plan, report))
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}) + "\n"
 
 
@@ -140,23 +117,7 @@ def is_measured(text: str) -> bool:
 
 def read_measured(path: str, text: str | None = None) -> Measured:
     """Return the figures in a run's trace; BadInput when it is none, or of another version."""
-    try:
-        about = json.loads(read_text(path) if text is None else text)["otherData"]
-        if about["format"] != FORMAT:
-            raise BadInput(f"{path}: is of format {about['format']!r}; this version reads {FORMAT!r}")
-        return Measured(
-            profile=about["profile"],
-            cuts=tuple((start, stop, tuple(devices)) for start, stop, devices in about["cuts"]),
-            steps=about["steps"],
-            microbatches=about["microbatches"],
-            measured_period_ns=about["measured_period_ns"],
-            calibrated_period_ns=about["calibrated_period_ns"],
-            stages=tuple(MeasuredStage(**x) for x in about["stages"]),
-            transfers=tuple(MeasuredTransfer(**x) for x in about["transfers"]),
-            devices=tuple(MeasuredDevice(**x) for x in about["devices"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{path}: is no trace of a run: {type(error).__name__} {error}") from error
+    return read_json(read_text(path) if text is None else text, _Trace, f"{path}: is no trace of a run").about
 
 
 def check_same_plan(plan: Plan, run: Measured, path: str) -> None:
@@ -202,12 +163,3 @@ def _shares(weights: Sequence[int], total: int) -> list[int]:
         shares.append(total * seen // whole - given)
         given += shares[-1]
     return shares
-
-
-def predicted_updates(plan: Plan) -> list[int]:
-    """Return how long the plan thinks that one update of each stage takes, in ns."""
-    sums = plan.chain.sums.optimizer_ns
-    return [
-        int(time_model.scaled(int(sums[s.stop] - sums[s.start]), plan.platform.slowest(s.devices).speed))
-        for s in plan.allocation.stages
-    ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...cost.group_bound import lifetimes
 from ...cost.stage_graph import StageGraph
-from ...integers import extend, smallest
+from ...integers import smallest
 from ...plan import Pattern
 from ..pattern import make_pattern, memory_fits, most_in_flight
 
@@ -19,20 +20,12 @@ def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
         raise ValueError("1F1B* needs stages that share no device")
     if period < graph.period_floor_ns:
         return None
-    count = len(graph.operations)
-    half = count // 2  # the path is a palindrome: operation i's partner is count - 1 - i
-    starts = [0] * count
-    for i in range(1, half):
-        starts[i] = starts[i - 1] + graph.operations[i - 1].duration_ns
-    delay = 0
-    for i in reversed(range(half)):
-        there, back = graph.operations[i], graph.operations[count - 1 - i]
-        work = there.duration_ns + back.duration_ns
-        if there.resource == back.resource:
-            delay = extend(delay, work, period * graph.resources[there.resource].replicas)
-        else:  # the two directions of a full-duplex link don't exclude each other
-            delay += work
-        starts[count - 1 - i] = starts[i] + there.duration_ns + delay - work
+    starts, now = [], 0
+    for operation in graph.operations:
+        starts.append(now)
+        now += operation.duration_ns
+    for i, life in enumerate(lifetimes(graph, period)):  # the path is a palindrome: i's partner is the i-th from behind
+        starts[-1 - i] = starts[i] + life - graph.operations[-1 - i].duration_ns
     if not memory_fits(graph, starts, period):
         return None
     policy = graph.policy

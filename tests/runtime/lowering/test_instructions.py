@@ -9,7 +9,7 @@ from cases.chains import random_problem
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost import memory_model
-from pipeplan.cost.stage_graph import stage_graph, versions_of_first
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible, InvalidPlan
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.plan import make_plan
@@ -33,7 +33,7 @@ from pipeplan.schedule.pattern import device_uses, in_flight, make_pattern, most
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.weight_policies import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
+from pipeplan.schedule.weight_versions import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
 
 
 def chain_of(times, output=0):
@@ -48,9 +48,8 @@ def lists_of(chain, stages, *, weights, interval, microbatches):
     graph = stage_graph(chain, platform, Policy("flush", accumulate=interval), stages)
     pattern = best_one_f_one_b_star(graph)
     program = unroll(graph, pattern, microbatches)
-    start_ns = simulate(program).start_ns
     rules = WITH_VERTICAL_SYNC["stash"] if weights == "vertical" else WEIGHT_POLICIES[weights]
-    return graph, lowered(program, start_ns, rules, interval, {d: d for d in range(devices)})
+    return graph, lowered(simulate(program), rules, interval, {d: d for d in range(devices)})
 
 
 def short(instructions):
@@ -203,12 +202,10 @@ def test_random_plans_follow_the_rules_of_versions_and_never_deadlock(seed):
     assert pattern is not None
     interval = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
     program = unroll(graph, pattern, 4 * interval)
-    start_ns = simulate(program).start_ns
     for weights in ("2bw", "flush"):
         if weights == "flush":
             program = unroll(graph, pattern, interval)
-            start_ns = simulate(program).start_ns
-        lists = lowered(program, start_ns, WEIGHT_POLICIES[weights], interval, {d: d for d in range(len(platform))})
+        lists = lowered(simulate(program), WEIGHT_POLICIES[weights], interval, {d: d for d in range(len(platform))})
         assert not deadlocks(lists)
         for rank in lists:
             for x in rank:
@@ -242,12 +239,12 @@ def test_stashing_keeps_the_versions_that_the_memory_model_counts(seed, weights)
     program = unroll(graph, pattern, 12 * interval)
     ranks = {d: d for d in range(len(platform))}
     rules = WITH_VERTICAL_SYNC["stash"] if weights == "vertical" else WEIGHT_POLICIES["stash"]
-    lists = lowered(program, simulate(program).start_ns, rules, interval, ranks)
+    lists = lowered(simulate(program), rules, interval, ranks)
     assert not deadlocks(lists)
     held = [in_flight(graph, starts, period, s, starts[graph.position["F", s]]) for s in range(len(stages))]
-    synced = versions_of_first(replace(graph, policy=policy), held[0])
+    graph = replace(graph, policy=policy)
     for s, stage in enumerate(stages):
-        counted = max(memory_model.versions(policy, max(1, held[s]), stage.replicas), synced)
+        counted = graph.versions(s, held[s], held[0])
         for d in stage.devices:
             kept = live_versions(lists[d], s)
             assert kept <= counted
@@ -263,7 +260,7 @@ def test_devices_of_planned_replicas_have_room_for_their_versions():
         problem = random_problem(rng, rng.randint(2, 5), rng.randint(2, 5), levels=True, saved=True)
         policy = Policy("stash", accumulate=rng.choice((None, 1, 2, 3)), vertical_sync=rng.random() < 0.3)
         try:
-            plan = make_plan(problem.with_policy(policy), "contiguous")
+            plan = make_plan(problem.with_policy(policy), "contiguous").plan
         except Infeasible:
             continue
         script = prepare(plan, 24)
@@ -294,7 +291,7 @@ def test_vertical_sync_keeps_on_every_stage_what_the_first_keeps(seed):
     pattern = best_one_f_one_b_star(graph)
     program = unroll(graph, pattern, 16)
     ranks = {stage.devices[0]: rank for rank, stage in enumerate(stages)}
-    lists = lowered(program, simulate(program).start_ns, WITH_VERTICAL_SYNC["stash"], 1, ranks)
+    lists = lowered(simulate(program), WITH_VERTICAL_SYNC["stash"], 1, ranks)
     uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform)
     for s, stage in enumerate(graph.stages):
         kept = live_versions(lists[s], s)

@@ -20,8 +20,9 @@ from pipeplan.schedule.program import Step
 STAGES = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
 
 
-def script_of(policy, schedule, steps, times=((100, 200), (100, 200)), output=0):
+def script_of(policy, schedule, steps, times=((100, 200), (100, 200)), output=0, optimizer_ns=0):
     chain = chain_of(times, output)
+    chain = replace(chain, layers=tuple(replace(layer, optimizer_ns=optimizer_ns) for layer in chain.layers))
     platform = Platform.flat(2, 10**12, 10**9)
     pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, STAGES))
     plan = Plan(chain, platform, policy, Allocation(STAGES), pattern, (), Provenance("by hand"), schedule)
@@ -94,6 +95,29 @@ def test_a_drained_run_measures_the_makespan_and_the_update():
     assert report.measured_period_ns == 2 * (makespan + 40) / 4
     # a microbatch is charged a quarter of the update: on the longest path four backwards of one stage and one of other
     assert report.calibrated_period_ns == (2 * makespan + 5 * 20) / 4
+
+
+@pytest.mark.parametrize(("coarsening", "charged"), [(None, 2), (2, 0)])
+def test_planned_backwards_are_shown_without_the_share_of_the_update_as_measured_ones_are(coarsening, charged, capsys):
+    """Where optimizer steps overlap with sums, the model charges backwards none, and there is nothing to take off."""
+    ms = 10**6
+    policy = Policy("flush", accumulate=4, coarsening=coarsening)
+    script = script_of(policy, Schedule("flush", 4), 5, times=((ms, 4 * ms), (ms, 4 * ms)), optimizer_ns=8 * ms)
+    assert [cost.backward_ns for cost in script.graph.stages] == [(4 + charged) * ms] * 2
+    assert [cost.update_share_ns for cost in script.graph.stages] == [charged * ms] * 2
+    report = make_report(script, replayed(script, 1))
+    assert [stage.planned_backward_ns for stage in report.stages] == [4 * ms] * 2
+    print_run(script.plan, report, width=120)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert f"0 1.000 ms 1.000 ms {4 + charged}.000 ms 4.000 ms".split() in rows
+
+
+def test_steps_that_overlap_with_sums_are_charged_to_the_end_of_the_batch_not_to_backwards():
+    """The last backward of the first stage ends a batch; then it agrees in 20, waits 100 for a sum, and steps 40."""
+    policy = Policy("flush", accumulate=4, coarsening=2)
+    script = script_of(policy, Schedule("flush", 4), 5, times=((100, 400), (100, 400)), optimizer_ns=40)
+    report = make_report(script, with_waits(replayed(script, 1, update=40), (20, 420), (100, 30)))
+    assert report.calibrated_period_ns == (5 * 500 + 20 + 100 + 40) / 4
 
 
 def with_waits(measurements, agree_ns, reduce_ns, sums=1):

@@ -1,0 +1,68 @@
+"""How a command searches for a plan: by this clock, with lines of progress; and where the plan goes then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..units import parse_time
+from .options import JSON
+
+if TYPE_CHECKING:
+    from ..planner.incumbent import Settings
+    from ..planner.plan import Planned
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+QUIET_S = 1.0  # what takes less needs no progress
+
+TIME_LIMIT = click.option(
+    "--time-limit", metavar="TIME", help="Stop searching after this long, such as 30s, with the best so far."
+)
+OUTPUT = click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON; - is standard output.")
+
+
+def search_options(command: Command) -> Command:
+    """Add the options of :func:`search`."""
+    return TIME_LIMIT(OUTPUT(JSON(command)))
+
+
+def search(
+    find: Callable[[Settings], Planned],
+    show: Callable[[Planned], None],
+    time_limit: str | None,
+    output: str | None,
+    as_json: bool,
+    solver: str = "cbc",
+) -> None:
+    """Write or ``show`` what ``find`` finds, with the seconds that it took."""
+    from ..files.plans import plan_text
+    from ..files.text import write_text
+    from ..planner.incumbent import Settings
+
+    limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
+    began = time.perf_counter()
+
+    def remaining_s() -> float:
+        return float("inf") if limit_ns is None else limit_ns / 1e9 - (time.perf_counter() - began)
+
+    def progress(line: str) -> None:
+        elapsed = time.perf_counter() - began
+        if elapsed > QUIET_S:
+            click.echo(f"{elapsed:6.1f} s  {line}", err=True)
+
+    found = find(Settings(solver, remaining_s=remaining_s, progress=progress))  # type: ignore[arg-type]  # click checked it
+    seconds = round(time.perf_counter() - began, 3)
+    plan = replace(found.plan, provenance=replace(found.plan.provenance, seconds=seconds))
+    text = plan_text(plan, found.evaluation) if as_json or output is not None else ""
+    if output is not None:
+        write_text(output, text)
+    if as_json and output != "-":
+        write_text("-", text)
+    elif output != "-":
+        show(replace(found, plan=plan))
+        if output is not None:
+            click.echo(f"written to {output}")

@@ -1,0 +1,68 @@
+"""What does a noun look like in a JSON file? Like its own fields, and here and there a file is stricter.
+
+Forms are msgspec types: reading refuses unknown keys, missing ones and other types, and names the place
+(``$.layers[3].forward_ns``); writing keeps the order of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from inspect import cleandoc
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import msgspec
+
+from ..errors import BadInput
+
+T = TypeVar("T")
+Positive = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validator says in its own words
+
+
+def form(
+    noun: type,
+    keys: Collection[str] = (),
+    *,
+    optional: Collection[str] | None = None,
+    brief: bool = False,
+    rename: Mapping[str, str] | None = None,
+    **types: Any,
+) -> type[Any]:
+    """Return the form of a dataclass in a file: its fields as keys, in that order or in the order of ``keys``.
+
+    ``types`` are those of keys that a file has beside the fields, or is stricter about. The keys ``optional`` may be
+    left out (None: all whose fields have defaults); with ``brief`` what equals its default is not written.
+    """
+    own = {field.name: field for field in fields(noun)}
+    types = get_type_hints(noun) | types
+    left_out = [name for name, field in own.items() if field.default is not MISSING] if optional is None else optional
+    return msgspec.defstruct(
+        f"{noun.__name__}File",
+        [(key, types[key], own[key].default) if key in left_out else (key, types[key]) for key in keys or own],
+        namespace={"__doc__": cleandoc(noun.__doc__ or "")},
+        forbid_unknown_fields=True,
+        omit_defaults=brief,
+        rename=dict(rename or {}),
+    )
+
+
+def converted(value: Any, to: type[T]) -> T:
+    """Return the form ``to`` of a noun, or the noun ``to`` of a form; keys and fields are taken by name."""
+    return msgspec.convert(value, to, from_attributes=True)
+
+
+def read_json(text: str, form: type[T], place: str) -> T:
+    """Return ``text`` read into ``form``; BadInput, starting with ``place``, says what in it is wrong and where."""
+    try:
+        return msgspec.json.decode(text.encode(), type=form)
+    except msgspec.MsgspecError as error:  # malformed JSON and validation errors alike
+        said = str(error)
+        raise BadInput(f"{place}: {said if said.startswith('JSON') else said[0].lower() + said[1:]}") from error
+    except RecursionError as error:
+        raise BadInput(f"{place}: JSON is nested too deeply") from error
+
+
+def json_text(form: msgspec.Struct) -> str:
+    """Return the JSON of a form, indented by one column."""
+    return msgspec.json.format(msgspec.json.encode(form), indent=1).decode() + "\n"

@@ -1,0 +1,158 @@
+"""Which plan is in a file, and what is wrong with it? Written, it has the figures that follow from it.
+
+Reading never trusts a file: keys and types are checked by its form, values by the model, and reported figures are
+recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from ..check.bounds import any_bound
+from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.validate import violations
+from ..errors import InvalidPlan
+from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
+from ..problem import Policy, Problem
+from ..schedule.pattern import DeviceUse
+from .forms import Instant, Positive, converted, form, json_text, read_json
+from .platforms import PlatformFile, platform_form, platform_of
+from .profiles import ProfileFile, chain_of, digest, profile_keys
+from .text import read_text
+
+EmbeddedProfile = msgspec.defstruct("EmbeddedProfile", [("digest", str)], bases=(ProfileFile,), kw_only=True)
+EmbeddedProfile.__doc__ = "A profile inside a plan, with the SHA-256 of its own JSON."
+PolicyFile = form(
+    Policy,
+    optional=("bucket_parameters", "coarsening"),
+    accumulate=Positive,
+    bucket_parameters=Positive,
+    coarsening=Positive | None,
+)
+StageFile = form(Stage, optional=(), checkpoint=tuple[tuple[int, int], ...] | None)
+ScheduleFile = form(
+    Schedule, optional=("microbatches", "limit"), brief=True, microbatches=Positive | None, limit=Positive | None
+)
+TimedOpFile = form(TimedOp, start_ns=Instant, duration_ns=Instant)
+PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])  # type: ignore[valid-type]  # a form
+DeviceUseFile = form(
+    DeviceUse,
+    ("memory_bytes", "peak_bytes", "weights_bytes", "activation_bytes", "buffer_bytes", "in_flight"),
+    peak_bytes=int,
+    in_flight=list[int],
+)
+BoundFile = form(Bound, rename={"allocation": "class"}, period_ns=Positive)
+ProvenanceFile = form(Provenance, optional=())
+PlanFile: type[Any] = msgspec.defstruct(
+    "PlanFile",
+    [
+        ("format", Literal["pipeplan-plan/1"]),
+        ("profile", EmbeddedProfile),
+        ("platform", PlatformFile),
+        ("policy", PolicyFile),
+        ("stages", list[StageFile]),  # type: ignore[valid-type]  # a form
+        ("schedule", ScheduleFile),
+        ("pattern", PatternFile | None),
+        ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
+        ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
+        ("gap", float),
+        ("provenance", ProvenanceFile),
+    ],
+    namespace={"__doc__": "A plan; ``gap`` is the period over the lower bound of class ``any``, minus 1."},
+    forbid_unknown_fields=True,
+)
+
+
+def plan_text(plan: Plan, result: Evaluation | None = None) -> str:
+    """Return the JSON of a valid plan, with the figures that its stages and starts give: ``result``, or computed."""
+    return json_text(plan_form(plan, result))
+
+
+def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
+    """Return the :data:`PlanFile` of a plan that has passed the validator; ``result`` is its evaluation if known."""
+    result = result or evaluate(plan)
+    bound = any_class_bound(plan)
+    assert bound is not None
+    keys = {
+        "format": "pipeplan-plan/1",
+        "profile": profile_keys(plan.chain) | {"digest": digest(plan.chain)},
+        "platform": platform_form(plan.platform),
+        "policy": replace(plan.policy, accumulate=plan.policy.accumulate or 1),
+        "stages": [StageFile(s.start, s.stop, s.devices, s.checkpoint or None) for s in plan.allocation.stages],
+        "schedule": plan.schedule,
+        "pattern": plan.pattern,
+        "devices": result.devices,
+        "lower_bounds": plan.lower_bounds,
+        "gap": gap(result.period_ns, bound),
+        "provenance": plan.provenance,
+    }
+    return converted(keys, PlanFile)
+
+
+def any_class_bound(plan: Plan) -> Bound | None:
+    """Return the bound of class ``any``, which every plan quotes."""
+    return next((bound for bound in plan.lower_bounds if bound.allocation == "any"), None)
+
+
+def read_plan(path: str) -> tuple[Plan, list[str]]:
+    """Return the plan in a JSON file and every violation: rules broken, and reported figures that don't follow.
+
+    BadInput when the file isn't a plan at all. Figures are compared only when the rules hold; without that they have
+    no meaning.
+    """
+    form = read_json(read_text(path), PlanFile, path)
+    chain = chain_of(form.profile, f"{path}: $.profile")
+    plan = Plan(
+        chain=chain,
+        platform=platform_of(form.platform, f"{path}: $.platform"),
+        policy=converted(form.policy, Policy),
+        allocation=Allocation(
+            tuple(Stage(s.start, s.stop, s.devices, s.checkpoint or ()) for s in form.stages),
+            form.provenance.claimed_period_ns,
+        ),
+        pattern=None if form.pattern is None else converted(form.pattern, Pattern),
+        lower_bounds=converted(form.lower_bounds, tuple[Bound, ...]),
+        provenance=converted(form.provenance, Provenance),
+        schedule=converted(form.schedule, Schedule),
+    )
+    found = violations(plan)
+    if form.profile.digest != digest(chain):
+        found.append(f"profile.digest is {form.profile.digest[:12]}..., its layers give {digest(chain)[:12]}...")
+    return plan, found or _figures(form, plan)
+
+
+def load_plan(path: str) -> Plan:
+    """Return the plan in a JSON file; InvalidPlan with every violation when it has any."""
+    plan, found = read_plan(path)
+    if found:
+        raise InvalidPlan([f"{path}: {sentence}" for sentence in found])
+    return plan
+
+
+def _figures(form: Any, plan: Plan) -> list[str]:
+    """Compare a plan's reported figures with those that follow from its stages and starts."""
+    if any_class_bound(plan) is None:
+        return ["lower_bounds quotes none of class any"]
+    found = []
+    for bound in plan.lower_bounds:
+        if bound.allocation == "any":
+            allowed = Problem(plan.chain, plan.platform, plan.policy, bound.replicas, bound.checkpointing)
+            derived = any_bound(allowed).period_ns
+            if bound.period_ns > derived:
+                found.append(
+                    f"lower_bounds: {bound.period_ns} ns of class any is more than can be derived ({derived} ns)"
+                )
+    expected = plan_form(plan)
+    source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"
+    for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):
+        for name in DeviceUseFile.__struct_fields__:
+            if getattr(have, name) != getattr(want, name):
+                found.append(f"devices[{d}].{name} is {getattr(have, name)}; {source} {getattr(want, name)}")
+    if len(form.devices) != len(expected.devices):
+        found.append(f"devices has {len(form.devices)} entries; the platform has {len(expected.devices)}")
+    if form.gap != expected.gap:
+        found.append(f"gap is {form.gap}; the period and the lower bound give {expected.gap}")
+    return found

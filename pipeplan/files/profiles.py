@@ -1,0 +1,69 @@
+"""Which chain is in a profile? This project's JSON is read and written, PipeDream's ``graph.txt`` read too."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import BadInput
+from ..problem import Chain, Layer
+from .forms import Positive, converted, form, json_text, read_json
+from .graph_txt import read_graph_text
+from .profile_rules import check_chain
+from .text import read_text
+
+LayerFile = form(Layer, brief=True)
+ProfileFile = form(
+    Chain,
+    ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers", "edges", "tied"),
+    optional=("edges", "tied"),
+    brief=True,
+    format=Literal["pipeplan-profile/1"],
+    microbatch=Positive,
+    layers=tuple[LayerFile, ...],  # type: ignore[valid-type]  # a form
+)
+
+
+def read_profile(path: str) -> Chain:
+    """Return the chain in a profile: this project's JSON, or PipeDream's ``graph.txt``."""
+    text = read_text(path)
+    if not text.strip():
+        raise BadInput(f"{path}: is empty; a profile is JSON or a graph.txt")
+    if text.lstrip()[0] in "{[":
+        return chain_of(read_json(text, ProfileFile, path), path)
+    return read_graph_text(text, Path(path).name.split(".")[0], path)
+
+
+def chain_of(form: Any, place: str) -> Chain:
+    """Return the chain of a :data:`ProfileFile`, its values checked; errors start with ``place``."""
+    chain = converted(form, Chain)
+    if chain.edges is not None:
+        chain = replace(chain, edges=tuple(sorted(set(chain.edges))))
+    try:
+        check_chain(chain, lambda i: f"$.layers[{i}]")
+    except BadInput as error:
+        raise BadInput(f"{place}: {error}") from None
+    return chain
+
+
+def profile_keys(chain: Chain) -> dict[str, Any]:
+    """Return what a file says of a chain, by key."""
+    return {"format": "pipeplan-profile/1"} | {field.name: getattr(chain, field.name) for field in fields(chain)}
+
+
+def profile_text(chain: Chain) -> str:
+    """Return the JSON of a chain."""
+    return json_text(_profile_form(chain))
+
+
+def digest(chain: Chain) -> str:
+    """Return the SHA-256 of a chain's compact JSON, in hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode(_profile_form(chain))).hexdigest()
+
+
+def _profile_form(chain: Chain) -> Any:
+    return converted(profile_keys(chain), ProfileFile)

@@ -1,0 +1,30 @@
+"""Where may a chain be cut into stages, and what crosses there?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..integers import Ints
+from ..problem import Chain, Platform, Problem
+
+
+def legal_cuts(problem: Problem) -> Ints:
+    """Return the positions (layers before a cut) at which stages may begin and end, 0 and L included.
+
+    Layers that share weights stay in one stage, but under ``flush``, where copies in several stages get equal updates.
+    """
+    legal = np.ones(len(problem.chain) + 1, dtype=np.bool_)
+    if problem.policy.weights != "flush":
+        for one, other in problem.chain.tied:
+            legal[min(one, other) + 1 : max(one, other) + 1] = False
+    return np.flatnonzero(legal)
+
+
+def crossing_bytes(chain: Chain) -> Ints:
+    """Return the bytes that cross every position in one direction, shape (L + 1,); the chain's two ends are no cuts."""
+    return np.array((0, *chain.cut_bytes[1:-1], 0), dtype=np.int64)
+
+
+def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> list[int]:
+    """Return the time of both directions of each of ``cuts`` on a path over ``level``; 0 for the chain's two ends."""
+    return [2 * platform.transfer_ns(size, level) for size in crossing_bytes(chain)[cuts].tolist()]

@@ -1,0 +1,133 @@
+"""What does each device hold in a simulated run? Activations over time, microbatches in flight, weights, the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import ceil
+
+from ..cost import memory_model
+from ..problem import Platform
+from .pattern import DeviceUse, unused
+from .timeline import Timeline
+from .weight_versions import kept_by_stages, weight_policy
+
+# --- the peak -------------------------------------------------------------------------------------------------------
+
+
+def run_uses(timeline: Timeline, platform: Platform) -> list[DeviceUse]:
+    """Return what every device of the platform holds at most in a run; a device without a lane holds nothing."""
+    uses, versions = unused(platform), _versions(timeline)
+    for lane, work in enumerate(timeline.program.lanes):
+        if work.device is not None:
+            memory = platform.devices[work.device].memory_bytes
+            uses[work.device] = replace(_use(timeline, lane, versions), memory_bytes=memory)
+    return uses
+
+
+def lane_use(timeline: Timeline, lane: int) -> DeviceUse:
+    """Return what the device of a lane holds at most in a run; ``memory_bytes`` is the least of its group."""
+    return _use(timeline, lane, _versions(timeline))
+
+
+Versions = Callable[[int, int], int]  # (stage, its microbatches in flight on a device) -> versions that this keeps
+
+
+def _versions(timeline: Timeline) -> Versions:
+    """Return how many versions of the weights are kept; under nF1B with vertical sync those that the run needs."""
+    program, graph = timeline.program, timeline.program.graph
+    policy = graph.policy
+    if policy.weights == "latest" and policy.vertical_sync and program.limit is not None:
+        kept = kept_by_stages(timeline, weight_policy(policy), program.batch)
+        return lambda stage, _: kept[stage]
+    lanes = range(len(program.lanes)) if policy.vertical_sync else ()
+    of_first = max((in_flight(timeline, lane).get(0, 0) for lane in lanes), default=0)
+    return lambda stage, count: graph.versions(stage, count, of_first)
+
+
+def _use(timeline: Timeline, lane: int, versions: Versions) -> DeviceUse:
+    program, graph = timeline.program, timeline.program.graph
+    stages, held = program.stages_of(lane), in_flight(timeline, lane)
+    memory = graph.resources[graph.stages[stages[0]].resource].memory_bytes
+    assert memory is not None, "stages are on devices"
+    counts = tuple(held.get(s, 0) for s in stages)
+    weights = 0
+    for s, count in zip(stages, counts, strict=True):
+        stage, kept = graph.stages[s], versions(s, count)
+        weights += int(memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept))
+    peak = max(bytes_held for _, bytes_held in activation_steps(timeline, lane))
+    return DeviceUse(memory, weights, peak, sum(map(program.buffer_bytes, stages)), counts)
+
+
+# --- activations over time ------------------------------------------------------------------------------------------
+
+
+def activation_changes(timeline: Timeline, lane: int) -> list[tuple[int, int]]:
+    """Return (time, change in bytes) of a device's activations, in the order in which they take effect.
+
+    A microbatch is held from the start of its F to the end of its B; a stage that recomputes holds its transient during
+    its B. When the backward is split, recomputed activations stay after it, and the share of everything that the weight
+    part needs (all, unless the program says less) is held to the end of its W. At equal times releases come first.
+    """
+    program = timeline.program
+    changes: list[tuple[int, int]] = []
+    for step in program.lanes[lane].steps:
+        work = program.operations[step.position]
+        start, end, stage = timeline.begin_ns(step), timeline.end_ns(step), program.graph.stages[work.stage]
+        transient = (stage.saved_bytes if program.split else stage.peak_bytes) - stage.kept_bytes
+        later = ceil(stage.saved_bytes * program.weight_keeps)
+        match work.kind:
+            case "F":
+                changes.append((start, stage.kept_bytes))
+            case "B" if program.split:
+                changes += [(start, work.covers * transient), (end, -work.covers * (stage.saved_bytes - later))]
+            case "B":
+                changes += [(start, transient), (end, -transient), (end, -work.covers * stage.kept_bytes)]
+            case "W":
+                changes.append((end, -work.covers * later))
+    return sorted((c for c in changes if c[1]), key=lambda change: (change[0], change[1]))
+
+
+def activation_steps(timeline: Timeline, lane: int) -> Iterator[tuple[int, int]]:
+    """Yield (time, bytes held from then on) of a device's activations, one pair for each time of a change."""
+    held, at = 0, 0
+    for time, change in activation_changes(timeline, lane):
+        if time != at:
+            yield at, held
+            at = time
+        held += change
+    yield at, held
+
+
+# --- microbatches ---------------------------------------------------------------------------------------------------
+
+
+def in_flight(timeline: Timeline, lane: int) -> dict[int, int]:
+    """Return, for each stage on a device, the most microbatches that it holds at a forward's start.
+
+    Held until all of their backward has run, the weight part too.
+    """
+    counts: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for stage, change in _holds(timeline, lane):
+        counts[stage] = counts.get(stage, 0) + change
+        peaks[stage] = max(peaks.get(stage, 0), counts[stage])
+    return peaks
+
+
+def most_held(timeline: Timeline, lane: int) -> int:
+    """Return the most microbatches that a device holds at once, counted in each of its stages."""
+    held = most = 0
+    for _, change in _holds(timeline, lane):
+        held += change
+        most = max(most, held)
+    return most
+
+
+def _holds(timeline: Timeline, lane: int) -> Iterator[tuple[int, int]]:
+    """Yield (stage, change of the microbatches held) for each step of a device."""
+    program = timeline.program
+    for step in program.lanes[lane].steps:
+        work = program.operations[step.position]
+        frees = step.position == program.release[work.stage]
+        yield work.stage, 1 if work.kind == "F" else -work.covers if frees else 0

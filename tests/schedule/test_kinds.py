@@ -1,0 +1,115 @@
+"""The table of the kinds of schedules: it alone says what a kind means, so a new kind is one row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import pipeplan
+from pipeplan.check.evaluate import evaluate
+from pipeplan.check.validate import violations
+from pipeplan.errors import BadInput
+from pipeplan.plan import Schedule, ScheduleKind
+from pipeplan.planner.carry import carried
+from pipeplan.planner.plan import make_plan
+from pipeplan.planner.simulation import simulate_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.report.gantt import plan_window
+from pipeplan.report.tables import print_plan
+from pipeplan.runtime.lowering.dry_run import program_lines
+from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.schedule.deadlock import plan_deadlock
+from pipeplan.schedule.gpipe import gpipe
+from pipeplan.schedule.kinds import KINDS, Kind, Limit, ProgramSchedule, kinds_for, plan_timeline
+from pipeplan.schedule.timeline import flush_makespan_ns
+
+TOY = Kind(
+    weights=("flush",),
+    refusal="the toy drains its toys; the policy is {weights}",
+    shown=lambda graph, schedule, pattern: schedule.microbatches,
+    judged=lambda schedule, operations: (schedule.microbatches * operations, "a box of toys"),
+    drains=True,
+    simulated=ProgramSchedule(lambda graph, count, limit: gpipe(graph, count), "toys", "the attic", options=("limit",)),
+    limit=Limit("toy", " per child", lambda graph: (3,)),
+    headline=lambda schedule: ("toys", f"{schedule.microbatches} of them"),
+)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(KINDS, "toy", TOY)
+    layers = tuple(Layer(f"layer{i}", 10 + i, 20 + i, 1000, 100) for i in range(6))
+    problem = Problem(Chain("toys", layers, 100), Platform.flat(3, 10**6, 10**9), Policy("flush", accumulate=6))
+    return make_plan(problem, "balance", schedule="toy")
+
+
+def test_a_kind_that_is_one_row_is_planned_and_judged(toy):
+    assert toy.schedule == Schedule("toy", 6, 3)
+    assert toy.pattern is None
+    assert violations(toy) == []
+    assert violations(replace(toy, schedule=Schedule("toy", 6))) == [
+        "schedule.limit is missing; toy needs the toyes per child that it admits, at least 1"
+    ]
+    assert violations(replace(toy, policy=replace(toy.policy, weights="stash")))[0] == (
+        "the toy drains its toys; the policy is stash"
+    )
+    assert violations(replace(toy, schedule=Schedule("toy", 10**6, 3)))[0].startswith("the schedule drains mini-b")
+    much = replace(toy, policy=replace(toy.policy, accumulate=10**7), schedule=Schedule("toy", 10**7, 3))
+    assert violations(much)[0].startswith("schedule: a box of toys would take")
+    assert carried(toy, toy.chain).period_ns == evaluate(toy).period_ns
+
+
+def test_a_kind_that_is_one_row_is_simulated_lowered_and_shown(toy, capsys):
+    timeline = plan_timeline(toy)
+    assert timeline.program.text() == gpipe(timeline.program.graph, 6).text()
+    result = evaluate(toy)
+    assert result.makespan_ns == flush_makespan_ns(timeline) == simulate_plan(toy).makespan_ns
+    assert simulate_plan(toy).own
+    assert max(map(max, (use.in_flight for use in result.devices))) == 6
+    assert plan_deadlock(toy) == []
+    assert "0F5v0" in program_lines(prepare(toy, 1))[0]
+    assert plan_window(toy).title == "one mini-batch of 6 microbatches, toy"
+    print_plan(toy)
+    assert "toys        6 of them" in capsys.readouterr().out
+
+
+def test_a_new_kind_is_offered_for_its_weights(toy):
+    assert kinds_for("flush") == ["flush", "message-driven", "toy"]
+    with pytest.raises(BadInput, match="toy doesn't go with weights 2bw; only pattern"):
+        make_plan(Problem(toy.chain, toy.platform, Policy("2bw")), schedule="toy")
+    with pytest.raises(BadInput, match=r"a flush schedule holds what its order says; .* and toy have a limit"):
+        make_plan(Problem(toy.chain, toy.platform, Policy("flush")), schedule="flush", limit=2)
+
+
+def test_files_know_the_kinds_of_the_table():
+    assert set(KINDS) == set(get_args(ScheduleKind))
+
+
+@pytest.mark.parametrize(
+    ("weights", "kinds"),
+    [
+        ("2bw", ["pattern"]),
+        ("stash", ["pattern"]),
+        ("flush", ["flush", "message-driven"]),
+        ("latest", ["nf1b", "pattern"]),
+    ],
+)
+def test_weights_go_with_kinds_and_the_first_is_the_default(weights, kinds):
+    assert kinds_for(weights) == kinds
+
+
+def test_what_is_simulated_says_how():
+    for kind in KINDS.values():
+        assert (kind.simulated is None) == (kind.limit is None)
+        assert kind.simulated is None or kind.drains != (kind.steady is not None)
+        assert (kind.judged is not None) == kind.in_mini_batches
+
+
+def test_nothing_asks_for_a_kind_by_its_name():
+    asks = re.compile(r"schedule\.kind (==|!=|in|not in)|match .*schedule\.kind")
+    package = Path(pipeplan.__file__).parent
+    assert [path.name for path in package.rglob("*.py") if asks.search(path.read_text())] == []

@@ -1,0 +1,68 @@
+"""What ``from pipeplan import ...`` gives, and that asking for nothing loads nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipeplan
+
+SOURCE = Path(pipeplan.__file__).read_text()
+
+
+def names_for_type_checkers():
+    """Name -> home, as the imports say that only type checkers see."""
+    return {
+        alias.asname: node.module
+        for node in ast.walk(ast.parse(SOURCE))
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+
+
+def test_type_checkers_see_the_names_that_there_are():
+    assert names_for_type_checkers() == pipeplan._HOMES
+    assert set(pipeplan._HOMES) <= set(dir(pipeplan))
+
+
+@pytest.mark.parametrize("name", [name for name in pipeplan._HOMES if name != "run_plan"])
+def test_each_name_is_what_its_home_calls_so(name):
+    home = __import__(f"pipeplan.{pipeplan._HOMES[name]}", fromlist=[name])
+    assert getattr(pipeplan, name) is getattr(home, name)
+
+
+def test_running_is_there_with_torch():
+    pytest.importorskip("torch")
+    from pipeplan.runtime.launch import run_plan
+
+    assert pipeplan.run_plan is run_plan
+
+
+def test_other_names_are_not_there():
+    with pytest.raises(AttributeError, match="module 'pipeplan' has no attribute 'nothing'"):
+        pipeplan.nothing  # noqa: B018  # to ask for it is the test
+    with pytest.raises(ImportError, match="nothing"):
+        exec("from pipeplan import nothing")
+
+
+def test_the_package_is_imported_at_once():
+    """Nothing is loaded before a name is used, not even numpy, nor any of the package's own modules."""
+    code = "import pipeplan, sys; print([m for m in sys.modules if m.startswith(('pipeplan.', 'numpy', 'msgspec'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "[]"
+
+
+def test_from_a_profile_to_a_shown_and_simulated_plan(tmp_path, capsys):
+    profile, path = Path(__file__).parents[1] / "profiles" / "vgg16-224-b32-v100.json", tmp_path / "plan.json"
+    from pipeplan import Platform, Problem, load_plan, make_plan, plan_text, read_profile, simulate_plan, violations
+
+    plan = make_plan(Problem(read_profile(str(profile)), Platform.flat(2, 32 * 10**9)), "balance").plan
+    pipeplan.print_plan(plan)
+    assert "per microbatch" in capsys.readouterr().out
+    assert violations(plan) == []
+    assert simulate_plan(plan, 16).timeline.program.microbatches == 16
+    path.write_text(plan_text(plan))
+    assert load_plan(str(path)) == plan
+    assert pipeplan.evaluate(plan).period_ns > 0
