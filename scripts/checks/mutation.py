@@ -343,6 +343,10 @@ def equivalents() -> dict[tuple[str, str, str, str], str]:
     return {(x["module"], x["inside"], x["before"], x["after"]): x["reason"] for x in listed}
 
 
+def key(mutant: Mutant) -> tuple[str, str, str, str]:
+    return mutant.module, mutant.inside, mutant.before, mutant.after
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -356,6 +360,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     rooms = arguments.rooms.split(",")
+    known = equivalents()
     every = [
         mutant
         for path in package_files(ROOT, ROOMS)
@@ -365,8 +370,10 @@ def main() -> int:
     random.Random(arguments.seed).shuffle(every)
     valid = (x for x in every if x.compiles((ROOT / "pipeplan" / x.module).read_text()))
     sample = list(itertools.islice(valid, arguments.mutants))
-    known = equivalents()
-    asked = [x for x in sample if (x.module, x.inside, x.before, x.after) not in known]
+    asked = [x for x in sample if key(x) not in known]
+    touched = {x.module for x in every}
+    for stale in sorted(x for x in known.keys() - {key(x) for x in every} if x[0] in touched):
+        print(f"mutation_equivalents.toml: there is no such mutant in {stale[0]}: {stale[3]}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="pipeplan-mutants-") as folder:
         copies = make_copies(Path(folder), arguments.jobs)
         tests = recorded(copies, ROOMS)
