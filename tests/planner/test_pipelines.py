@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from cases.chains import random_chain
 
+from pipeplan.partition.contiguous.batch import held
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.problem import GridProblem, configs
 from pipeplan.planner.pipelines import Pipelines, limits
@@ -45,6 +46,24 @@ def test_moves_are_all_nearby_cuts_and_limits_and_what_was_simulated(stages: int
     assert ((best.cuts, simulated, best.limit) in moves) == (simulated != best.in_flight)
     largest = min(2 * stages - 1, 6)
     assert {x for *_, x in others if x != best.limit} == {best.limit - 1, best.limit + 1} & set(range(1, largest + 1))
+
+
+@pytest.mark.parametrize("microbatches", [3, 6, 20])
+def test_another_limit_lets_the_stages_hold_what_it_admits(microbatches: int) -> None:
+    pipelines = tried(2, 4, microbatches)
+    assert pipelines.best is not None
+    others = [x for x in pipelines.moves() if x[2] != pipelines.best.limit]
+    assert others
+    for _, in_flight, limit in others:
+        assert in_flight == held(4, min(limit, microbatches))[0]
+        assert (len(in_flight), max(in_flight)) == (4, min(limit, microbatches))
+
+
+def test_probing_ends_after_the_second_limit_where_a_split_fits() -> None:
+    pipelines, seen = tried(3, 4, 6), []
+    for *_, limit in pipelines.probe(2):
+        seen.append(limit)
+    assert list(dict.fromkeys(seen)) == limits(4, 6)[:2]
 
 
 def test_some_splits_hold_less_when_simulated_than_they_might() -> None:
