@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases.patience import SECONDS
 
 import pipeplan
 
@@ -50,7 +51,7 @@ def test_other_names_are_not_there():
 def test_the_package_is_imported_at_once():
     """Nothing is loaded before a name is used, not even numpy, nor any of the package's own modules."""
     code = "import pipeplan, sys; print([m for m in sys.modules if m.startswith(('pipeplan.', 'numpy', 'msgspec'))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS)
     assert done.stdout.strip() == "[]"
 
 

@@ -214,7 +214,8 @@ class _Finder:
                 yield (*self._span(node), str(value))
         elif isinstance(node, ast.Call):
             yield from self._opposite(node.func)
-            yield from self._swapped([x for x in node.args if not isinstance(x, ast.Starred)])
+            if _name(node.func) not in OPPOSITE:  # those don't care about the order
+                yield from self._swapped([x for x in node.args if not isinstance(x, ast.Starred)])
         elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
             yield from self._swapped([x for x in node.elts if not isinstance(x, ast.Starred)])
 
@@ -222,7 +223,7 @@ class _Finder:
         return self.raw[self._span(node)[0] : self._span(node.operand)[0]].count(b"(")
 
     def _opposite(self, function: ast.expr) -> Iterator[tuple[int, int, str]]:
-        name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        name = _name(function)
         if name in OPPOSITE:
             stop = self._span(function)[1]
             yield stop - len(name), stop, OPPOSITE[name]
@@ -260,6 +261,10 @@ class _Finder:
         after = " ".join((head + new + tail).split())
         line = self.raw.count(b"\n", 0, start) + 1
         return Mutant(self.module, line, ".".join(inside), block, start, stop, new, before, after)
+
+
+def _name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
 def _beyond(node: ast.AST) -> bool:
