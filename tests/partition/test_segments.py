@@ -15,8 +15,8 @@ from pipeplan.check.validate import pattern_violations, violations
 from pipeplan.cost import memory_model
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
-from pipeplan.partition.contiguous.labels import Units, labels_from, lean_labels
-from pipeplan.partition.contiguous.pareto import Resolution, front, pareto
+from pipeplan.partition.contiguous.labels import Units, labels_from, lowest_peaks
+from pipeplan.partition.contiguous.pareto import Resolution, pareto, unbeaten
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
@@ -168,7 +168,7 @@ def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
     problem = Problem(chain, Platform.flat(1, 1), checkpointing="segments")
     count = len(chain)
     free = np.full(count + 1, 2**60)
-    leanest = lean_labels(Units.of(chain))
+    lowest_peak = lowest_peaks(Units.of(chain))
     for start in range(count):
         labels, _ = labels_from(Units.of(chain), start, np.arange(count + 1), free, free, WHOLE)
         assert labels is not None
@@ -180,14 +180,14 @@ def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
             best = {
                 x for x in every if not any(y != x and all(a <= b for a, b in zip(y, x, strict=True)) for y in every)
             }
-            lean, stored = np.flatnonzero(leanest[start].position == stop).tolist()
-            assert leanest[start].peak[lean] == min(peak for _, peak, _ in every)
-            for own, label in ((leanest[start], lean), (leanest[start], stored)):
+            lowest, stored = np.flatnonzero(lowest_peak[start].position == stop).tolist()
+            assert lowest_peak[start].peak[lowest] == min(peak for _, peak, _ in every)
+            for own, label in ((lowest_peak[start], lowest), (lowest_peak[start], stored)):
                 figures = memory_model.activations(chain, start, stop, own.ranges(label))
                 assert figures[1] <= own.peak[label]
                 assert figures[0] <= own.kept[label]
                 assert figures[2] == own.cost[label]
-            assert leanest[start].ranges(stored) == ()
+            assert lowest_peak[start].ranges(stored) == ()
             at = np.flatnonzero(labels.position == stop).tolist()
             found = {(int(labels.kept[i]), int(labels.peak[i]), int(labels.cost[i])) for i in at}
             assert found >= best
@@ -236,7 +236,7 @@ def test_pareto_keeps_one_of_each_that_nothing_beats(size: int) -> None:
     found = {tuple(rows[:, i]) for i in chosen}
     assert len(found) == len(chosen)
     assert found == {tuple(rows[:, i]) for i in range(size) if not beaten[i]}
-    same, exact = front(kept, peak, cost, WHOLE)
+    same, exact = unbeaten(kept, peak, cost, WHOLE)
     assert exact
     assert {tuple(rows[:, i]) for i in same} == found
 
@@ -244,11 +244,11 @@ def test_pareto_keeps_one_of_each_that_nothing_beats(size: int) -> None:
 def test_buckets_keep_true_labels_and_the_lowest_in_bytes() -> None:
     rng = np.random.default_rng(1)
     kept, peak, cost = rng.integers(0, 10**6, size=(3, 4000))
-    chosen, exact = front(kept, peak, cost, Resolution(exact=10, cost_buckets=12, peak_buckets=5))
+    chosen, exact = unbeaten(kept, peak, cost, Resolution(exact=10, cost_buckets=12, peak_buckets=5))
     assert not exact
     assert 0 < len(chosen) <= 60
     assert int(kept[chosen].min()) == int(kept.min())
-    whole, _ = front(kept, peak, cost, WHOLE)
+    whole, _ = unbeaten(kept, peak, cost, WHOLE)
     slack = 10**6 // 12 + 10**6 // 5 + 2
     for i in whole.tolist():  # every label of the front has one nearby that keeps no more
         assert any(kept[j] <= kept[i] and cost[j] <= cost[i] + slack and peak[j] <= peak[i] + slack for j in chosen)

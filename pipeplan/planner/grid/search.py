@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from ...partition.contiguous.batch import Pipeline, drained_bound, held, least_drained_ns, pipeline, splits
+from ...partition.contiguous.batch import PipelineTables, drained_bound, held, least_drained_ns, pipeline_tables, splits
 from ...plan import Stage
 from ...units import format_ns
 from ..explain import shortfall
@@ -75,7 +75,7 @@ class _Search:
         self.points: dict[Config, _Point] = {}
         self.bounds = {config: work_bound(asked, config) for config in configs(asked)}
         self.unfit: set[Config] = set()
-        self._offers: dict[Config, Pipeline] = {}  # the last few used; each is large
+        self._offers: dict[Config, PipelineTables] = {}  # the last few used; each is large
         self._seen: dict[tuple[Config, tuple[Stage, ...], int], Drained] = {}
 
     @property
@@ -131,7 +131,7 @@ class _Search:
                     return
                 self._try(config, offer, limit, None)
 
-    def _try(self, config: Config, offer: Pipeline, limit: int, most: int | None) -> None:
+    def _try(self, config: Config, offer: PipelineTables, limit: int, most: int | None) -> None:
         for in_flight in dict.fromkeys(held(config.inter, min(limit, offer.microbatches))):
             for cuts in islice(splits(offer, in_flight), most):
                 self.judge(config, offer, cuts, in_flight, limit)
@@ -146,14 +146,14 @@ class _Search:
         """Keep the better bound of a configuration."""
         self.bounds[config] = max(self.bounds[config], bound)
 
-    def offer(self, config: Config) -> Pipeline | None:
+    def offer(self, config: Config) -> PipelineTables | None:
         """Return what the stages of a configuration offer, or None when they cannot fit."""
         if config in self.unfit:
             return None
         found = self._offers.pop(config, None)
         if found is None:
             problem = self.asked.of(config)
-            found = pipeline(problem, config.groups(), config.microbatches(self.asked.batch))
+            found = pipeline_tables(problem, config.groups(), config.microbatches(self.asked.batch))
         if found is None:
             self.unfit.add(config)
             return None
@@ -163,7 +163,7 @@ class _Search:
         return found
 
     def judge(
-        self, config: Config, offer: Pipeline, cuts: tuple[int, ...], in_flight: tuple[int, ...], limit: int
+        self, config: Config, offer: PipelineTables, cuts: tuple[int, ...], in_flight: tuple[int, ...], limit: int
     ) -> _Point | None:
         """Simulate a split unless it cannot beat its configuration's best; return it when it becomes that."""
         before = self.points.get(config)
@@ -284,7 +284,9 @@ class _Search:
         return shortfall(alone)
 
 
-def _moves(offer: Pipeline, point: _Point, limits_too: bool) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def _moves(
+    offer: PipelineTables, point: _Point, limits_too: bool
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Yield what lies one move away: in-flight counts as simulated, a cut moved, another limit."""
     held = point.result.in_flight
     if held != point.in_flight:
