@@ -62,6 +62,21 @@ def test_equals_brute_force(block: int) -> None:
     assert feasible_ones >= 25
 
 
+def test_equals_brute_force_where_replicas_stash_versions() -> None:
+    """The more replicas, the more versions they keep between updates, and the more a stage has to recompute."""
+    recomputed = 0
+    for seed in range(36):
+        problem = small_problem(seed)
+        policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
+        problem = replace(problem, policy=policy, replicas=True)
+        found, truth = smallest_period(problem), contiguous_optimum(problem)
+        assert (found is None) == (truth is None), seed
+        if found is not None and truth is not None:
+            assert found.claimed_period_ns == found.lower_bound_ns == truth[0], seed
+            recomputed += any(stage.checkpoint and stage.replicas > 1 for stage in found.stages)
+    assert recomputed >= 1
+
+
 def test_segments_are_better_than_stages_somewhere() -> None:
     shorter = mixed = 0
     for seed in range(200):
