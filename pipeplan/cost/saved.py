@@ -29,14 +29,14 @@ from ..problem import Chain
 
 
 @dataclass(frozen=True)
-class Facts:
+class TensorFacts:
     """What a profile says about memory, one entry for each tensor or for each layer.
 
     Of tensors (0 the network's input, i + 1 the output of layer i): ``sizes`` in bytes, ``storages`` the bytes of the
     memory of its own that one has, ``parents`` the tensor that it is a view of, -1 for none. Of layers: the tensors
     that it ``reads``; those of them, and of its own output, that are ``kept`` for its backward; ``private``, the bytes
-    that it keeps beside those and shares with no other layer; and ``presumed``, those of its bytes of which the profile
-    doesn't say what tensor they are: they count as private, and a recomputed segment takes them for its input.
+    that it keeps beside those and shares with no other layer; and ``undeclared_bytes``, of which the profile doesn't
+    say what tensor they are: they count as private, and a recomputed segment takes them for its input.
     """
 
     sizes: tuple[int, ...]
@@ -45,13 +45,13 @@ class Facts:
     reads: tuple[tuple[int, ...], ...]
     kept: tuple[tuple[int, ...], ...]
     private: tuple[int, ...]
-    presumed: tuple[int, ...]
+    undeclared_bytes: tuple[int, ...]
 
     @staticmethod
-    def of(layers: Sequence[Any], sizes: Sequence[int], reads: Sequence[tuple[int, ...]]) -> Facts:
+    def of(layers: Sequence[Any], sizes: Sequence[int], reads: Sequence[tuple[int, ...]]) -> TensorFacts:
         """Return the facts of ``layers`` (:class:`..problem.Layer`), whose tensors have ``sizes``."""
         storages, parents = [sizes[0]], [-1]
-        kept, private, presumed = [], [], []
+        kept, private, undeclared_bytes = [], [], []
         for i, layer in enumerate(layers):
             parent = -1 if layer.view_of is None else layer.view_of + 1
             parents.append(parent)
@@ -61,9 +61,15 @@ class Facts:
             roots = {parent if t == i + 1 and parent >= 0 else t for t in mine}
             alone = sum(storages[t] if t == i + 1 else sizes[t] for t in roots)
             private.append(0 if layer.saved_bytes is None else layer.saved_bytes - alone)
-            presumed.append(layer.saved_bytes if layer.saved_bytes is not None and layer.saves is None else 0)
-        return Facts(
-            tuple(sizes), tuple(storages), tuple(parents), tuple(reads), tuple(kept), tuple(private), tuple(presumed)
+            undeclared_bytes.append(layer.saved_bytes if layer.saved_bytes is not None and layer.saves is None else 0)
+        return TensorFacts(
+            tuple(sizes),
+            tuple(storages),
+            tuple(parents),
+            tuple(reads),
+            tuple(kept),
+            tuple(private),
+            tuple(undeclared_bytes),
         )
 
     def roots(self, start: int) -> list[int]:
@@ -83,7 +89,7 @@ class ChainStorages:
     reaches across a position.
     """
 
-    facts: Facts
+    facts: TensorFacts
 
     @cached_property
     def root(self) -> Ints:
@@ -156,9 +162,9 @@ class ChainStorages:
         """Bytes of the tensor that enters, where the range keeps it."""
         return self._sizes[start] * self.keeps_input(start, stop)
 
-    def presumed(self, start: IntLike, stop: IntLike) -> IntLike:
+    def undeclared(self, start: IntLike, stop: IntLike) -> IntLike:
         """Bytes of :meth:`inner` that are taken for the input, as the first layer doesn't say what it keeps."""
-        own = np.minimum(np.array((*self.facts.presumed, 0), dtype=np.int64), self._sizes)
+        own = np.minimum(np.array((*self.facts.undeclared_bytes, 0), dtype=np.int64), self._sizes)
         return own[start] * (np.asarray(stop) > start)
 
     def keeps_input(self, start: IntLike, stop: IntLike) -> IntLike:
@@ -212,7 +218,7 @@ class ChainStorages:
 class DagStorages:
     """What ranges of layers keep in a DAG: tables ``[start, stop]``, O(1) a question, O(L) array steps a tensor."""
 
-    facts: Facts
+    facts: TensorFacts
 
     @cached_property
     def _trees(self) -> list[list[int]]:
@@ -273,24 +279,24 @@ class DagStorages:
         return self._tables[0][start, stop]
 
     @cached_property
-    def _presumed(self) -> Ints:
+    def _undeclared(self) -> Ints:
         count = len(self.facts.kept)
         table = np.zeros((count + 1, count + 1), dtype=np.int64)
         claimed = {t for t, keepers in enumerate(self._keepers) if keepers}
-        for start in range(count if any(self.facts.presumed) else 0):
+        for start in range(count if any(self.facts.undeclared_bytes) else 0):
             seen = set(claimed)
             for layer in range(start, count):
-                if self.facts.presumed[layer]:
+                if self.facts.undeclared_bytes[layer]:
                     new = {t for t in self.facts.reads[layer] if t <= start} - seen
                     seen |= new
                     size = sum(self.facts.sizes[t] for t in new)
-                    table[start, layer + 1] += min(size, self.facts.presumed[layer])
+                    table[start, layer + 1] += min(size, self.facts.undeclared_bytes[layer])
         sums: Ints = np.cumsum(table, axis=1)
         return sums
 
-    def presumed(self, start: IntLike, stop: IntLike) -> IntLike:
+    def undeclared(self, start: IntLike, stop: IntLike) -> IntLike:
         """Bytes of :meth:`inner` that are taken for the input, as layers don't say what they keep."""
-        return self._presumed[start, stop]
+        return self._undeclared[start, stop]
 
     def stored(self, start: IntLike, stop: IntLike, held: bool, inside: bool) -> IntLike:
         """Bytes that a stored run keeps, all of them counted."""
@@ -344,7 +350,7 @@ def storages(chain: Chain) -> ChainStorages | DagStorages:
     for tensor, readers in enumerate(chain.readers):
         for reader in readers:
             reads[reader].append(tensor)
-    facts = Facts.of(chain.layers, chain.tensor_bytes, [tuple(x) for x in reads])
+    facts = TensorFacts.of(chain.layers, chain.tensor_bytes, [tuple(x) for x in reads])
     return ChainStorages(facts) if chain.edges is None else DagStorages(facts)
 
 
@@ -365,7 +371,7 @@ def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     Layers that don't say what they save are taken to save what enters, as far as their bytes reach.
     """
     found = storages(chain)
-    return plain(found.inner(start, stop) - found.presumed(start, stop))
+    return plain(found.inner(start, stop) - found.undeclared(start, stop))
 
 
 @_once

@@ -10,7 +10,7 @@ from itertools import chain, takewhile
 from ..check.bounds import any_bound
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..partition.balance import balance
-from ..partition.contiguous.batch import held, pipeline, splits
+from ..partition.contiguous.batch import held, pipeline_tables, splits
 from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..partition.local_search import local_search
 from ..partition.pipedream.paper import pipedream
@@ -193,7 +193,7 @@ def _holding(problem: Problem, limits: LimitSearch) -> Iterator[Allocation]:
     For the limit that was asked for, or for some: see :func:`..partition.contiguous.batch.splits`.
     """
     count, size = min(len(problem.platform), len(problem.chain)), problem.policy.accumulate or 1
-    offer = pipeline(problem, [(device,) for device in range(count)], size)
+    offer = pipeline_tables(problem, [(device,) for device in range(count)], size)
     if offer is None:
         return
     batch = size if limits.kind.joins else 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
-from ..partition.contiguous.batch import Pipeline, drained_bound, held, least_drained_ns, pipeline, splits
+from ..partition.contiguous.batch import PipelineTables, drained_bound, held, least_drained_ns, pipeline_tables, splits
 from ..plan import Stage
 from ..problem import Problem
 from .pipeline_time import BatchTime, batch_time
@@ -53,14 +53,14 @@ class Pipelines:
         self.unfit = False
         self.steps = 0
         self._limit = limit
-        self._tables: Pipeline | None = None
+        self._tables: PipelineTables | None = None
         self._seen: dict[tuple[tuple[Stage, ...], int], BatchTime] = {}
 
     @property
-    def tables(self) -> Pipeline | None:
+    def tables(self) -> PipelineTables | None:
         """What the stages may be and take, computed when first asked for; None when no split fits."""
         if self._tables is None and not self.unfit:
-            self._tables = pipeline(self.problem, self.groups, self.microbatches)
+            self._tables = pipeline_tables(self.problem, self.groups, self.microbatches)
             self.unfit = self._tables is None
         return self._tables
 

@@ -7,7 +7,7 @@ import pytest
 from cases.chains import random_chain, random_platform
 
 from pipeplan.cost.saved import storages
-from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline, splits
+from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline_tables, splits
 from pipeplan.partition.contiguous.options import NEVER
 from pipeplan.plan import Stage
 from pipeplan.planner.pipeline_time import batch_time
@@ -28,55 +28,55 @@ def instance(seed, checkpointing="segments"):
     return problem, groups, microbatches
 
 
-def every_split(offer):
-    size = len(offer.ground.cuts)
-    for inner in combinations(range(1, size - 1), len(offer.groups) - 1):
+def every_split(pipeline):
+    size = len(pipeline.stage_tables.cuts)
+    for inner in combinations(range(1, size - 1), len(pipeline.groups) - 1):
         yield (0, *inner, size - 1)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_simulated_split_beats_the_bound_or_its_own(seed):
     problem, groups, microbatches = instance(seed, ("segments", "stages", "none")[seed % 3])
-    offer = pipeline(problem, groups, microbatches)
-    if offer is None:  # then not even whole stages recomputed fit
+    pipeline = pipeline_tables(problem, groups, microbatches)
+    if pipeline is None:  # then not even whole stages recomputed fit
         for inner in combinations(range(1, len(problem.chain)), len(groups) - 1):
             parts = zip(pairwise((0, *inner, len(problem.chain))), groups, strict=True)
             stages = [Stage(a, b, group) for (a, b), group in parts]
             assert not batch_time(problem, stages, microbatches, 1).fits
         return
-    whole = drained_bound(offer)
+    whole = drained_bound(pipeline)
     for limit in range(1, 2 * len(groups)):
-        own = drained_bound(offer, limit, limit)
+        own = drained_bound(pipeline, limit, limit)
         assert own >= whole
-        in_flight = offer.in_flight(limit if len(groups) > 1 else 1)
-        for cuts in every_split(offer):
-            stages = offer.stages(cuts, in_flight)
+        in_flight = pipeline.in_flight(limit if len(groups) > 1 else 1)
+        for cuts in every_split(pipeline):
+            stages = pipeline.stages(cuts, in_flight)
             if stages is None:
                 continue
             run = batch_time(problem, stages, microbatches, limit if len(groups) > 1 else 1)
             assert run.fits  # whatever arrives when, no stage holds more than in_flight
             assert all(held <= most for held, most in zip(run.in_flight, in_flight, strict=True))
             assert own <= run.batch_ns
-            assert least_drained_ns(offer, cuts, in_flight, limit) <= run.batch_ns
+            assert least_drained_ns(pipeline, cuts, in_flight, limit) <= run.batch_ns
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_splits_are_the_shortest_paths_of_their_longest_stage(seed):
     problem, groups, microbatches = instance(seed)
-    offer = pipeline(problem, groups, microbatches)
-    if offer is None:
+    pipeline = pipeline_tables(problem, groups, microbatches)
+    if pipeline is None:
         return
-    in_flight = offer.in_flight(1)
+    in_flight = pipeline.in_flight(1)
 
     def figures(cuts):
-        times = [int(offer.times(s, in_flight[s])[i, j]) for s, (i, j) in enumerate(pairwise(cuts))]
-        loads = [int(offer.loads[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
-        trips = [int(offer.trips[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
+        times = [int(pipeline.times(s, in_flight[s])[i, j]) for s, (i, j) in enumerate(pairwise(cuts))]
+        loads = [int(pipeline.loads[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
+        trips = [int(pipeline.trips[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
         return max(times + loads), sum(times) + sum(trips)
 
-    every = [figures(cuts) for cuts in every_split(offer)]
+    every = [figures(cuts) for cuts in every_split(pipeline)]
     every = [pair for pair in every if pair[0] < NEVER]
-    found = [figures(cuts) for cuts in splits(offer, in_flight)]
+    found = [figures(cuts) for cuts in splits(pipeline, in_flight)]
     assert bool(found) == bool(every)
     if found:
         assert found[0][0] == min(longest for longest, _ in every)
@@ -85,16 +85,16 @@ def test_splits_are_the_shortest_paths_of_their_longest_stage(seed):
 
 
 def test_a_bound_that_is_enough_is_returned():
-    offers = (pipeline(*instance(seed)) for seed in range(4, 60))
-    offer = next(offer for offer in offers if offer is not None and len(offer.groups) > 1)
-    bound = drained_bound(offer)
-    assert drained_bound(offer, enough=1) == 1
-    assert drained_bound(offer, enough=bound) == bound
-    assert drained_bound(offer, enough=10 * bound) in (bound, bound + 1)
+    pipelines = (pipeline_tables(*instance(seed)) for seed in range(4, 60))
+    pipeline = next(pipeline for pipeline in pipelines if pipeline is not None and len(pipeline.groups) > 1)
+    bound = drained_bound(pipeline)
+    assert drained_bound(pipeline, enough=1) == 1
+    assert drained_bound(pipeline, enough=bound) == bound
+    assert drained_bound(pipeline, enough=10 * bound) in (bound, bound + 1)
 
 
 def test_what_fits_nowhere_is_none():
     problem, groups, microbatches = instance(4)
     tiny = Platform.flat(len(problem.platform), 1)
     starved = Problem(problem.chain, tiny, problem.policy, checkpointing="segments")
-    assert pipeline(starved, groups, microbatches) is None
+    assert pipeline_tables(starved, groups, microbatches) is None

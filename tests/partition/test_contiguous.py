@@ -22,7 +22,7 @@ from pipeplan.partition.contiguous.contiguous import (
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
 from pipeplan.plan import Allocation, Stage
-from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 WEIGHTS = ("flush", "2bw", "stash", "latest")
@@ -128,6 +128,31 @@ def test_long_chains_equal_the_plain_recursion(seed: int) -> None:
         assert found.claimed_period_ns is not None
         assert contiguous_decision(problem, found.claimed_period_ns)
         assert not contiguous_decision(problem, found.claimed_period_ns - 1)
+
+
+@pytest.mark.parametrize("seed", [79, 127, 180, 286, 352, 497, 503, 593])
+def test_equal_devices_equal_the_plain_recursion_where_the_fewest_behind_a_cut_are_not_best(seed: int) -> None:
+    """Among equal devices only their number counts, and more of them behind a cut are tried where that helps."""
+    rng = random.Random(seed)
+    layers = tuple(
+        Layer(
+            f"layer{i}",
+            rng.randint(1, 30),
+            rng.randint(1, 60),
+            rng.randint(0, 9),
+            rng.randint(1, 9),
+            rng.randint(5, 40),
+        )
+        for i in range(rng.choice((6, 9, 14)))
+    )
+    platform = Platform.flat(rng.randint(3, 8), rng.choice((40, 60, 90, 130)), rng.choice((10**9, 3 * 10**8)))
+    checkpointing: Checkpointing = "none" if rng.choice((True, False)) else "stages"
+    problem = Problem(Chain("made", layers, 3), platform, checkpointing=checkpointing, replicas=rng.random() < 0.7)
+    found = smallest_period(problem)
+    assert found is not None
+    assert found.claimed_period_ns is not None
+    assert contiguous_decision(problem, found.claimed_period_ns)
+    assert not contiguous_decision(problem, found.claimed_period_ns - 1)
 
 
 def alike(platform: Platform) -> Platform:

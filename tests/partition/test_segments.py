@@ -15,8 +15,8 @@ from pipeplan.check.validate import pattern_violations, violations
 from pipeplan.cost import memory_model
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
-from pipeplan.partition.contiguous.labels import Units, labels_from, lean_labels
-from pipeplan.partition.contiguous.pareto import Resolution, front, pareto
+from pipeplan.partition.contiguous.labels import Units, labels_from, lowest_peaks
+from pipeplan.partition.contiguous.pareto import Resolution, pareto, unbeaten
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
@@ -61,6 +61,21 @@ def test_equals_brute_force(block: int) -> None:
         assert at.claimed_period_ns == truth[0], seed
         assert feasible(problem, 10**9) is not None, seed
     assert feasible_ones >= 25
+
+
+def test_equals_brute_force_where_replicas_stash_versions() -> None:
+    """The more replicas, the more versions they keep between updates, and the more a stage has to recompute."""
+    recomputed = 0
+    for seed in range(36):
+        problem = small_problem(seed)
+        policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
+        problem = replace(problem, policy=policy, replicas=True)
+        found, truth = smallest_period(problem), contiguous_optimum(problem)
+        assert (found is None) == (truth is None), seed
+        if found is not None and truth is not None:
+            assert found.claimed_period_ns == found.lower_bound_ns == truth[0], seed
+            recomputed += any(stage.checkpoint and stage.replicas > 1 for stage in found.stages)
+    assert recomputed >= 1
 
 
 def test_segments_are_better_than_stages_somewhere() -> None:
@@ -169,7 +184,7 @@ def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
     problem = Problem(chain, Platform.flat(1, 1), checkpointing="segments")
     count = len(chain)
     free = np.full(count + 1, 2**60)
-    leanest = lean_labels(Units.of(chain))
+    lowest_peak = lowest_peaks(Units.of(chain))
     for start in range(count):
         labels, _ = labels_from(Units.of(chain), start, np.arange(count + 1), free, free, WHOLE)
         assert labels is not None
@@ -181,14 +196,14 @@ def test_labels_are_the_pareto_set_of_all_segments(seed: int) -> None:
             best = {
                 x for x in every if not any(y != x and all(a <= b for a, b in zip(y, x, strict=True)) for y in every)
             }
-            lean, stored = np.flatnonzero(leanest[start].position == stop).tolist()
-            assert leanest[start].peak[lean] == min(peak for _, peak, _ in every)
-            for own, label in ((leanest[start], lean), (leanest[start], stored)):
+            lowest, stored = np.flatnonzero(lowest_peak[start].position == stop).tolist()
+            assert lowest_peak[start].peak[lowest] == min(peak for _, peak, _ in every)
+            for own, label in ((lowest_peak[start], lowest), (lowest_peak[start], stored)):
                 figures = memory_model.activations(chain, start, stop, own.ranges(label))
                 assert figures[1] <= own.peak[label]
                 assert figures[0] <= own.kept[label]
                 assert figures[2] == own.cost[label]
-            assert leanest[start].ranges(stored) == ()
+            assert lowest_peak[start].ranges(stored) == ()
             at = np.flatnonzero(labels.position == stop).tolist()
             found = {(int(labels.kept[i]), int(labels.peak[i]), int(labels.cost[i])) for i in at}
             assert found >= best
@@ -237,7 +252,7 @@ def test_pareto_keeps_one_of_each_that_nothing_beats(size: int) -> None:
     found = {tuple(rows[:, i]) for i in chosen}
     assert len(found) == len(chosen)
     assert found == {tuple(rows[:, i]) for i in range(size) if not beaten[i]}
-    same, exact = front(kept, peak, cost, WHOLE)
+    same, exact = unbeaten(kept, peak, cost, WHOLE)
     assert exact
     assert {tuple(rows[:, i]) for i in same} == found
 
@@ -245,11 +260,11 @@ def test_pareto_keeps_one_of_each_that_nothing_beats(size: int) -> None:
 def test_buckets_keep_true_labels_and_the_lowest_in_bytes() -> None:
     rng = np.random.default_rng(1)
     kept, peak, cost = rng.integers(0, 10**6, size=(3, 4000))
-    chosen, exact = front(kept, peak, cost, Resolution(exact=10, cost_buckets=12, peak_buckets=5))
+    chosen, exact = unbeaten(kept, peak, cost, Resolution(exact=10, cost_buckets=12, peak_buckets=5))
     assert not exact
     assert 0 < len(chosen) <= 60
     assert int(kept[chosen].min()) == int(kept.min())
-    whole, _ = front(kept, peak, cost, WHOLE)
+    whole, _ = unbeaten(kept, peak, cost, WHOLE)
     slack = 10**6 // 12 + 10**6 // 5 + 2
     for i in whole.tolist():  # every label of the front has one nearby that keeps no more
         assert any(kept[j] <= kept[i] and cost[j] <= cost[i] + slack and peak[j] <= peak[i] + slack for j in chosen)

@@ -22,16 +22,16 @@ from ...cost import time_model
 from ...integers import Ints, ceil_div, smallest
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Problem
-from .contiguous import offers
-from .options import NEVER, Menu
-from .tables import Ground
+from .contiguous import tables_within
+from .options import NEVER, StageOptions
+from .tables import StageTables
 
 _STEPS = (0, 1, 2, 4, 8, 16, 32, 64)  # 256ths by which the longest stage may exceed the shortest possible
 _PRECISION = 4096  # a bound is found to this part
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineTables:
     """How long the stages of one pipeline take: stage s on ``groups[s]``, which is as good as ``problem``'s device s.
 
     ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
@@ -41,7 +41,7 @@ class Pipeline:
     """
 
     problem: Problem
-    ground: Ground
+    stage_tables: StageTables
     groups: tuple[tuple[int, ...], ...]
     microbatches: int
     trips: tuple[Ints, ...]
@@ -51,30 +51,30 @@ class Pipeline:
     exact: bool
 
     @cached_property
-    def _menus(self) -> dict[Device, Menu]:
-        return {found.device: found.menu for found in self.ground.classes}
+    def _options(self) -> dict[Device, StageOptions]:
+        return {found.device: found.options for found in self.stage_tables.classes}
 
     @cached_property
-    def _tables(self) -> dict[tuple[Device, int], Ints]:
+    def _times(self) -> dict[tuple[Device, int], Ints]:
         return {}
 
-    def menu(self, stage: int) -> Menu:
+    def options(self, stage: int) -> StageOptions:
         """Return the times of all stages on the devices of ``stage``."""
-        return self._menus[self.problem.platform.devices[stage]]
+        return self._options[self.problem.platform.devices[stage]]
 
     def times(self, stage: int, in_flight: int) -> Ints:
         """Return U, shape (cuts, cuts), of ``stage`` while it holds ``in_flight`` microbatches; NEVER if it can't."""
         key = self.problem.platform.devices[stage], in_flight
-        if key not in self._tables:
-            size = len(self.ground.cuts)
+        if key not in self._times:
+            size = len(self.stage_tables.cuts)
             table = np.full((size, size), NEVER, dtype=np.int64)
             for i in range(size - 1):
                 stops = np.arange(i + 1, size)
                 ones = np.ones_like(stops)
-                table[i, i + 1 :] = self.menu(stage).work(i, stops, ones)(in_flight * ones)
+                table[i, i + 1 :] = self.options(stage).work(i, stops, ones)(in_flight * ones)
             table[table > self.most_ns] = NEVER
-            self._tables[key] = table
-        return self._tables[key]
+            self._times[key] = table
+        return self._times[key]
 
     def in_flight(self, limit: int) -> tuple[int, ...]:
         """Return the most microbatches that each stage holds when ``limit`` are in the pipeline: see :func:`held`."""
@@ -86,12 +86,12 @@ class Pipeline:
         for s, (i, j) in enumerate(pairwise(cuts)):
             if j <= i or self.times(s, in_flight[s])[i, j] >= NEVER:
                 return None
-            start, stop = int(self.ground.cuts[i]), int(self.ground.cuts[j])
-            found.append(Stage(start, stop, self.groups[s], self.menu(s).checkpoint(i, j, in_flight[s], 1)))
+            start, stop = int(self.stage_tables.cuts[i]), int(self.stage_tables.cuts[j])
+            found.append(Stage(start, stop, self.groups[s], self.options(s).checkpoint(i, j, in_flight[s], 1)))
         return tuple(found)
 
 
-def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> Pipeline | None:
+def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> PipelineTables | None:
     """Return the tables of a pipeline whose stage s runs on ``groups[s]`` for a batch; None when no split fits.
 
     ``problem`` is that of all devices; ``policy.accumulate`` counts the microbatches of all pipelines. Any split that
@@ -107,7 +107,7 @@ def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: 
     policy = replace(problem.policy, accumulate=microbatches)  # a replica's share of a step is the same
     one = Problem(problem.chain, alone, policy, replicas=False, checkpointing=problem.checkpointing)
     slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
-    found = offers(one, slack)
+    found = tables_within(one, slack)
     if found is None:
         return None
     tables, most, exact = found
@@ -129,7 +129,9 @@ def pipeline(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: 
             step = time_model.step_ns(problem.chain, tables.cuts[:, None], tables.cuts[None, :], speed)
             sync = np.maximum(sync, step)
         syncs.append(sync)
-    return Pipeline(one, tables, tuple(groups), microbatches, tuple(trips), tuple(loads), tuple(syncs), most, exact)
+    return PipelineTables(
+        one, tables, tuple(groups), microbatches, tuple(trips), tuple(loads), tuple(syncs), most, exact
+    )
 
 
 def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,41 +144,41 @@ def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tupl
     return most, tuple(batch * min(limit, 2 * (stages - s) - 1) for s in range(stages))
 
 
-def splits(offer: Pipeline, in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield cuts (indices of ``offer.ground.cuts``) of splits that may drain soon, while stages hold ``in_flight``.
+def splits(pipeline: PipelineTables, in_flight: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield splits, as indices of cuts, that may drain soon while stages hold ``in_flight``.
 
     A drained batch takes about P + (M - 1) * (the longest stage), so for some lengths of the longest stage, the
     shortest possible first, the split of the shortest path. Each is optimal among contiguous splits for its length;
     that one of them drains soonest is a heuristic. O(p n^2) each for n cuts.
     """
-    count = len(offer.groups)
-    times = [offer.times(s, in_flight[s]) for s in range(count)]
-    shortest = _shortest_bottleneck(offer, times)
+    count = len(pipeline.groups)
+    times = [pipeline.times(s, in_flight[s]) for s in range(count)]
+    shortest = _shortest_bottleneck(pipeline, times)
     if shortest is None:
         return
     seen = set()
     for step in _STEPS:
-        found = _shortest_path(offer, times, shortest + shortest * step // 256)
+        found = _shortest_path(pipeline, times, shortest + shortest * step // 256)
         if found is not None and found not in seen:
             seen.add(found)
             yield found
 
 
-def _shortest_bottleneck(offer: Pipeline, times: Sequence[Ints]) -> int | None:
+def _shortest_bottleneck(pipeline: PipelineTables, times: Sequence[Ints]) -> int | None:
     """Return the least longest time, of stages and of links, of any split into as many stages as there are groups."""
-    size = len(offer.ground.cuts)
+    size = len(pipeline.stage_tables.cuts)
     best = np.full(size, NEVER, dtype=np.int64)
     best[0] = 0
     for s, table in enumerate(times):
         best = np.maximum(best[:, None], table).min(axis=0)
-        if s < len(offer.loads):
-            best = np.maximum(best, offer.loads[s])
+        if s < len(pipeline.loads):
+            best = np.maximum(best, pipeline.loads[s])
     return None if best[-1] >= NEVER else int(best[-1])
 
 
-def _shortest_path(offer: Pipeline, times: Sequence[Ints], longest: int) -> tuple[int, ...] | None:
+def _shortest_path(pipeline: PipelineTables, times: Sequence[Ints], longest: int) -> tuple[int, ...] | None:
     """Return the cuts of the split whose stages and transfers take least, with no stage or link over ``longest``."""
-    size = len(offer.ground.cuts)
+    size = len(pipeline.stage_tables.cuts)
     best = np.full(size, NEVER, dtype=np.int64)
     best[0] = 0
     chosen = []
@@ -185,8 +187,8 @@ def _shortest_path(offer: Pipeline, times: Sequence[Ints], longest: int) -> tupl
         pick = through.argmin(axis=0)
         chosen.append(pick)
         best = np.minimum(through[pick, np.arange(size)], NEVER)
-        if s < len(offer.trips):
-            best = np.where(offer.loads[s] <= longest, np.minimum(best + offer.trips[s], NEVER), NEVER)
+        if s < len(pipeline.trips):
+            best = np.where(pipeline.loads[s] <= longest, np.minimum(best + pipeline.trips[s], NEVER), NEVER)
     if best[-1] >= NEVER:
         return None
     cuts = [size - 1]
@@ -195,7 +197,7 @@ def _shortest_path(offer: Pipeline, times: Sequence[Ints], longest: int) -> tupl
     return tuple(reversed(cuts))
 
 
-def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
+def drained_bound(pipeline: PipelineTables, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
     """Return a time below which no contiguous split on these groups runs a batch, for any limit in ``least..most``.
 
     Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
@@ -205,21 +207,21 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enou
     least such time over all splits is bisected; for one time a dynamic program keeps the shortest P for every cut.
     ``enough`` is returned where it is such a time. O(p n^2) for n cuts and each step.
     """
-    count, microbatches = len(offer.groups), offer.microbatches
+    count, microbatches = len(pipeline.groups), pipeline.microbatches
     held = min(least, microbatches) if count > 1 else 1
-    if not offer.exact:  # what must be recomputed isn't known
-        times = [_bare_times(offer, s) for s in range(count)]
+    if not pipeline.exact:  # what must be recomputed isn't known
+        times = [_bare_times(pipeline, s) for s in range(count)]
     else:
-        times = [offer.times(s, held if s == 0 else 1) for s in range(count)]
+        times = [pipeline.times(s, held if s == 0 else 1) for s in range(count)]
     rounds = 1 if most is None else ceil_div(microbatches, most)
     forward = [
-        time_model.forward_ns(offer.problem.chain, 0, offer.ground.cuts, d.speed)
-        for d in offer.problem.platform.devices
+        time_model.forward_ns(pipeline.problem.chain, 0, pipeline.stage_tables.cuts, d.speed)
+        for d in pipeline.problem.platform.devices
     ]
     fastest = np.min(np.stack(forward), axis=0)
     ends = [microbatches * np.where(table >= NEVER, NEVER // microbatches, table) for table in times]
-    with_sync = [end + fastest[:, None] + sync for end, sync in zip(ends, offer.syncs, strict=True)]
-    size = len(offer.ground.cuts)
+    with_sync = [end + fastest[:, None] + sync for end, sync in zip(ends, pipeline.syncs, strict=True)]
+    size = len(pipeline.stage_tables.cuts)
 
     def possible(total: int) -> bool | None:
         path = np.full(size, NEVER, dtype=np.int64)
@@ -227,15 +229,17 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enou
         for s, table in enumerate(times):
             allowed = (ends[s] + path[:, None] <= total) & (with_sync[s] <= total)
             path = np.where(allowed, table + path[:, None], NEVER).min(axis=0)
-            if s < len(offer.trips):
-                path = np.where(microbatches * offer.loads[s] <= total, np.minimum(path + offer.trips[s], NEVER), NEVER)
+            if s < len(pipeline.trips):
+                path = np.where(
+                    microbatches * pipeline.loads[s] <= total, np.minimum(path + pipeline.trips[s], NEVER), NEVER
+                )
         return (path[-1] < NEVER and rounds * int(path[-1]) <= total) or None
 
-    if enough is not None and enough <= offer.most_ns * microbatches and possible(enough - 1) is None:
+    if enough is not None and enough <= pipeline.most_ns * microbatches and possible(enough - 1) is None:
         return enough
-    low = int(offer.problem.chain.sums.forward_ns[-1] + offer.problem.chain.sums.backward_ns[-1])
-    low = max(1, low * microbatches // (count * math.ceil(offer.ground.best_device.speed)))
-    beyond = offer.most_ns * microbatches  # longer stages are not in the tables
+    low = int(pipeline.problem.chain.sums.forward_ns[-1] + pipeline.problem.chain.sums.backward_ns[-1])
+    low = max(1, low * microbatches // (count * math.ceil(pipeline.stage_tables.best_device.speed)))
+    beyond = pipeline.most_ns * microbatches  # longer stages are not in the tables
     high = 2 * low
     while high < beyond and possible(high) is None:
         low, high = high + 1, 2 * high
@@ -247,23 +251,23 @@ def drained_bound(offer: Pipeline, least: int = 1, most: int | None = None, enou
     return max(1, (found[0] - 1) * grain + 1) if found is not None else beyond
 
 
-def _bare_times(offer: Pipeline, stage: int) -> Ints:
-    problem, cuts = offer.problem, offer.ground.cuts
+def _bare_times(pipeline: PipelineTables, stage: int) -> Ints:
+    problem, cuts = pipeline.problem, pipeline.stage_tables.cuts
     start, stop = cuts[:, None], cuts[None, :]
     speed = problem.platform.devices[stage].speed
     bare = time_model.work_ns(problem.chain, problem.policy, start, stop, speed=speed)
     return np.where(stop > start, bare, NEVER)
 
 
-def least_drained_ns(offer: Pipeline, cuts: Sequence[int], in_flight: Sequence[int], limit: int) -> int | None:
+def least_drained_ns(pipeline: PipelineTables, cuts: Sequence[int], in_flight: Sequence[int], limit: int) -> int | None:
     """Return what :func:`drained_bound` says of one split whose stages hold ``in_flight``; None if one doesn't fit."""
     path = least = 0
     for s, (i, j) in enumerate(pairwise(cuts)):
-        time = int(offer.times(s, in_flight[s])[i, j]) if i < j else NEVER
+        time = int(pipeline.times(s, in_flight[s])[i, j]) if i < j else NEVER
         if time >= NEVER:
             return None
-        least = max(least, path + offer.microbatches * time)
-        path += time + (int(offer.trips[s][j]) if s < len(offer.trips) else 0)
-        if s < len(offer.loads):
-            least = max(least, offer.microbatches * int(offer.loads[s][j]))
-    return max(least, ceil_div(offer.microbatches, limit) * path)
+        least = max(least, path + pipeline.microbatches * time)
+        path += time + (int(pipeline.trips[s][j]) if s < len(pipeline.trips) else 0)
+        if s < len(pipeline.loads):
+            least = max(least, pipeline.microbatches * int(pipeline.loads[s][j]))
+    return max(least, ceil_div(pipeline.microbatches, limit) * path)

@@ -25,13 +25,13 @@ from .decision import decide
 from .device_counts import device_counts, shortest_delays
 from .options import NEVER
 from .pareto import Resolution
-from .segments import Effort, with_lean_segments, with_segments
-from .tables import Ground, ground
+from .segments import LabelEffort, with_lowest_peaks, with_segments
+from .tables import StageTables, stage_tables
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
-_COARSE = Effort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
-_FINE = Effort(
+_COARSE = LabelEffort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
+_FINE = LabelEffort(
     (
         Resolution(exact=8192),
         Resolution(exact=256, cost_buckets=60, peak_buckets=16),
@@ -40,7 +40,9 @@ _FINE = Effort(
     _LAST,
     work=10**7,
 )
-_QUICK = Effort((Resolution(exact=8192), Resolution(exact=64, cost_buckets=40, peak_buckets=10)), _LAST, work=10**6)
+_QUICK = LabelEffort(
+    (Resolution(exact=8192), Resolution(exact=64, cost_buckets=40, peak_buckets=10)), _LAST, work=10**6
+)
 
 
 def contiguous(problem: Problem) -> Iterator[Allocation]:
@@ -68,20 +70,21 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
         return None
     longest = longest_period_ns(problem)
     period = min(period, longest)
-    offered: Ground | None = ground(problem)
-    assert offered is not None
-    tail = _plain_delays(offered)
+    tables = stage_tables(problem)
+    least_delay = _plain_delays(tables)
     if problem.checkpointing == "segments":
         if period == longest:
-            offered = with_lean_segments(offered, period, longest)
+            tables = with_lowest_peaks(tables, period, longest)
         else:
-            found = with_segments(offered, period, period, longest, tail, _QUICK)
-            offered = None if found is None else found[0]
-    stages = None if offered is None else decide(offered, period, tail)
+            found = with_segments(tables, period, period, longest, least_delay, _QUICK)
+            if found is None:
+                return None
+            tables = found[0]
+    stages = decide(tables, period, least_delay)
     return None if stages is None else _claim(problem, stages, period)
 
 
-def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None:
+def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, bool] | None:
     """Return (tables of all stages that take at most ``slack`` times the smallest period, that time, whether the tables
     have every way to recompute them).
 
@@ -91,7 +94,7 @@ def offers(problem: Problem, slack: Fraction) -> tuple[Ground, int, bool] | None
     best = smallest_period(problem)
     if best is None:
         return None
-    tables = ground(problem)
+    tables = stage_tables(problem)
     most = math.ceil(_claimed(best) * slack)
     if problem.checkpointing != "segments":
         return tables, most, True
@@ -111,28 +114,28 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
     """
     if not len(problem.chain):
         return None
-    tables = ground(problem)
+    tables = stage_tables(problem)
     high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
-    tail = _plain_delays(tables)
-    if high < 1 or device_counts(tables, high, tail) is None:
+    least_delay = _plain_delays(tables)
+    if high < 1 or device_counts(tables, high, least_delay) is None:
         return None
-    low = _least_possible(tables, max(1, lower or 1), high, tail)
+    low = _least_possible(tables, max(1, lower or 1), high, least_delay)
     if problem.checkpointing == "segments":
-        return _with_segments(tables, tail, low, high)
+        return _with_segments(tables, least_delay, low, high)
     best = None
     for index, tolerance in ((_spread_cuts(tables, max(32, 4 * len(problem.platform))), 32), (None, 256)):
         if index is None:
             index = _near(tables, best, 24)
         if index is not None:
-            best = _search(tables.select(index), tail[index], low, high, best, tolerance)
+            best = _search(tables.select(index), least_delay[index], low, high, best, tolerance)
     if best is not None:
         high = _claimed(best)
-        tail = np.maximum(tail, shortest_delays(tables, high))
-        low = _least_possible(tables, low, high, tail)
-    return _proved(_search(tables, tail, low, high, best, None))
+        least_delay = np.maximum(least_delay, shortest_delays(tables, high))
+        low = _least_possible(tables, low, high, least_delay)
+    return _proved(_search(tables, least_delay, low, high, best, None))
 
 
-def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocation | None:
+def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) -> Allocation | None:
     """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments").
 
     The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
@@ -143,7 +146,7 @@ def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocatio
     problem, longest = tables.problem, longest_period_ns(tables.problem)
     best = smallest_period(replace(problem, checkpointing="stages"), high, low)
     if best is None:
-        best = _search(with_lean_segments(tables, low, longest), tail, low, high, None, 256)
+        best = _search(with_lowest_peaks(tables, low, longest), least_delay, low, high, None, 256)
     spread = None
     if len(tables.cuts) > _MOST_CUTS:
         spread = _spread_cuts(tables, max(64, len(problem.platform)))
@@ -158,7 +161,7 @@ def _with_segments(tables: Ground, tail: Ints, low: int, high: int) -> Allocatio
             near = _near(tables, best, 64 // len(best.stages))
             index = spread if near is None else np.union1d(spread, near)
         some = tables if index is None else tables.select(index)
-        ends = tail if index is None else tail[index]
+        ends = least_delay if index is None else least_delay[index]
         found = with_segments(some, upper, low, longest, ends, effort)
         proved, before = index is None and (found is None or found[1]), best
         if found is not None:
@@ -176,7 +179,7 @@ def _proved(best: Allocation | None) -> Allocation | None:
 
 
 def _search(
-    tables: Ground, tail: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
+    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
 ) -> Allocation | None:
     """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``.
 
@@ -186,7 +189,7 @@ def _search(
     width = max(1, low // 64)
     while best is None:  # widen from below: periods below the optimum are decided quickly
         period = min(high, low + width)
-        stages = decide(tables, period, tail)
+        stages = decide(tables, period, least_delay)
         if stages is not None:
             best = _claim(problem, stages, period)
         elif period == high:
@@ -196,7 +199,7 @@ def _search(
     probe = True
     while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
         period = _claimed(best) - 1 if probe else low + gap // 2
-        stages = decide(tables, period, tail)
+        stages = decide(tables, period, least_delay)
         if stages is None:
             low, probe = period + 1, True
         else:
@@ -221,7 +224,7 @@ def longest_period_ns(problem: Problem) -> int:
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
 
 
-def _plain_delays(tables: Ground) -> Ints:
+def _plain_delays(tables: StageTables) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
     chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
     speed = tables.best_device.speed
@@ -230,7 +233,7 @@ def _plain_delays(tables: Ground) -> Ints:
     return bare
 
 
-def _least_possible(tables: Ground, low: int, high: int, tail: Ints) -> int:
+def _least_possible(tables: StageTables, low: int, high: int, least_delay: Ints) -> int:
     """Return a period in ``low..high`` below which there are not enough devices; ``high`` is long enough.
 
     Within a thousandth of the largest such period.
@@ -240,14 +243,14 @@ def _least_possible(tables: Ground, low: int, high: int, tail: Ints) -> int:
     width = max(1, low // 64)
     while high - low > low // 1024:
         period = min(low + width, low + (high - low) // 2)
-        if device_counts(tables, period, tail) is None:
+        if device_counts(tables, period, least_delay) is None:
             low, width = period + 1, 2 * width
         else:
             high = period
     return low
 
 
-def _spread_cuts(tables: Ground, bins: int) -> Ints | None:
+def _spread_cuts(tables: StageTables, bins: int) -> Ints | None:
     """Return the indices of up to ``bins`` cuts with small transfers, spread over the chain's time; None where that is
     most of the cuts."""
     count = len(tables.cuts)
@@ -264,7 +267,7 @@ def _spread_cuts(tables: Ground, bins: int) -> Ints | None:
     return np.unique(np.concatenate([[0], first, [count - 1]]))
 
 
-def _near(tables: Ground, best: Allocation | None, most: int) -> Ints | None:
+def _near(tables: StageTables, best: Allocation | None, most: int) -> Ints | None:
     """Return the indices of the cuts of ``best`` and up to ``most`` neighbours on each side; None where those are most
     of the cuts."""
     if best is None:
@@ -288,7 +291,7 @@ def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
 def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
 
-    The used units inside every unit of a level move to its front, so every pair of devices stays joined by its level.
+    The used units inside every unit of a level become its first ones, so every two devices stay joined by their level.
     """
     if len(set(platform.devices)) > 1:
         return tuple(stages)

@@ -16,21 +16,21 @@ from ...plan import Stage
 from ...problem import Device
 from .device_counts import Counts, device_counts
 from .options import NEVER
-from .tables import Ground, closed, largest_synced_gradients, longest_delay
+from .tables import StageTables, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 
 
-def decide(ground: Ground, period: int, tail: Ints) -> tuple[Stage, ...] | None:
+def decide(tables: StageTables, period: int, least_delay: Ints) -> tuple[Stage, ...] | None:
     """Return stages that have a valid pattern of ``period`` ns, or None: then no contiguous allocation has one.
 
-    Exact over stages between ``ground.cuts``. With n cuts and P devices O(n^2 P) without replicas and O(n^2 P^2) with,
+    Exact over stages between ``tables.cuts``. With n cuts and P devices O(n^2 P) without replicas and O(n^2 P^2) with,
     times levels and classes of devices; far fewer after :func:`device_counts`.
     """
-    counts = device_counts(ground, period, tail)
+    counts = device_counts(tables, period, least_delay)
     if counts is None:
         return None
-    sweep = _Sweep(ground, period, counts)
+    sweep = _Sweep(tables, period, counts)
     return sweep.stages() if sweep.run() else None
 
 
@@ -44,38 +44,38 @@ class _Sweep:
     stage may not pass.
     """
 
-    def __init__(self, ground: Ground, period: int, counts: Counts) -> None:
-        self.ground, self.period, self.counts = ground, period, counts
-        problem = ground.problem
+    def __init__(self, tables: StageTables, period: int, counts: Counts) -> None:
+        self.tables, self.period, self.counts = tables, period, counts
+        problem = tables.problem
         self.devices, self.levels = len(problem.platform), len(problem.platform.levels)
         self.cap = longest_delay(problem, period)
-        size = len(ground.cuts)
+        size = len(tables.cuts)
         self.least = np.full((size, self.devices + 1, self.levels), NEVER, dtype=np.int64)
-        self.round_trips = np.stack([closed(ground, x, period) for x in ground.round_trips])
+        self.round_trips = np.stack([closed(tables, x, period) for x in tables.round_trips])
         self.syncable = self._syncable()
         self.low = np.maximum(counts.before, 0)
         self.high = self.devices - counts.after  # boundaries between free and taken devices: low..high
         room = int(np.maximum(self.high - np.maximum(self.low, 1) + 1, 0).sum()) + self.devices
-        rows = len(ground.spans)
+        rows = len(tables.spans)
         self.first_column = np.zeros(size, dtype=np.int64)
         self.columns = 0
         self.cut = np.zeros(room, dtype=np.int64)
         self.boundary = np.zeros(room, dtype=np.int64)
-        shape = (len(ground.classes), rows, room)
+        shape = (len(tables.classes), rows, room)
         self.delay, self.group, self.end, self.limit = (np.empty(shape, dtype=np.int64) for _ in range(4))
         self.gradient = np.empty(shape, dtype=np.int64) if self.syncable is not None else None
 
     def _syncable(self) -> Ints | None:
         """Return the most gradient bytes by level and replica count, or None where no stage has more."""
-        problem = self.ground.problem
+        problem = self.tables.problem
         if not problem.replicas:
             return None
         table = largest_synced_gradients(problem, self.period)
-        return None if int(self.ground.gradients.max()) <= int(table.min()) else table
+        return None if int(self.tables.gradients.max()) <= int(table.min()) else table
 
     def run(self) -> bool:
         """Fill the tables; return whether the whole chain has a placement."""
-        last = len(self.ground.cuts) - 1
+        last = len(self.tables.cuts) - 1
         for i in range(last, -1, -1):
             if self.low[i] > self.high[i]:
                 self.first_column[i] = self.columns
@@ -96,10 +96,10 @@ class _Sweep:
             return
         least, boundary = self.least[i], self.boundary[columns]
         low, high = int(self.low[i]), int(min(self.high[i], self.devices - 1))
-        for kind in range(len(self.ground.classes)):
-            if not self.ground.problem.replicas:
+        for kind in range(len(self.tables.classes)):
+            if not self.tables.problem.replicas:
                 delays = self._delays(i, kind, slice(0, 1), columns)[0]
-                spans = self.ground.outer_spans[0, boundary] if self.levels > 1 else 0
+                spans = self.tables.outer_spans[0, boundary] if self.levels > 1 else 0
                 np.minimum.at(least.reshape(-1), (boundary - 1) * self.levels + spans, delays)
                 continue
             step = max(1, _CHUNK // (columns.stop - columns.start))
@@ -109,7 +109,7 @@ class _Sweep:
                 if self.levels == 1:
                     np.minimum(least[rows, 0], delays.min(axis=1), out=least[rows, 0])
                     continue
-                spans = self.ground.outer_spans[rows][:, boundary]
+                spans = self.tables.outer_spans[rows][:, boundary]
                 for level in range(self.levels):
                     found = np.min(delays, axis=1, where=spans == level, initial=NEVER)
                     np.minimum(least[rows, level], found, out=least[rows, level])
@@ -118,10 +118,10 @@ class _Sweep:
 
     def _delays(self, i: int, kind: int, rows: slice, columns: slice) -> Ints:
         """Return the delay before each stage from cut ``i`` to a column's cut, NEVER where the stage cannot be."""
-        device_class = self.ground.classes[kind]
+        device_class = self.tables.classes[kind]
         stops = self.cut[columns]
-        replicas = device_class.replicas[rows][:, self.boundary[columns]] if device_class.menu.by_replicas else stops
-        work = device_class.menu.work(i, stops, replicas)
+        replicas = device_class.replicas[rows][:, self.boundary[columns]] if device_class.options.by_replicas else stops
+        work = device_class.options.work(i, stops, replicas)
         group, delay, end = (table[kind, rows, columns] for table in (self.group, self.delay, self.end))
         stay = work(group)
         stay += delay
@@ -130,7 +130,7 @@ class _Sweep:
         np.copyto(opened, stay, where=stay <= end)
         opened[opened > self.limit[kind, rows, columns]] = NEVER
         if self.gradient is not None:
-            opened[self.ground.gradients[i][stops] > self.gradient[kind, rows, columns]] = NEVER
+            opened[self.tables.gradients[i][stops] > self.gradient[kind, rows, columns]] = NEVER
         return opened
 
     def _entering(self, i: int) -> tuple[Ints, Ints]:
@@ -141,7 +141,7 @@ class _Sweep:
         """
         spanned = np.minimum.accumulate(self.least[i, 1:], axis=1).T  # by level and first device - 1
         behind = np.full((self.levels, self.devices + 1), NEVER, dtype=np.int64)
-        for level, unit in enumerate(self.ground.problem.platform.unit_sizes):
+        for level, unit in enumerate(self.tables.problem.platform.unit_sizes):
             unit = min(unit, self.devices)
             units = -(-self.devices // unit)
             padded = np.full(units * unit, NEVER, dtype=np.int64)
@@ -153,7 +153,7 @@ class _Sweep:
     def _through(self, i: int, behind: Ints) -> Ints:
         """Return the delays ``behind`` cut ``i`` (by level) after the transfers over each level."""
         trips = self.round_trips[:, i, None]
-        if self.ground.problem.platform.full_duplex:
+        if self.tables.problem.platform.full_duplex:
             through = behind + trips
         else:
             through = extend_array(behind, np.minimum(trips, self.period), self.period)
@@ -165,15 +165,15 @@ class _Sweep:
         low, high = max(int(self.low[i]), 1), int(self.high[i])
         if i == 0 or low > high:
             return
-        if i == len(self.ground.cuts) - 1:
+        if i == len(self.tables.cuts) - 1:
             entering = np.zeros((self.levels, self.devices + 1), dtype=np.int64)
-            if self.ground.uniform:
+            if self.tables.uniform:
                 low = high
         else:
             entering = self._entering(i)[1]
         boundary = np.arange(low, high + 1)
         useful = entering[0, low : high + 1] < NEVER
-        if self.ground.uniform:  # one more device must shorten the delay
+        if self.tables.uniform:  # one more device must shorten the delay
             useful[:-1] &= entering[0, low:high] < entering[0, low + 1 : high + 1]
         boundary = boundary[useful]
         if not len(boundary):
@@ -182,9 +182,9 @@ class _Sweep:
         self.columns = new.stop
         self.cut[new] = i
         self.boundary[new] = boundary
-        spans = self.ground.spans[:, boundary]
+        spans = self.tables.spans[:, boundary]
         delay = entering[spans, boundary]
-        for kind, device_class in enumerate(self.ground.classes):
+        for kind, device_class in enumerate(self.tables.classes):
             replicas = device_class.replicas[:, boundary]
             period = replicas * self.period
             group = ceil_div(delay, np.maximum(period, 1))
@@ -203,34 +203,34 @@ class _Sweep:
             stage, kind, row, column = self._step(i, first, span)
             stages.append(stage)
             i = int(self.cut[column])
-            if i == len(self.ground.cuts) - 1:
+            if i == len(self.tables.cuts) - 1:
                 return tuple(stages)
             first, span = self._before(i, int(self.boundary[column]), int(self.delay[kind, row, column]), row)
 
     def _step(self, i: int, first: int, span: int) -> tuple[Stage, int, int, int]:
         """Return the stage that attains ``least[i, first, span]``, with the class, row and column it was found at."""
         value, columns = self.least[i, first, span], self._window(i)
-        row = first if self.ground.problem.replicas else 0
+        row = first if self.tables.problem.replicas else 0
         boundary = self.boundary[columns]
-        allowed = self.ground.outer_spans[row, boundary] == span
-        if not self.ground.problem.replicas:
+        allowed = self.tables.outer_spans[row, boundary] == span
+        if not self.tables.problem.replicas:
             allowed &= boundary == first + 1
-        for kind in range(len(self.ground.classes)):
+        for kind in range(len(self.tables.classes)):
             delays = self._delays(i, kind, slice(row, row + 1), columns)[0]
             hits = np.flatnonzero((delays == value) & allowed)
             if len(hits):
                 break
-        device_class = self.ground.classes[kind]
+        device_class = self.tables.classes[kind]
         column = columns.start + int(hits[0])
         stop, b = int(self.cut[column]), int(self.boundary[column])
         devices = self._members(device_class.device, first, b)
         in_flight = int(ceil_div(int(value), len(devices) * self.period))
-        start_layer, stop_layer = int(self.ground.cuts[i]), int(self.ground.cuts[stop])
-        checkpoint = device_class.menu.checkpoint(i, stop, in_flight, len(devices))
+        start_layer, stop_layer = int(self.tables.cuts[i]), int(self.tables.cuts[stop])
+        checkpoint = device_class.options.checkpoint(i, stop, in_flight, len(devices))
         return Stage(start_layer, stop_layer, devices, checkpoint), kind, row, column
 
     def _members(self, least: Device, first: int, boundary: int) -> tuple[int, ...]:
-        devices = self.ground.problem.platform.devices
+        devices = self.tables.problem.platform.devices
         return tuple(
             d
             for d in range(first, boundary)
@@ -241,9 +241,9 @@ class _Sweep:
         """Return (first device, span) of the placement behind cut ``i`` that gave a column its delay."""
         behind = self._entering(i)[0]
         through = self._through(i, behind)[:, boundary]
-        lowest = int(self.ground.spans[row, boundary])
+        lowest = int(self.tables.spans[row, boundary])
         level = next(s for s in range(lowest, self.levels) if through[s] == entering)
-        unit = self.ground.problem.platform.unit_sizes[level]
+        unit = self.tables.problem.platform.unit_sizes[level]
         last = min(self.devices, ((boundary - 1) // unit + 1) * unit)
         nearby = self.least[i, boundary : last + 1, : level + 1]
         offset, span = np.unravel_index(int(np.argmax(nearby == behind[level, boundary])), nearby.shape)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...integers import Ints, ceil_div
 from .options import NEVER
-from .tables import Ground, closed, largest_synced_gradients, longest_delay
+from .tables import StageTables, closed, largest_synced_gradients, longest_delay
 
 _TOO_MANY = 10**6  # devices; stands for "cannot be placed"
 
@@ -30,18 +30,18 @@ class Counts:
     reach: Ints
 
 
-def device_counts(ground: Ground, period: int, tail: Ints) -> Counts | None:
+def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts | None:
     """Return how many devices each side of every cut needs at least, or None when there are not enough.
 
-    A relaxation of the decision: each stage is charged the delay ``tail[j]`` (a lower bound at its end, cut j), the
-    best device and the best link. O(n^2) for n cuts.
+    A relaxation of the decision: each stage is charged the best device, the best link, and a lower bound on the delay
+    at its end, ``least_delay[j]`` at cut j. O(n^2) for n cuts.
     """
-    problem, size = ground.problem, len(ground.cuts)
+    problem, size = tables.problem, len(tables.cuts)
     most = len(problem.platform) if problem.replicas else 1
-    enter = tail + closed(ground, ground.round_trips[0], period)
+    enter = least_delay + closed(tables, tables.round_trips[0], period)
     need = np.full((size, size), _TOO_MANY, dtype=np.int32)
     cap = longest_delay(problem, period)
-    for time, limit in ground.best.relaxed():
+    for time, limit in tables.best.relaxed():
         delay = time + enter
         groups = ceil_div(np.minimum(delay, NEVER), period)
         if most == 1:
@@ -51,7 +51,7 @@ def device_counts(ground: Ground, period: int, tail: Ints) -> Counts | None:
             replicas[(delay > cap) | (limit == 0)] = _TOO_MANY
             np.minimum(need, np.minimum(replicas, _TOO_MANY).astype(np.int32), out=need)
     if most > 1:
-        need = _synchronised(ground, period, need)
+        need = _synchronised(tables, period, need)
     need[need > most] = _TOO_MANY
     after = np.zeros(size, dtype=np.int32)
     for i in range(size - 2, -1, -1):
@@ -66,11 +66,11 @@ def device_counts(ground: Ground, period: int, tail: Ints) -> Counts | None:
     return Counts(before.astype(np.int64), after.astype(np.int64), reach)
 
 
-def _synchronised(ground: Ground, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _synchronised(tables: StageTables, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Raise each count to the next one at which the stage's replicas can keep up with their all-reduces."""
-    most = len(ground.problem.platform)
-    allowed = largest_synced_gradients(ground.problem, period)[0, 1:].tolist()
-    if int(ground.gradients.max()) <= min(allowed):
+    most = len(tables.problem.platform)
+    allowed = largest_synced_gradients(tables.problem, period)[0, 1:].tolist()
+    if int(tables.gradients.max()) <= min(allowed):
         return need
     order = np.unique(allowed)
     following = np.full((len(order) + 1, most + 2), _TOO_MANY, dtype=np.int32)
@@ -78,20 +78,20 @@ def _synchronised(ground: Ground, period: int, need: npt.NDArray[np.int32]) -> n
         for r in range(most, -1, -1):
             fits = r > 0 and allowed[r - 1] >= least
             following[row, r] = r if fits else following[row, r + 1]
-    return following[np.searchsorted(order, ground.gradients), np.minimum(need, most + 1)]
+    return following[np.searchsorted(order, tables.gradients), np.minimum(need, most + 1)]
 
 
-def shortest_delays(ground: Ground, period: int) -> Ints:
+def shortest_delays(tables: StageTables, period: int) -> Ints:
     """Return for each cut a lower bound on the delay of any plan of at most ``period`` ns, before the cut's transfers.
 
     Plain sums of stage times and transfers, over the stages that fit at all. O(n^2).
     """
-    most = len(ground.problem.platform) if ground.problem.replicas else 1
-    least = np.full_like(ground.gradients, NEVER)
-    for time, limit in ground.best.relaxed():
+    most = len(tables.problem.platform) if tables.problem.replicas else 1
+    least = np.full_like(tables.gradients, NEVER)
+    for time, limit in tables.best.relaxed():
         np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
-    enter = closed(ground, ground.round_trips[0], period)
-    delay = np.zeros(len(ground.cuts), dtype=np.int64)
+    enter = closed(tables, tables.round_trips[0], period)
+    delay = np.zeros(len(tables.cuts), dtype=np.int64)
     for i in range(len(delay) - 2, -1, -1):
         delay[i] = min(NEVER, int((least[i, i + 1 :] + enter[i + 1 :]).min()))
         enter[i] = min(NEVER, int(enter[i] + delay[i]))

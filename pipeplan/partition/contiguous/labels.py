@@ -20,7 +20,7 @@ from ...cost import memory_model
 from ...integers import IntLike, Ints
 from ...problem import Chain
 from .options import Ranges
-from .pareto import Resolution, front
+from .pareto import Resolution, unbeaten
 
 Flags = npt.NDArray[np.bool_]
 
@@ -121,7 +121,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class LeanLabels:
+class LowestPeak:
     """For each stage from one layer the label of the lowest peak, and the one that stores everything.
 
     ``first[j]`` is where the first part of the lowest label up to j stops, negative for a stored run;
@@ -153,7 +153,7 @@ class LeanLabels:
         return tuple(found)
 
 
-def lean_labels(units: Units) -> tuple[LeanLabels, ...]:
+def lowest_peaks(units: Units) -> tuple[LowestPeak, ...]:
     """Return by first layer the labels of the lowest peak, whatever they cost: the least memory that stages can take.
 
     With one microbatch in flight a stage holds no more than its peak, and what the first part keeps only adds to the
@@ -161,7 +161,7 @@ def lean_labels(units: Units) -> tuple[LeanLabels, ...]:
     L vectorised steps.
     """
     count, states = len(units.saved), 1 if units.output is None else 2
-    tables = _Leanest(*(np.zeros((states, count, count), dtype=np.int64) for _ in range(4)))
+    tables = _PeakTables(*(np.zeros((states, count, count), dtype=np.int64) for _ in range(4)))
     found = []
     for start in range(count - 2, -1, -1):
         ends = np.arange(start + 1, count)
@@ -178,7 +178,7 @@ def lean_labels(units: Units) -> tuple[LeanLabels, ...]:
         stored = units.saved[start, position] * (position > start)
         peak, kept, cost, first = (np.concatenate([zero, column]) for column in alone)
         found.append(
-            LeanLabels(
+            LowestPeak(
                 kept=np.concatenate([kept, stored]),
                 peak=np.concatenate([peak, stored]),
                 cost=np.concatenate([cost, 0 * stored]),
@@ -191,7 +191,7 @@ def lean_labels(units: Units) -> tuple[LeanLabels, ...]:
     return tuple(reversed(found))
 
 
-class _Leanest(NamedTuple):
+class _PeakTables(NamedTuple):
     """What the lowest peak of ``layers[i:j]`` behind other parts takes, tables ``[held, i, j]``."""
 
     peak: Ints
@@ -348,8 +348,8 @@ def _chosen(kept: Ints, peak: Ints, cost: Ints, held: Flags, storage: int, resol
     bytes over the others where the next part keeps that tensor, and none where it doesn't, or where the stage ends. So
     a label stays if no other beats it in one of these two counts of what is kept.
     """
-    chosen, complete = front(kept, peak, cost, resolution)
+    chosen, complete = unbeaten(kept, peak, cost, resolution)
     if not storage or held.all() or not held.any():
         return chosen, complete
-    others, whole = front(kept + np.where(held, 0, storage), peak, cost, resolution)
+    others, whole = unbeaten(kept + np.where(held, 0, storage), peak, cost, resolution)
     return np.union1d(chosen, others), complete and whole

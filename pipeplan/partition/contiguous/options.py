@@ -26,14 +26,14 @@ Work = Callable[[Ints], Ints]  # least times of some stages, given how many micr
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Menu(Protocol):
+class StageOptions(Protocol):
     """How long every stage between two cuts takes on devices of one class, by the microbatches that it holds."""
 
     @property
     def by_replicas(self) -> bool:
         """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
 
-    def select(self, index: Ints) -> Menu:
+    def select(self, index: Ints) -> StageOptions:
         """Return the options of the stages between the cuts ``index`` alone."""
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
@@ -50,7 +50,7 @@ class Menu(Protocol):
 
 
 @dataclass(frozen=True)
-class OptionMenu:
+class FewOptions:
     """A few options for every stage ``layers[cuts[i]:cuts[j]]`` on devices of one class, the quickest first.
 
     Option o takes ``times[o][r][i, j]`` ns per microbatch with r + 1 replicas, and fits while at most
@@ -67,16 +67,16 @@ class OptionMenu:
         """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
         return len(self.times[0]) > 1 or len(self.limits[0]) > 1
 
-    def select(self, index: Ints) -> OptionMenu:
+    def select(self, index: Ints) -> FewOptions:
         """Return the options of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
         times, limits = (
             tuple(tuple(table[both] for table in tables) for tables in options) for options in (self.times, self.limits)
         )
-        return OptionMenu(self.cuts[index], times, limits)
+        return FewOptions(self.cuts[index], times, limits)
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
-        """Return the least time of stages as a function of what they hold (see :class:`Menu`)."""
+        """Return the least time of stages as a function of what they hold (see :class:`StageOptions`)."""
         rows = [
             (with_replicas(times, start, stops, replicas), with_replicas(limits, start, stops, replicas))
             for times, limits in zip(self.times, self.limits, strict=True)
@@ -114,7 +114,7 @@ def with_replicas(tables: Sequence[Ints], start: int, stops: Ints, replicas: Int
 
 
 def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`Menu.times` between ``cuts`` (layer positions) on devices of this speed, NEVER for no stage."""
+    """Return :attr:`FewOptions.times` between ``cuts`` (layer positions) on devices of this speed; NEVER: no stage."""
     chain, policy = problem.chain, problem.policy
     start, stop = cuts[:, None], cuts[None, :]
     counts = replica_counts(problem)
@@ -135,7 +135,7 @@ def replica_counts(problem: Problem) -> range:
 
 
 def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`OptionMenu.limits` between ``cuts`` (layer positions) on devices of ``memory`` bytes."""
+    """Return :attr:`FewOptions.limits` between ``cuts`` (layer positions) on devices of ``memory`` bytes."""
     start, stop = cuts[:, None], cuts[None, :]
     options = []
     for kept, peak, _ in _choices(problem, start, stop):

@@ -27,7 +27,7 @@ class Resolution:
     peak_buckets: int = 24
 
 
-def front(kept: Ints, peak: Ints, cost: Ints, resolution: Resolution) -> tuple[Ints, bool]:
+def unbeaten(kept: Ints, peak: Ints, cost: Ints, resolution: Resolution) -> tuple[Ints, bool]:
     """Return the indices of the labels that stay, and whether these are all that no other label beats."""
     left = _worth(kept, peak, cost) if len(kept) > 2 * _BLOCK else np.arange(len(kept))
     exact = len(left) <= resolution.exact

@@ -21,14 +21,14 @@ from ...integers import Ints, ceil_div
 from ...problem import Chain, Device, Problem
 from ..in_flight import fixed_bytes, in_flight_limit, version_counts
 from .device_counts import device_counts
-from .labels import Labels, LeanLabels, Units, labels_from, lean_labels
+from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .options import NEVER, Ranges, Work, replica_counts, with_replicas
 from .pareto import Resolution
-from .tables import Ground
+from .tables import StageTables
 
 
 @dataclass(frozen=True)
-class Effort:
+class LabelEffort:
     """How much work may go into the labels of all stages, and how finely they are compared with it.
 
     ``work`` counts extensions of labels by one more segment or run, over all first layers. For the stages from each
@@ -41,21 +41,21 @@ class Effort:
 
 
 def with_segments(
-    ground: Ground, period: int, least: int, longest: int, tail: Ints, effort: Effort
-) -> tuple[Ground, bool] | None:
+    tables: StageTables, period: int, least: int, longest: int, least_delay: Ints, effort: LabelEffort
+) -> tuple[StageTables, bool] | None:
     """Return the tables with the times of stages that may recompute any segments, for plans of at most ``period`` ns.
 
     Also whether that is exact: no such plan is missing. None when there is none by work, devices and fixed memory
     alone. Decisions may be made for periods of ``least`` to ``period``; ``longest`` bounds the time of one microbatch.
     Segments begin and end at any layer, or only at cuts where some are left out.
     """
-    caps = _caps(ground, period, tail)
+    caps = _caps(tables, period, least_delay)
     if caps is None:
         return None
-    chain = ground.problem.chain
+    chain = tables.problem.chain
     units = Units.of(chain)
-    positions = np.arange(len(chain) + 1) if ground.complete else ground.cuts
-    place = {int(cut): i for i, cut in enumerate(ground.cuts)}
+    positions = np.arange(len(chain) + 1) if tables.complete else tables.cuts
+    place = {int(cut): i for i, cut in enumerate(tables.cuts)}
     settled: dict[int, Resolution] = {}
     left = effort.work
 
@@ -74,33 +74,32 @@ def with_segments(
         assert found is not None
         return found
 
-    found = _offer(ground, labels, _most_groups(ground, least, longest))
-    return found[0], found[1] and ground.complete
+    found = _with_labels(tables, labels, _most_groups(tables, least, longest))
+    return found[0], found[1] and tables.complete
 
 
-def with_lean_segments(ground: Ground, least: int, longest: int) -> Ground:
-    """Return the tables with two choices for each stage: the segments of the lowest peak of memory, whatever they cost,
-    and none.
+def with_lowest_peaks(tables: StageTables, least: int, longest: int) -> StageTables:
+    """Return the tables with two choices for each stage: none, and the segments of the lowest peak, whatever they cost.
 
     Exact where one microbatch at a time is fast enough.
     """
-    labels = _lean_labels(ground.problem.chain)
-    return _offer(ground, labels.__getitem__, _most_groups(ground, least, longest))[0]
+    labels = _lowest_peaks(tables.problem.chain)
+    return _with_labels(tables, labels.__getitem__, _most_groups(tables, least, longest))[0]
 
 
 @lru_cache(maxsize=2)
-def _lean_labels(chain: Chain) -> tuple[LeanLabels, ...]:
+def _lowest_peaks(chain: Chain) -> tuple[LowestPeak, ...]:
     """Remember the labels while one chain is tried with many memories and numbers of devices."""
-    return lean_labels(Units.of(chain))
+    return lowest_peaks(Units.of(chain))
 
 
-def _most_groups(ground: Ground, least: int, longest: int) -> int:
+def _most_groups(tables: StageTables, least: int, longest: int) -> int:
     """Return a bound on what one stage holds at periods of at least ``least`` ns.
 
     Idle time in a delay is at most the time of the element that opens a group, and no stage or cut takes more than its
     devices times the period.
     """
-    return min(4 * len(ground.problem.platform), ceil_div(2 * longest, least))
+    return min(4 * len(tables.problem.platform), ceil_div(2 * longest, least))
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,10 @@ class Caps:
     peak: Ints
 
 
-def _caps(ground: Ground, period: int, tail: Ints) -> Caps | None:
+def _caps(tables: StageTables, period: int, least_delay: Ints) -> Caps | None:
     """Return the caps of plans of at most ``period`` ns: time that devices have left, memory that weights leave."""
-    problem, cuts = ground.problem, ground.cuts
-    counts = device_counts(ground, period, tail)
+    problem, cuts = tables.problem, tables.cuts
+    counts = device_counts(tables, period, least_delay)
     if counts is None:
         return None
     platform, sums = problem.platform, problem.chain.sums
@@ -141,13 +140,15 @@ def _caps(ground: Ground, period: int, tail: Ints) -> Caps | None:
     return Caps(by_position(spare), by_position(room))
 
 
-def _offer(ground: Ground, labels_of: Callable[[int], Labels | LeanLabels], groups: int) -> tuple[Ground, bool]:
+def _with_labels(
+    tables: StageTables, labels_of: Callable[[int], Labels | LowestPeak], groups: int
+) -> tuple[StageTables, bool]:
     """Return the tables with the times that the labels allow (given by first layer), and whether all are exact."""
-    problem, cuts = ground.problem, ground.cuts
+    problem, cuts = tables.problem, tables.cuts
     memories = sorted({x.memory_bytes for x in problem.platform.devices})
     size = len(cuts)
     counts = version_counts(problem)
-    tables = {
+    times = {
         (memory, replicas): np.full((size, size, groups + 2), NEVER, dtype=np.int64)
         for memory in memories
         for replicas in counts
@@ -160,34 +161,34 @@ def _offer(ground: Ground, labels_of: Callable[[int], Labels | LeanLabels], grou
         exact = exact and labels.exact
         at = np.flatnonzero(index[labels.position] > i)
         stops = index[labels.position[at]]
-        for (memory, replicas), table in tables.items():
+        for (memory, replicas), table in times.items():
             limit = _limits(problem, labels, at, memory, replicas)
             np.minimum.at(table[i], (stops, np.minimum(limit, groups)), labels.cost[at])
-    for table in tables.values():
+    for table in times.values():
         table[:, :, 0] = NEVER  # labels that don't fit at all
         table[:] = np.minimum.accumulate(table[:, :, ::-1], axis=2)[:, :, ::-1]
-    names = _Names(problem, labels_of)
-    devices = dict.fromkeys([ground.best_device, *(x.device for x in ground.classes)])
-    menus = {x: _menu(ground, x, [tables[x.memory_bytes, r] for r in counts], names) for x in devices}
-    classes = tuple(replace(x, menu=menus[x.device]) for x in ground.classes)
-    return replace(ground, classes=classes, best=menus[ground.best_device]), exact
+    finder = _SegmentFinder(problem, labels_of)
+    devices = dict.fromkeys([tables.best_device, *(x.device for x in tables.classes)])
+    options = {x: _options(tables, x, [times[x.memory_bytes, r] for r in counts], finder) for x in devices}
+    classes = tuple(replace(x, options=options[x.device]) for x in tables.classes)
+    return replace(tables, classes=classes, best=options[tables.best_device]), exact
 
 
-def _limits(problem: Problem, labels: Labels | LeanLabels, at: Ints, memory: int, replicas: int) -> Ints:
+def _limits(problem: Problem, labels: Labels | LowestPeak, at: Ints, memory: int, replicas: int) -> Ints:
     """Return how many microbatches each of the ``replicas`` of the stages of the labels ``at`` can hold."""
     start = np.broadcast_to(labels.position[0], at.shape)
     return in_flight_limit(problem, start, labels.position[at], labels.kept[at], labels.peak[at], memory, replicas)
 
 
-class _Names:
+class _SegmentFinder:
     """Finds the segments that a table's least recomputation stands for, which the table doesn't keep.
 
     The labels of the few stages that a plan has are made again.
     """
 
-    def __init__(self, problem: Problem, labels_of: Callable[[int], Labels | LeanLabels]) -> None:
+    def __init__(self, problem: Problem, labels_of: Callable[[int], Labels | LowestPeak]) -> None:
         self._problem, self._labels_of = problem, labels_of
-        self._known: dict[int, Labels | LeanLabels] = {}
+        self._known: dict[int, Labels | LowestPeak] = {}
 
     def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
         """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
@@ -202,7 +203,7 @@ class _Names:
 
 
 @dataclass(frozen=True)
-class SegmentMenu:
+class SegmentOptions:
     """How long the stages ``layers[cuts[i]:cuts[j]]`` take on devices of one class when any segments are recomputed.
 
     ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
@@ -216,23 +217,23 @@ class SegmentMenu:
     backward: tuple[Ints, ...]
     recompute: tuple[Ints, ...]
     options: tuple[tuple[Ints, Ints], ...]  # what ``relaxed`` returns
-    names: _Names
+    finder: _SegmentFinder
 
     @property
     def by_replicas(self) -> bool:
         """Whether the time of a stage, or what it can hold, depends on its replicas beyond their number."""
         return len(self.backward) > 1 or len(self.recompute) > 1
 
-    def select(self, index: Ints) -> SegmentMenu:
+    def select(self, index: Ints) -> SegmentOptions:
         """Return the options of the stages between the cuts ``index`` alone."""
         both = np.ix_(index, index)
         backward, recompute = (tuple(table[both] for table in tables) for tables in (self.backward, self.recompute))
         cuts, forward = self.cuts[index], self.forward[both]
         options = tuple((time[both], limit[both]) for time, limit in self.options)
-        return SegmentMenu(cuts, self.device, forward, backward, recompute, options, self.names)
+        return SegmentOptions(cuts, self.device, forward, backward, recompute, options, self.finder)
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
-        """Return the least time of stages as a function of what they hold (see ``Menu``)."""
+        """Return the least time of stages as a function of what they hold (see ``StageOptions``)."""
         size, most = self.recompute[0].shape[1], self.recompute[0].shape[2] - 1
         place = stops * (most + 1)
         if len(self.recompute) == 1:
@@ -248,7 +249,7 @@ class SegmentMenu:
     def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
         """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica."""
         first, last = int(self.cuts[start]), int(self.cuts[stop])
-        return self.names.find(first, last, in_flight, replicas, self.device.memory_bytes)
+        return self.finder.find(first, last, in_flight, replicas, self.device.memory_bytes)
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
         """Return for some ranges of in-flight counts the time that the lowest takes, and the highest as the limit."""
@@ -262,13 +263,15 @@ def _time(forward: Ints, backward: Ints, recompute: Ints, speed: Fraction) -> In
     return time
 
 
-def _menu(ground: Ground, device: Device, tables: Sequence[Ints], names: _Names) -> SegmentMenu:
-    chain, policy, cuts = ground.problem.chain, ground.problem.policy, ground.cuts
+def _options(
+    tables: StageTables, device: Device, recomputations: Sequence[Ints], finder: _SegmentFinder
+) -> SegmentOptions:
+    chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
     start, stop = cuts[:, None], cuts[None, :]
     forward = time_model.forward_ns(chain, start, stop, device.speed)
-    backward = tuple(time_model.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(ground.problem))
+    backward = tuple(time_model.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(tables.problem))
     idle = np.asarray(forward + backward[0] == 0)  # a stage without work would leave orders ambiguous
-    recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in tables)
+    recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in recomputations)
     alone = recompute[0]
     most = alone.shape[2] - 2
     largest = np.argmax(alone[:, :, 1:] >= NEVER, axis=2)  # counts 1..largest fit
@@ -278,4 +281,4 @@ def _menu(ground: Ground, device: Device, tables: Sequence[Ints], names: _Names)
         time = _time(forward, backward[0], alone[:, :, low], device.speed)
         options.append((time, np.where(largest >= low, np.minimum(largest, high), 0)))
         low = high + 1
-    return SegmentMenu(cuts, device, forward, backward, recompute, tuple(options), names)
+    return SegmentOptions(cuts, device, forward, backward, recompute, tuple(options), finder)

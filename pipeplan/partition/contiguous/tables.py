@@ -16,7 +16,7 @@ from ...cost import memory_model
 from ...integers import Ints
 from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts, round_trips_ns
-from .options import NEVER, Menu, OptionMenu, stage_limits, stage_times
+from .options import NEVER, FewOptions, StageOptions, stage_limits, stage_times
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class DeviceClass:
     none as small as the class. Without replicas there is the one row ``replicas[0, b]`` of single devices b - 1.
     """
 
-    menu: Menu
+    options: StageOptions
     device: Device
     replicas: Ints
 
 
 @dataclass(frozen=True)
-class Ground:
+class StageTables:
     """All that a decision reads and that doesn't depend on the period; stages start and stop at ``cuts`` alone."""
 
     problem: Problem
     cuts: Ints
     classes: tuple[DeviceClass, ...]
-    best: Menu  # on ``best_device``
+    best: StageOptions  # on ``best_device``
     best_device: Device  # as fast as the fastest and as large as the largest
     gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
     round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take, over each level
@@ -49,12 +49,12 @@ class Ground:
     uniform: bool  # whether only the number of devices counts
     complete: bool = True  # whether all legal cuts are here
 
-    def select(self, index: Ints) -> Ground:
-        """Return the same ground with the cuts ``index`` alone."""
+    def select(self, index: Ints) -> StageTables:
+        """Return the same tables with the cuts ``index`` alone."""
         return replace(
             self,
             cuts=self.cuts[index],
-            classes=tuple(replace(x, menu=x.menu.select(index)) for x in self.classes),
+            classes=tuple(replace(x, options=x.options.select(index)) for x in self.classes),
             best=self.best.select(index),
             gradients=self.gradients[np.ix_(index, index)],
             round_trips=self.round_trips[:, index],
@@ -62,7 +62,7 @@ class Ground:
         )
 
 
-def ground(problem: Problem) -> Ground:
+def stage_tables(problem: Problem) -> StageTables:
     """Return the tables of ``problem`` over all its legal cuts.
 
     Where segments are allowed, stages are taken to hold and to recompute nothing: a relaxation, in whose place
@@ -84,13 +84,15 @@ def ground(problem: Problem) -> Ground:
     times = {x: stage_times(problem, cuts, x) for x in {x.speed for x in platform.devices}}
     limits = {x: stage_limits(problem, cuts, x) for x in {x.memory_bytes for x in platform.devices}}
 
-    def menu_of(device: Device) -> Menu:
-        return OptionMenu(cuts, times[device.speed], limits[device.memory_bytes])
+    def options_of(device: Device) -> StageOptions:
+        return FewOptions(cuts, times[device.speed], limits[device.memory_bytes])
 
-    classes = tuple(DeviceClass(menu_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
+    classes = tuple(DeviceClass(options_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
     uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
     trips = np.array(round_trips, dtype=np.int64)
-    return Ground(problem, cuts, classes, menu_of(best), best, np.asarray(gradients), trips, spans, outer, uniform)
+    return StageTables(
+        problem, cuts, classes, options_of(best), best, np.asarray(gradients), trips, spans, outer, uniform
+    )
 
 
 def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
@@ -125,9 +127,9 @@ def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
     return found
 
 
-def closed(ground: Ground, round_trips: Ints, period: int) -> Ints:
+def closed(tables: StageTables, round_trips: Ints, period: int) -> Ints:
     """Return the round trips with NEVER for those that a link cannot carry once per ``period``."""
-    load = round_trips // 2 if ground.problem.platform.full_duplex else round_trips
+    load = round_trips // 2 if tables.problem.platform.full_duplex else round_trips
     return np.where(load <= period, round_trips, NEVER)
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from ...integers import ceil_div, extend, smallest
 from ...plan import Allocation
 from ...problem import Problem
-from .tables import Ground, Stages, allocation_of, best_of, ground_of, worst_of
+from .tables import MadPipeTables, Stages, allocation_of, best_of, tables_of, worst_of
 
 Charge = Literal["paper", "tight", "full"]
 
@@ -38,12 +38,12 @@ def madpipe(problem: Problem, charge: Charge = "full", split: bool = False) -> I
 
 def smallest_period(problem: Problem, charge: Charge = "full", split: bool = False) -> Allocation | None:
     """Return the allocation that :func:`madpipe` yields, or None."""
-    return _smallest(ground_of(problem, worst_of(problem.platform)), charge, split)
+    return _smallest(tables_of(problem, worst_of(problem.platform)), charge, split)
 
 
 def decide(problem: Problem, period: int, charge: Charge = "full", split: bool = False) -> Allocation | None:
     """Return an allocation that meets ``period`` (ns) by the rules of :func:`madpipe`, or None when there is none."""
-    return _decide(ground_of(problem, worst_of(problem.platform)), period, charge, split)
+    return _decide(tables_of(problem, worst_of(problem.platform)), period, charge, split)
 
 
 def one_special_bound(problem: Problem, split: bool = True) -> int | None:
@@ -53,29 +53,29 @@ def one_special_bound(problem: Problem, split: bool = True) -> int | None:
     The ``tight`` charge on equal devices with the most memory, the best speed and the best path of the platform. With
     ``split`` False it holds for plans whose neighbouring stages are on different devices, and is higher.
     """
-    found = _smallest(ground_of(problem, best_of(problem.platform)), "tight", split)
+    found = _smallest(tables_of(problem, best_of(problem.platform)), "tight", split)
     return None if found is None else found.claimed_period_ns
 
 
-def _smallest(ground: Ground, charge: Charge, split: bool) -> Allocation | None:
+def _smallest(tables: MadPipeTables, charge: Charge, split: bool) -> Allocation | None:
     """Return an allocation of the smallest period that can be met, which it claims, or None.
 
     Bisection, but what is found is first made the best of on its own cuts, which is quick, and then the period just
     below is tried: mostly that fails, and the search is over.
     """
-    low, high = ground.periods
-    best = _decide(ground, high, charge, split)
+    low, high = tables.periods
+    best = _decide(tables, high, charge, split)
     while best is not None:
-        own = ground.select([stage.start for stage in best.stages])
+        own = tables.select([stage.start for stage in best.stages])
         assert best.claimed_period_ns is not None
         found = smallest(partial(_decide, own, charge=charge, split=split), low, best.claimed_period_ns)
         assert found is not None, "what meets a period meets it on its own cuts"
         period, best = found
-        better = _decide(ground, period - 1, charge, split) if period > low else None
+        better = _decide(tables, period - 1, charge, split) if period > low else None
         if better is None:
             break
         middle = (low + period - 1) // 2
-        much_better = _decide(ground, middle, charge, split)
+        much_better = _decide(tables, middle, charge, split)
         low, best = (low, much_better) if much_better is not None else (middle + 1, better)
     return best
 
@@ -97,25 +97,25 @@ class _Label(NamedTuple):
     stages: Stages | None
 
 
-def _decide(ground: Ground, period: int, charge: Charge, split: bool) -> Allocation | None:
+def _decide(tables: MadPipeTables, period: int, charge: Charge, split: bool) -> Allocation | None:
     """Return an allocation that meets ``period``, or None.
 
     MadPipe section 4.2.2 from the last cut to the first: a label at a cut, with so many devices left, is extended by
     every stage that can end there, on a device of its own or on the special one. Labels are dropped that another one
     equals or betters with as many devices left, or that leave more work or memory than the devices can take.
     """
-    last = len(ground.cuts) - 1
-    waiting: list[list[list[_Label]]] = [[[] for _ in range(ground.devices)] for _ in range(last + 1)]
+    last = len(tables.cuts) - 1
+    waiting: list[list[list[_Label]]] = [[[] for _ in range(tables.devices)] for _ in range(last + 1)]
     waiting[last][-1].append(_Label(0, 0, 0, 0, False, None))
     for j in range(last, 0, -1):
         kept: list[_Label] = []
-        for devices in range(ground.devices - 1, -1, -1):
+        for devices in range(tables.devices - 1, -1, -1):
             for label in sorted(waiting[j][devices], key=lambda x: x[:5]):
                 if not _covered(label, kept, split):
                     kept.append(label)
-                    for i, left, longer in _extensions(ground, period, charge, split, label, j, devices):
+                    for i, left, longer in _extensions(tables, period, charge, split, label, j, devices):
                         if i == 0:
-                            return allocation_of(longer.stages, ground.cuts, period)
+                            return allocation_of(longer.stages, tables.cuts, period)
                         waiting[i][left].append(longer)
             waiting[j][devices].clear()
     return None
@@ -138,36 +138,36 @@ def _covered(label: _Label, kept: list[_Label], split: bool) -> bool:
 
 
 def _extensions(
-    ground: Ground, period: int, charge: Charge, split: bool, label: _Label, j: int, devices: int
+    tables: MadPipeTables, period: int, charge: Charge, split: bool, label: _Label, j: int, devices: int
 ) -> Iterator[tuple[int, int, _Label]]:
     """Yield (first cut, devices left, label) for each stage before cut ``j``."""
     spare = 0 if charge == "full" else 1  # microbatches that a special stage may be spared, at most
     behind = label.stages
-    apart = _after_transfer(ground, period, label.delay, j)
+    apart = _after_transfer(tables, period, label.delay, j)
     for i in range(j - 1, -1, -1):
-        work = ground.work[i][j]
+        work = tables.work[i][j]
         if work > period:
             return
         if work == 0:
             continue
-        rest_work, rest_fixed = ground.work[0][i], ground.fixed[0][i]
+        rest_work, rest_fixed = tables.work[0][i], tables.fixed[0][i]
         for special in (False, True):
             if special and label.beside:
                 if not split:
                     continue
-                delay, memory, buffers = label.delay, label.memory - ground.buffers[j], ground.buffers[i]
+                delay, memory, buffers = label.delay, label.memory - tables.buffers[j], tables.buffers[i]
             elif apart is None:
                 continue
             else:
-                delay, memory, buffers = apart, label.memory, ground.buffers[i] + ground.buffers[j]
+                delay, memory, buffers = apart, label.memory, tables.buffers[i] + tables.buffers[j]
             delay = extend(delay, work, period)
             count = ceil_div(delay, period)
-            if count > ground.lifetime:
+            if count > tables.lifetime:
                 continue
-            versions = ground.versions(count)
+            versions = tables.versions(count)
             load, first, left = label.load, label.first, devices
             if not special:
-                if devices == 0 or count > ground.limit[i][j]:
+                if devices == 0 or count > tables.limit[i][j]:
                     continue
                 left -= 1
             else:
@@ -176,20 +176,20 @@ def _extensions(
                 if charge == "tight":
                     charged = max(first, charged) if first else count
                     first = first or count
-                memory += ground.fixed[i][j] + versions * ground.version[i][j] + charged * ground.saved[i][j] + buffers
+                memory += tables.fixed[i][j] + versions * tables.version[i][j] + charged * tables.saved[i][j] + buffers
                 if load > period:
                     continue
-            refund = ground.buffers[i] if special and split else 0
-            if memory - refund > ground.memory:
+            refund = tables.buffers[i] if special and split else 0
+            if memory - refund > tables.memory:
                 continue
-            rest = rest_fixed + (count - spare) * ground.least_saved[i] + versions * ground.version[0][i]
-            if rest_work <= (left + 1) * period - load and rest <= (left + 1) * ground.memory - memory + refund:
+            rest = rest_fixed + (count - spare) * tables.least_saved[i] + versions * tables.version[0][i]
+            if rest_work <= (left + 1) * period - load and rest <= (left + 1) * tables.memory - memory + refund:
                 yield i, left, _Label(delay, load, memory, first, special, Stages(i, j, special, behind))
 
 
-def _after_transfer(ground: Ground, period: int, delay: int, cut: int) -> int | None:
+def _after_transfer(tables: MadPipeTables, period: int, delay: int, cut: int) -> int | None:
     """Return the delay behind the transfer over ``cut``, or None where it takes longer than a period."""
-    round_trip = ground.round_trip[cut]
-    if ground.duplex:  # the two directions don't exclude each other
+    round_trip = tables.round_trip[cut]
+    if tables.duplex:  # the two directions don't exclude each other
         return delay + round_trip if round_trip <= 2 * period else None
     return extend(delay, round_trip, period) if round_trip <= period else None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...integers import Ints, ceil_div, extend_array
 from ...plan import Allocation
 from ...problem import Problem
-from .tables import Ground, Stages, allocation_of, ground_of, merged, worst_of
+from .tables import MadPipeTables, Stages, allocation_of, merged, tables_of, worst_of
 
 LOADS, MEMORIES, DELAYS = 101, 11, 51  # values on the grid for t_P, m_P and V (MadPipe section 5.1)
 ITERATIONS = 10  # K of Algorithm 1
@@ -31,23 +31,23 @@ def madpipe_paper(problem: Problem) -> Iterator[Allocation]:
     U(1, L) + sum C for V, which stops there. Neighbouring stages on the special device pay their cut, then become one.
     Unequal devices and levels are taken at their worst. MadPipe sections 4.2.2, 4.2.3 and 5.1.
     """
-    ground = ground_of(problem, worst_of(problem.platform))
-    low, high = ground.periods[0], _longest(ground)
+    tables = tables_of(problem, worst_of(problem.platform))
+    low, high = tables.periods[0], _longest(tables)
     target = low
     best: tuple[int, Stages] | None = None
     for _ in range(ITERATIONS):
-        period, stages = _madpipe_dp(ground, target, high)
+        period, stages = _madpipe_dp(tables, target, high)
         if stages is not None and (best is None or max(period, target) < best[0]):
             best = max(period, target), stages
         low = max(low, min(period, target))
         high = min(high, max(period, target))
         target = (low + high) // 2
     if best is not None:
-        yield merged(allocation_of(best[1], ground.cuts, best[0]))
+        yield merged(allocation_of(best[1], tables.cuts, best[0]))
 
 
 @dataclass(frozen=True, slots=True)
-class _States:
+class _GridStates:
     """States of the dynamic program at one cut, as arrays: a key on the grid (:func:`_split`), the period so far, and
     the way back: cut and row of the state behind, and whether the stage between is special."""
 
@@ -58,20 +58,20 @@ class _States:
     special: npt.NDArray[np.bool_]
 
     @staticmethod
-    def start(devices: int) -> _States:
+    def start(devices: int) -> _GridStates:
         """Return the one state at the chain's end: all devices but the special one left, nothing used."""
         zero = np.zeros(1, dtype=np.int64)
-        return _States(_join(zero + devices - 1, zero, zero, zero), zero, zero - 1, zero, zero > 0)
+        return _GridStates(_join(zero + devices - 1, zero, zero, zero), zero, zero - 1, zero, zero > 0)
 
     @staticmethod
-    def best_of(parts: list[_States]) -> _States:
+    def best_of(parts: list[_GridStates]) -> _GridStates:
         """Return of each key the state of the shortest period, the earlier one of equals."""
         key, period, cut, row, special = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in _States.__slots__
+            np.concatenate([getattr(part, name) for part in parts]) for name in _GridStates.__slots__
         )
         order = np.lexsort((period, key))  # stable
         order = order[np.concatenate([[True], key[order][1:] != key[order][:-1]])]
-        return _States(key[order], period[order], cut[order], row[order], special[order])
+        return _GridStates(key[order], period[order], cut[order], row[order], special[order])
 
 
 def _join(devices: Ints, load: Ints, memory: Ints, delay: Ints) -> Ints:
@@ -86,81 +86,83 @@ def _split(key: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return devices, load, memory, delay
 
 
-def _madpipe_dp(ground: Ground, target: int, ceiling: int) -> tuple[int, Stages | None]:
+def _madpipe_dp(tables: MadPipeTables, target: int, ceiling: int) -> tuple[int, Stages | None]:
     """Return (T, stages) with T = MadPipe-DP(That = ``target``); (``ceiling``, None) when T is above that or infinite.
 
     States go from the last cut to the first, those of one cut together. States that no period up to ``ceiling`` can
     come of are dropped; that changes no T up to ``ceiling``.
     """
-    last = len(ground.cuts) - 1
-    waiting: list[list[_States]] = [[] for _ in range(last + 1)]
-    waiting[last].append(_States.start(ground.devices))
-    reached: dict[int, _States] = {}
+    last = len(tables.cuts) - 1
+    waiting: list[list[_GridStates]] = [[] for _ in range(last + 1)]
+    waiting[last].append(_GridStates.start(tables.devices))
+    reached: dict[int, _GridStates] = {}
     for j in range(last, 0, -1):
         if not waiting[j]:
             continue
-        reached[j] = _States.best_of(waiting[j])
+        reached[j] = _GridStates.best_of(waiting[j])
         waiting[j].clear()
         for i in range(j - 1, -1, -1):
-            if ground.work[i][j] > ceiling:
+            if tables.work[i][j] > ceiling:
                 break
-            if ground.work[i][j]:  # a stage that takes no time would leave orders ambiguous
-                waiting[i] += _extended(ground, reached[j], i, j, target, ceiling)
+            if tables.work[i][j]:  # a stage that takes no time would leave orders ambiguous
+                waiting[i] += _extended(tables, reached[j], i, j, target, ceiling)
     if not waiting[0]:
         return ceiling, None
-    ends = _States.best_of(waiting[0])
+    ends = _GridStates.best_of(waiting[0])
     _, load, _, _ = _split(ends.key)
-    periods = np.maximum(ends.period, ceil_div(load * ground.work[0][last], LOADS - 1))
+    periods = np.maximum(ends.period, ceil_div(load * tables.work[0][last], LOADS - 1))
     row = int(np.argmin(periods))
     return int(periods[row]), _stages(ends, row, reached)
 
 
-def _extended(ground: Ground, states: _States, i: int, j: int, target: int, ceiling: int) -> list[_States]:
+def _extended(
+    tables: MadPipeTables, states: _GridStates, i: int, j: int, target: int, ceiling: int
+) -> list[_GridStates]:
     """Return the states at cut ``i`` that a stage from there to ``j`` makes of ``states``: alone and on the special
     device."""
     scale = DELAYS - 1  # delays on the grid are multiples of longest / scale: all times count in 1 / scale ns
-    total, longest = ground.work[0][-1], _longest(ground)
-    work, round_trip = ground.work[i][j], ground.round_trip[i]
-    link = ceil_div(round_trip, 2) if ground.duplex else round_trip
+    total, longest = tables.work[0][-1], _longest(tables)
+    work, round_trip = tables.work[i][j], tables.round_trip[i]
+    link = ceil_div(round_trip, 2) if tables.duplex else round_trip
     if link > ceiling:
         return []
     devices, load, memory, delay = _split(states.key)
     before = extend_array(delay * longest, np.array([work * scale]), target * scale)
     count = ceil_div(delay * longest + work * scale, target * scale)
-    if ground.duplex:
+    if tables.duplex:
         before = before + round_trip * scale
     else:
         before = extend_array(before, np.array([round_trip * scale]), target * scale)
     delay = np.minimum(ceil_div(before, longest), DELAYS - 1)
-    rest = ground.work[0][i]
+    rest = tables.work[0][i]
     found = []
     for special in (False, True):
         if special:
             left, period = devices, np.maximum(states.period, link)
             load = load + ceil_div(work * (LOADS - 1), total)
-            held = ground.fixed[i][j] + ground.versions(count) * ground.version[i][j]
-            held = held + (count - 1) * ground.saved[i][j]
-            held = held + ground.buffers[i] + ground.buffers[j]
-            memory = memory + ceil_div(held * (MEMORIES - 1), ground.memory)
+            held = tables.fixed[i][j] + tables.versions(count) * tables.version[i][j]
+            held = held + (count - 1) * tables.saved[i][j]
+            held = held + tables.buffers[i] + tables.buffers[j]
+            memory = memory + ceil_div(held * (MEMORIES - 1), tables.memory)
             fits = (load < LOADS) & (memory < MEMORIES) & ((devices > 0) | (i == 0))
         else:
             left, period = devices - 1, np.maximum(states.period, max(work, link))
-            fits = (devices > 0) & (count <= ground.limit[i][j])
+            fits = (devices > 0) & (count <= tables.limit[i][j])
         spent = ceil_div(load * total, LOADS - 1)
-        fits &= (spent <= ceiling) & (rest <= left * ceiling + ceiling - spent) & (count <= ground.lifetime)
+        fits &= (spent <= ceiling) & (rest <= left * ceiling + ceiling - spent) & (count <= tables.lifetime)
         row = np.flatnonzero(fits)
         if len(row):
             key = _join(left[row], load[row], memory[row], delay[row])
-            found.append(_States(key, period[row], np.full_like(row, j), row, np.full(len(row), special)))
+            found.append(_GridStates(key, period[row], np.full_like(row, j), row, np.full(len(row), special)))
     return found
 
 
-def _longest(ground: Ground) -> int:
+def _longest(tables: MadPipeTables) -> int:
     """Return U(1, L) + sum C: one layer and one cut at a time."""
-    return ground.work[0][-1] + sum(ground.round_trip)
+    return tables.work[0][-1] + sum(tables.round_trip)
 
 
-def _stages(states: _States, row: int, reached: dict[int, _States]) -> Stages:
+def _stages(states: _GridStates, row: int, reached: dict[int, _GridStates]) -> Stages:
     """Return the stages that led to a state at the first cut, the first of the chain foremost."""
     path = []
     cut = 0

@@ -37,7 +37,7 @@ def _alike(platform: Platform, device: Device, path: tuple[int, int]) -> Platfor
 
 
 @dataclass(frozen=True)
-class Ground:
+class MadPipeTables:
     """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
 
     ``work`` ns, ``limit`` microbatches in flight that fit a device, ``fixed`` bytes without activations, buffers and
@@ -60,7 +60,7 @@ class Ground:
     buffers: list[int]
     least_saved: list[int]
 
-    def select(self, starts: list[int]) -> Ground:
+    def select(self, starts: list[int]) -> MadPipeTables:
         """Return the same tables with cuts at the layers ``starts`` and at the end alone."""
         index = [*(self.cuts.index(start) for start in starts), len(self.cuts) - 1]
 
@@ -91,7 +91,7 @@ class Ground:
         return max(1, ceil_div(total, self.devices)), total + sum(self.round_trip) + len(self.cuts)
 
 
-def ground_of(problem: Problem, platform: Platform) -> Ground:
+def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     """Return the tables of ``problem`` on ``platform``, whose devices are equal, without replicas and recomputation."""
     chain, policy = problem.chain, problem.policy
     cuts = legal_cuts(problem)
@@ -100,7 +100,7 @@ def ground_of(problem: Problem, platform: Platform) -> Ground:
     size, count = memory_model.weights_of(chain, start, stop)
     none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
     saved = np.asarray(saved_bytes(chain, start, stop))
-    return Ground(
+    return MadPipeTables(
         policy=policy,
         cuts=cuts.tolist(),
         devices=len(platform),

@@ -22,7 +22,7 @@ UNREACHABLE = 2**62
 BLOCK = 128  # starts at a time: keeps the working set in cache and skips most cuts that lie before them
 
 
-class Cut(NamedTuple):
+class StageRange(NamedTuple):
     """One stage: ``[start:stop]`` on ``replicas`` units of the level below, in the end devices."""
 
     start: int
@@ -44,13 +44,13 @@ class Solved:
     before: Callable[[int], Any]
     most_replicas: int
 
-    def partition(self, start: int, stop: int, units: int) -> list[Cut]:
+    def partition(self, start: int, stop: int, units: int) -> list[StageRange]:
         """Return stages of ``[start:stop]`` that have the period ``table[units, stop, start]``."""
-        stages: list[Cut] = []
+        stages: list[StageRange] = []
         while True:
             least = self.table[units, stop, start]
             if units <= self.most_replicas and self.first(stop)[units - 1, start] == least:
-                return [Cut(start, stop, units), *stages[::-1]]
+                return [StageRange(start, stop, units), *stages[::-1]]
             cut = self._last_stage(start, stop, units)
             if cut is None:
                 units -= 1  # one unit is left over
@@ -58,14 +58,14 @@ class Solved:
             stages.append(cut)
             stop, units = cut.start, units - cut.replicas
 
-    def _last_stage(self, start: int, stop: int, units: int) -> Cut | None:
+    def _last_stage(self, start: int, stop: int, units: int) -> StageRange | None:
         """Return the last of several stages, the longest one of those that are as good."""
         cuts = np.arange(stop)[self.before(stop)]
         entered, found = self.later(stop), []
         for m in range(1, min(units - 1, self.most_replicas) + 1):
             through = np.maximum(self.table[units - m, cuts, start], entered[m - 1, cuts])
             (hits,) = np.nonzero(through == self.table[units, stop, start])
-            found += [Cut(int(cuts[hits[0]]), stop, m)] if len(hits) else []
+            found += [StageRange(int(cuts[hits[0]]), stop, m)] if len(hits) else []
         return min(found, default=None)
 
 
@@ -111,19 +111,19 @@ def solve_level(
     return Solved(table, first, later, before, most_replicas)
 
 
-def device_stages(solved: Sequence[Solved], units: Sequence[int], length: int) -> list[Cut]:
+def device_stages(solved: Sequence[Solved], units: Sequence[int], length: int) -> list[StageRange]:
     """Return the stages of ``[0:length]`` on a whole solved hierarchy, lowest level first; replicas are devices."""
-    stages = [Cut(0, length, 1)]
+    stages = [StageRange(0, length, 1)]
     for level, count in zip(reversed(solved), reversed(units), strict=True):
         stages = [
-            Cut(inner.start, inner.stop, inner.replicas * outer.replicas)
+            StageRange(inner.start, inner.stop, inner.replicas * outer.replicas)
             for outer in stages
             for inner in level.partition(outer.start, outer.stop, count)
         ]
     return stages
 
 
-def on_consecutive_devices(stages: Sequence[Cut], period: int) -> Allocation:
+def on_consecutive_devices(stages: Sequence[StageRange], period: int) -> Allocation:
     """Return the allocation of ``stages`` on the platform's devices in order, claiming ``period`` ns."""
     placed, first = [], 0
     for stage in stages:

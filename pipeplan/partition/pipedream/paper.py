@@ -18,7 +18,7 @@ from ...cost import memory_model, time_model
 from ...integers import Ints, ceil_div
 from ...plan import Allocation
 from ...problem import Problem
-from .levels import UNREACHABLE, Cut, Rows, Solved, Table, device_stages, on_consecutive_devices, solve_level
+from .levels import UNREACHABLE, Rows, Solved, StageRange, Table, device_stages, on_consecutive_devices, solve_level
 from .released import pipedream_released
 
 Bools = npt.NDArray[np.bool_]
@@ -55,7 +55,7 @@ def pipedream(
 # --- flat: the smallest period that a decision accepts ----------------------------------------------------------------
 
 
-def _flat(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
+def _flat(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     """Return the least period over all partitions into stages on consecutive devices, and one that has it.
 
     Among those it is one of the fewest stages, on as many devices as these can use, cut where few bytes cross.
@@ -153,11 +153,11 @@ def _extend(limits: _Limits, covered: Bools, ends: Bools, end: int) -> None:
         ends[end, v, 1:] |= fits[spans == v].any(axis=0)
 
 
-def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> list[Cut]:
+def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> list[StageRange]:
     """Return stages that cover the chain, read back from what each number of stages covers."""
     stop = len(problem.chain)
     end, level = (int(x) for x in np.argwhere(by_stages[-1][:, :, stop])[-1])
-    stages: list[Cut] = []
+    stages: list[StageRange] = []
     for covered in by_stages[-2::-1]:
         starts = _starts(limits, covered, end)[:, :, :stop]
         choices = []
@@ -167,7 +167,7 @@ def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> lis
                 for before, start in np.argwhere(fits):
                     choices.append((problem.chain.cut_bytes[start], int(start), m, int(before)))
         _, start, m, level = min(choices)
-        stages.append(Cut(start, stop, m))
+        stages.append(StageRange(start, stop, m))
         end, stop = end - m, start
     return stages[::-1]
 
@@ -195,7 +195,7 @@ def _furthest(problem: Problem, period: int, replicas: int, speed: Fraction, gra
 # --- strict hierarchy: PipeDream's dynamic program, level by level ----------------------------------------------------
 
 
-def _strict(problem: Problem, straight: bool) -> tuple[int, list[Cut]]:
+def _strict(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     """Return the least period of a strict hierarchy and its stages, replicas counted in devices."""
     chain, platform, policy = problem.chain, problem.platform, problem.policy
     length = len(chain)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...plan import Allocation
 from ...problem import Chain, Problem
 from ..granularity import articulation_cuts
-from .levels import Cut, Solved, Table, device_stages, on_consecutive_devices, solve_level
+from .levels import Solved, StageRange, Table, device_stages, on_consecutive_devices, solve_level
 
 Floats = npt.NDArray[np.float64]
 MOST_STATES = 1000  # of an antichain DAG; beyond it the chain is cut where one tensor is live
@@ -52,7 +52,7 @@ def pipedream_released(problem: Problem, straight: bool = False) -> Iterator[All
     if seconds < math.inf:
         units = [level.count for level in problem.platform.levels]
         stages = [
-            Cut(int(states.stop[cut.start]), int(states.stop[cut.stop]), cut.replicas)
+            StageRange(int(states.stop[cut.start]), int(states.stop[cut.stop]), cut.replicas)
             for cut in device_stages(solved, units, len(states.stop) - 1)
         ]
         yield on_consecutive_devices(stages, math.ceil(seconds * 1e9 * (1 - 1e-12)))
