@@ -107,9 +107,9 @@ def command(
             figures = figures[0]
         click.echo(json.dumps(figures, indent=1))
     elif len(chosen) > 1:
-        from ..report.simulations import print_comparison
+        from ..report.simulations import print_schedules
 
-        print_comparison(simulations, refused, loaded, width)
+        print_schedules(simulations, refused, loaded, width)
     else:
         from ..report.simulations import print_simulation
 
