@@ -54,7 +54,7 @@ OUTSIDE = {
     "rich": "report papers",
     "matplotlib": "report papers",
     "numba": "",
-    "msgspec": "files report runtime cli",
+    "msgspec": "files runtime.measure.trace_file",
 }
 
 MODULES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import click
 
@@ -93,6 +94,6 @@ def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_
     if recalibrated is not None:
         write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run)))
     if as_json:
-        click.echo(json.dumps(comparison(loaded, run), indent=1))
+        click.echo(json.dumps(asdict(comparison(loaded, run)), indent=1))
     else:
         print_comparison(loaded, run)

@@ -13,8 +13,7 @@ import click
 
 from ..errors import BadInput
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON
-from .simulate import Share
+from .options import DEFAULT_BANDWIDTH, JSON, Share
 
 if TYPE_CHECKING:
     from ..papers.transformer import Grid

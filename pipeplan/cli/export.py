@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN
+from .options import JSON, PLAN, refuse_unknown
 
 
 @click.command()
@@ -39,10 +39,8 @@ def command(
     from ..files.text import write_text
     from ..planner.other_schedules import own_schedule, schedule_stages
     from ..planner.simulation import simulate_plan
-    from ..schedule.registry import schedules
 
-    if schedule is not None and schedule not in schedules():
-        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(schedules())}")
+    refuse_unknown([] if schedule is None else [schedule])
     loaded = load_plan(plan)
     schedule = schedule or own_schedule(loaded)
     stages = schedule_stages(loaded, schedule, options["chunks"] or 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -155,6 +155,37 @@ def _platform(
     rate = parse_bandwidth(bandwidth or DEFAULT_BANDWIDTH, "--bandwidth")
     assumptions = [] if bandwidth else [f"bandwidth {format_bandwidth(rate)} between any two GPUs (PCIe 3 x16)"]
     return Platform.flat(gpus, memory, rate, parse_time(latency or "0", "--latency")), assumptions
+
+
+class Share(click.ParamType[float]):
+    """A share such as ``5%``, as a fraction of one."""
+
+    name = "PERCENT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return ``0.05`` for ``5%``."""
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        if not text.endswith("%"):
+            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
+        try:
+            number = float(text[:-1])
+        except ValueError:
+            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
+        if not 0 <= number <= 100:
+            self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
+        return number / 100
+
+
+def refuse_unknown(names: Iterable[str], *others: str) -> None:
+    """Raise UsageError unless all ``names`` of --schedule are schedules or among ``others``."""
+    from ..schedule.registry import schedules
+
+    known = [*schedules(), *others]
+    for name in names:
+        if name not in known:
+            raise click.UsageError(f"--schedule: {name!r} is not one of {', '.join(known)}")
 
 
 def parse_counts(text: str, where: str) -> list[int]:

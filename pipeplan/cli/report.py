@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .options import PLAN
+from .options import PLAN, refuse_unknown
 
 
 @click.command()
@@ -25,10 +25,8 @@ def command(plan: str, output: str, schedule: str | None, microbatches: int | No
     from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
     from ..planner.simulation import simulate_plan
     from ..report.html import microbatches_shown, report_html
-    from ..schedule.registry import schedules
 
-    if schedule is not None and schedule not in schedules():
-        raise click.UsageError(f"--schedule: {schedule!r} is not one of {', '.join(schedules())}")
+    refuse_unknown([] if schedule is None else [schedule])
     loaded = load_plan(plan)
     schedule = schedule or own_schedule(loaded)
     wanted = microbatches or default_microbatches(loaded, schedule)

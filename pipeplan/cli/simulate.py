@@ -10,30 +10,9 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN
+from .options import JSON, PLAN, Share, refuse_unknown
 
 MOST_RUNS = 10**4
-
-
-class Share(click.ParamType[float]):
-    """A share such as ``5%``, as a fraction of one."""
-
-    name = "PERCENT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return ``0.05`` for ``5%``."""
-        if isinstance(value, float):
-            return value
-        text = str(value)
-        if not text.endswith("%"):
-            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
-        try:
-            number = float(text[:-1])
-        except ValueError:
-            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
-        if not 0 <= number <= 100:
-            self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
-        return number / 100
 
 
 @click.command()
@@ -94,9 +73,7 @@ def command(
     from ..planner.simulation import Refused, compare_schedules, simulate_plan
     from ..schedule.registry import schedules
 
-    unknown = [name for name in names if name not in schedules() and name != "all"]
-    if unknown:
-        raise click.UsageError(f"--schedule: {unknown[0]!r} is not one of {', '.join(schedules())}, all")
+    refuse_unknown(names, "all")
     loaded = load_plan(plan)
     names = names or (own_schedule(loaded),)
     if weight_keeps is not None:
@@ -130,9 +107,9 @@ def command(
             figures = figures[0]
         click.echo(json.dumps(figures, indent=1))
     elif len(chosen) > 1:
-        from ..report.simulations import print_comparison
+        from ..report.simulations import print_schedules
 
-        print_comparison(simulations, refused, loaded, width)
+        print_schedules(simulations, refused, loaded, width)
     else:
         from ..report.simulations import print_simulation
 

@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..schedule.memory import activation_steps
 from ..units import format_ns
-from .gantt import NAMES, Row, plan_window, timeline_rows
+from .gantt import NAMES, Row, plan_window, timeline_rows, working_devices
 from .tables import headline
 
 COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
@@ -61,14 +61,14 @@ def save_timeline(simulation: Simulation, path: str) -> None:
 
 
 def _memory_lines(axes: Any, simulation: Simulation) -> None:
-    timeline, devices = simulation.timeline, simulation.plan.platform.devices
+    timeline = simulation.timeline
     limit = 0
-    for i, device in _used(simulation):
+    for i, device in working_devices(simulation.timeline):
         static = simulation.uses[device].static_bytes
         steps = [*activation_steps(timeline, i), (timeline.makespan_ns, 0)]
         sizes = [(static + held) / 1e9 for _, held in steps]
         axes.step([at / 1e6 for at, _ in steps], sizes, where="post", linewidth=0.9, label=f"GPU {device}")
-        limit = max(limit, devices[device].memory_bytes)
+        limit = max(limit, simulation.uses[device].memory_bytes)
     axes.axhline(limit / 1e9, color="#c0392b", linestyle="--", linewidth=1, label="memory")
     axes.set_ylim(0, None)
     axes.set_ylabel("GB")
@@ -77,14 +77,14 @@ def _memory_lines(axes: Any, simulation: Simulation) -> None:
 
 def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
     """One coloured row per device, its memory in use as a share of what it has; many lines would hide each other."""
-    timeline, devices = simulation.timeline, simulation.plan.platform.devices
-    used = _used(simulation)
+    timeline = simulation.timeline
+    used = working_devices(simulation.timeline)
     instants = np.linspace(0, timeline.makespan_ns, MEMORY_COLUMNS, endpoint=False)
     shares = np.zeros((len(used), MEMORY_COLUMNS))
     for row, (i, device) in enumerate(used):
         times, held = np.array(list(activation_steps(timeline, i))).T
         at = np.searchsorted(times, instants, side="right") - 1
-        shares[row] = 100 * (simulation.uses[device].static_bytes + held[at]) / devices[device].memory_bytes
+        shares[row] = 100 * (simulation.uses[device].static_bytes + held[at]) / simulation.uses[device].memory_bytes
     colours = mpl.colormaps["YlGnBu"].with_extremes(over="#c0392b")
     extent = (0, timeline.makespan_ns / 1e6, len(used) - 0.5, -0.5)
     shown = axes.imshow(shares, aspect="auto", cmap=colours, vmin=0, vmax=100, extent=extent, interpolation="nearest")
@@ -92,12 +92,6 @@ def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
     axes.set_yticks(range(0, len(used), step), [f"GPU {device}" for _, device in used[::step]], fontsize=7)
     bar = figure.colorbar(shown, ax=axes, extend="max", pad=0.01)
     bar.set_label("% of its memory", fontsize=8)
-
-
-def _used(simulation: Simulation) -> list[tuple[int, int]]:
-    """Return (lane, device) of the devices that do something."""
-    lanes = simulation.timeline.program.lanes
-    return [(i, lane.device) for i, lane in enumerate(lanes) if lane.device is not None and lane.steps]
 
 
 def make_figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:

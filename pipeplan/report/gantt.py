@@ -150,6 +150,12 @@ def timeline_rows(timeline: Timeline) -> list[Row]:
     return rows
 
 
+def working_devices(timeline: Timeline) -> list[tuple[int, int]]:
+    """Return (lane, device) of the devices that do something in a simulated run."""
+    lanes = timeline.program.lanes
+    return [(i, lane.device) for i, lane in enumerate(lanes) if lane.device is not None and lane.steps]
+
+
 def rows_data(rows: Sequence[Row], start_ns: int, end_ns: int) -> dict[str, Any]:
     """Return a chart as plain data: window and rows of operations."""
     return {

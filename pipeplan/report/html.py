@@ -12,7 +12,7 @@ from ..planner.simulation import Simulation
 from ..schedule.kinds import kind_of
 from ..schedule.memory import activation_steps
 from ..units import format_bytes, format_devices, format_ns
-from .gantt import NAMES, Row, plan_window, timeline_rows
+from .gantt import NAMES, Row, plan_window, timeline_rows, working_devices
 from .page import SCRIPT, STYLE
 from .tables import alone_ns, bound_class, machine
 
@@ -199,15 +199,13 @@ def _chart(name: str, rows: Sequence[Row], start_ns: int, end_ns: int, labels: b
 
 
 def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
-    timeline, devices = simulation.timeline, simulation.plan.platform.devices
     return {
-        str(lane.device): {
-            "static": simulation.uses[lane.device].static_bytes,
-            "limit": devices[lane.device].memory_bytes,
-            "steps": list(activation_steps(timeline, i)),
+        str(device): {
+            "static": simulation.uses[device].static_bytes,
+            "limit": simulation.uses[device].memory_bytes,
+            "steps": list(activation_steps(simulation.timeline, lane)),
         }
-        for i, lane in enumerate(timeline.program.lanes)
-        if lane.device is not None and lane.steps
+        for lane, device in working_devices(simulation.timeline)
     }
 
 
@@ -215,14 +213,12 @@ def _memory(simulation: Simulation) -> str:
     """One small chart per GPU, all on one scale: 100 units wide, 1000 units for the highest peak or limit."""
     timeline = simulation.timeline
     figures = []
-    lanes = [
-        (i, lane.device) for i, lane in enumerate(timeline.program.lanes) if lane.device is not None and lane.steps
-    ]
-    memory = {device: simulation.plan.platform.devices[device].memory_bytes for _, device in lanes}
-    top = max([simulation.uses[device].peak_bytes for _, device in lanes] + list(memory.values()), default=1) * 1.05
+    lanes = working_devices(timeline)
+    uses = [simulation.uses[device] for _, device in lanes]
+    top = max((max(use.peak_bytes, use.memory_bytes) for use in uses), default=1) * 1.05
     span = max(1, timeline.makespan_ns)
-    for i, device in lanes:
-        static, peak = simulation.uses[device].static_bytes, simulation.uses[device].peak_bytes
+    for (i, device), use in zip(lanes, uses, strict=True):
+        static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes
         path: list[str] = []
         last = 0.0
         for at, held in activation_steps(timeline, i):
@@ -230,10 +226,10 @@ def _memory(simulation: Simulation) -> str:
             path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
             last = y
         path.append(f"L100 {last:.1f}L100 1000Z")
-        limit = 1000 * (1 - memory[device] / top)
-        over = ' class="over"' if peak > memory[device] else ""
+        limit = 1000 * (1 - memory / top)
+        over = ' class="over"' if peak > memory else ""
         figures.append(
-            f"<figure><figcaption{over}>GPU {device}: peak {format_bytes(peak)} of {format_bytes(memory[device])}"
+            f"<figure><figcaption{over}>GPU {device}: peak {format_bytes(peak)} of {format_bytes(memory)}"
             f'</figcaption><svg data-device="{device}" viewBox="0 0 100 1000" preserveAspectRatio="none">'
             f'<path class="held" d="{"".join(path)}"/>'
             f'<rect class="static" x="0" width="100" y="{1000 * (1 - static / top):.1f}" '

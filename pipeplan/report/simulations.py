@@ -82,7 +82,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         out.print(table)
 
 
-def print_comparison(
+def print_schedules(
     runs: Sequence[Simulation], refused: Sequence[Refused], plan: Plan, width: int | None = None
 ) -> None:
     """Print schedules side by side, best first: time per microbatch, makespan, bubble, in flight, memory, links."""

@@ -12,7 +12,6 @@ from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.carry import carried, matching_chain
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
-from pipeplan.report.differences import paired_layers, rank_correlation
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
@@ -25,29 +24,6 @@ def chain(times: list[int], names: str = "", size: int = 100, **fields: int) -> 
 
 def planned(of: Chain, gpus: int = 2, memory: int = 10**6, **options: object) -> Problem:
     return Problem(of, Platform.flat(gpus, memory, 10**9), Policy(), replicas=False, checkpointing="none")
-
-
-def test_layers_are_matched_by_name_in_order() -> None:
-    pairs = paired_layers(chain([1, 2, 3, 4], "abcd"), chain([2, 9, 3, 4], "axcd"))
-    assert [(p.name, p.indices) for p in pairs] == [("a", (0, 0)), ("b", (1, 1)), ("c", (2, 2)), ("d", (3, 3))]
-    assert [p.time_ratio for p in pairs] == [2.0, 4.5, 1.0, 1.0]
-
-
-def test_inserted_and_missing_layers_stand_alone() -> None:
-    pairs = paired_layers(chain([1, 2, 3], "abc"), chain([1, 5, 2, 3], "aybc"))
-    assert [p.indices for p in pairs] == [(0, 0), (None, 1), (1, 2), (2, 3)]
-    assert [p.time_ratio for p in pairs] == [1.0, None, 1.0, 1.0]
-    back = paired_layers(chain([1, 5, 2, 3], "aybc"), chain([1, 2, 3], "abc"))
-    assert [p.indices for p in back] == [(0, 0), (1, None), (2, 1), (3, 2)]
-
-
-def test_rank_correlation() -> None:
-    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 31]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
-    assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1.0)
-    # ranks 1 2.5 2.5 4 against 1 3 2 4: covariance 4.5 over the root of 4.5 * 5
-    assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-    assert rank_correlation([1, 1], [1, 2]) == 1.0, "no order to agree or disagree with"
 
 
 def test_a_plan_carried_to_its_own_profile_is_as_good() -> None:

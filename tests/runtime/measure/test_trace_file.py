@@ -64,7 +64,7 @@ def test_a_trace_has_every_operation_at_its_time():
 def test_the_comparison_names_every_operation():
     plan, report = run_of(3, update=40, transfers={("F", 0): 100, ("B", 1): 100})
     figures = comparison(plan, measured_of(plan, report))
-    rows = {(x["kind"], x["stage"]): (x["planned_ns"], x["measured_ns"], x["ratio"]) for x in figures["operations"]}
+    rows = {(x.kind, x.stage): (x.planned_ns, x.measured_ns, x.ratio) for x in figures.operations}
     assert rows == {
         **{("F", s): (100, 300, 3.0) for s in (0, 1)},
         **{("B", s): (200, 600, 3.0) for s in (0, 1)},
@@ -72,9 +72,9 @@ def test_the_comparison_names_every_operation():
         ("SEND_F", 0): (50, 100, 2.0),
         ("SEND_B", 1): (50, 100, 2.0),
     }
-    assert figures["period"]["planned_ns"] == plan.pattern.period_ns
-    assert figures["period"]["measured_ns"] == report.measured_period_ns
-    assert [x["measured_activation_bytes"] for x in figures["devices"]] == [10, 20]
+    assert figures.period.planned_ns == plan.pattern.period_ns
+    assert figures.period.measured_ns == report.measured_period_ns
+    assert [x.measured_activation_bytes for x in figures.devices] == [10, 20]
 
 
 @pytest.mark.parametrize("coarsening", [None, 2])
@@ -84,7 +84,7 @@ def test_the_comparison_takes_the_share_of_the_update_off_planned_backwards_that
     script = script_of(policy, Schedule("flush", 4), 5, times=((100, 400), (100, 400)), optimizer_ns=800)
     report = make_report(script, replayed(script, 1, update=800))
     figures = comparison(script.plan, measured_of(script.plan, report))
-    rows = {(x["kind"], x["stage"]): x["planned_ns"] for x in figures["operations"]}
+    rows = {(x.kind, x.stage): x.planned_ns for x in figures.operations}
     assert rows == {key: ns for s in (0, 1) for key, ns in ((("F", s), 100), (("B", s), 400), (("update", s), 800))}
 
 
