@@ -44,7 +44,7 @@ def toy(monkeypatch):
     monkeypatch.setitem(KINDS, "toy", TOY)
     layers = tuple(Layer(f"layer{i}", 10 + i, 20 + i, 1000, 100) for i in range(6))
     problem = Problem(Chain("toys", layers, 100), Platform.flat(3, 10**6, 10**9), Policy("flush", accumulate=6))
-    return make_plan(problem, "balance", schedule="toy")
+    return make_plan(problem, "balance", schedule="toy").plan
 
 
 def test_a_kind_that_is_one_row_is_planned_and_judged(toy):
