@@ -1,4 +1,4 @@
-"""What a run would do, told without starting it: the commands that start it on a cluster, and every rank's program."""
+"""How is a run started on a cluster, and what would every rank do? Told without starting it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will do, decided from the plan alone: ranks, every rank's instructions, and what should come of it.
+"""What will a run of a plan do? Its ranks, every rank's instructions, and what should come of it.
 
 Without torch, so that a plan that cannot be run is refused before any process starts.
 """

@@ -1,4 +1,4 @@
-"""Listings: long lists of instructions that repeat themselves, kept as what repeats and how often.
+"""How are long lists of instructions kept that repeat themselves? As what repeats, and how often.
 
 A program in its steady state does the same for every few microbatches, with microbatches and versions counted on. So a
 rank's instructions take as much memory as its fill, one round of the steady state and its drain, however long it runs.
@@ -84,10 +84,6 @@ class Listing(Sequence[Instruction]):
         return Listing(
             [replace(x, microbatch=x.microbatch + microbatches, version=x.version + versions) for x in self.parts]
         )
-
-    def then(self, other: Sequence[Instruction]) -> Listing:
-        """Return the listing with ``other`` after it."""
-        return Listing([*self.parts, *Listing.of(other).parts])
 
     def where(self, holds: Callable[[Instruction], bool]) -> Listing:
         """Return those for which ``holds``, which must not ask for microbatches or versions."""
