@@ -26,6 +26,7 @@ from pipeplan.problem import Chain
 from pipeplan.runtime.profiler.clock import ThreadClock
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.measure import measure_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 FOLDER = Path(__file__).parents[1] / "profiles"
 ESTIMATED = [  # file, model, batch, accelerator, type
@@ -55,21 +56,31 @@ def main() -> None:
         for file, name, batch, gpu, dtype in ESTIMATED:
             model = zoo.load(name)
             about = _about(name, batch, arguments)
-            resize(file, estimate_model(model, batch, accelerator(gpu), dtype=getattr(torch, dtype), **about).chain)
+            resize(
+                file,
+                estimate_model(
+                    model, batch, accelerator(gpu), MeasureOptions(dtype=getattr(torch, dtype)), **about
+                ).chain,
+            )
         for file, name, batch, _ in MEASURED:
             about = _about(name, batch, arguments)
-            resize(file, measure_model(zoo.load(name), batch, steps=1, warmup=0, **about).chain)
+            resize(file, measure_model(zoo.load(name), batch, MeasureOptions(steps=1, warmup=0), **about).chain)
         return
     if arguments.date is None:
         parser.error("--date is needed: it goes into source")
     for file, name, batch, gpu, dtype in ESTIMATED:
         model = zoo.load(name)
         about = _about(name, batch, arguments)
-        write(file, estimate_model(model, batch, accelerator(gpu), dtype=getattr(torch, dtype), **about).chain)
+        write(
+            file,
+            estimate_model(model, batch, accelerator(gpu), MeasureOptions(dtype=getattr(torch, dtype)), **about).chain,
+        )
     if arguments.measure:
         for file, name, batch, steps in MEASURED:
             about = _about(name, batch, arguments)
-            chain = measure_model(zoo.load(name), batch, steps=steps, clock=ThreadClock(), **about).chain
+            chain = measure_model(
+                zoo.load(name), batch, MeasureOptions(steps=steps, clock=ThreadClock()), **about
+            ).chain
             write(file, replace(chain, device=f"{chain.device}, CPU time"))
 
 

@@ -81,35 +81,36 @@ def command(
     from ..files.profiles import profile_text
     from ..files.text import write_text
     from ..partition.granularity import merge_zero_time
-    from ..runtime.profiler.steps import check_device, dtype_of, optimizer_of
+    from ..runtime.profiler.estimate import estimate_model
+    from ..runtime.profiler.measure import measure_model
+    from ..runtime.profiler.steps import MeasureOptions, check_device, dtype_of, optimizer_of
 
     build, batches = named_model(model, batch)
     if data is not None:
         batches = named_function(data, "--data")
-    shared: dict[str, Any] = {
+    options = MeasureOptions(
+        dtype=None if dtype is None else dtype_of(dtype),
+        optimizer=optimizer_of(optimizer, foreach=None if estimate is None else True),
+        device=device or "cpu",
+        say=_ignore if quiet else _progress,
+        **measuring,
+    )
+    about: dict[str, Any] = {
         "name": name or model.removeprefix(ZOO),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "data": batches,
-        "dtype": None if dtype is None else dtype_of(dtype),
-        "split_backward": measuring.pop("split_backward"),
-        "progress": None if quiet else _progress,
     }
     if estimate is not None:
         from ..files.accelerators import accelerator
-        from ..runtime.profiler.estimate import estimate_model
 
         gpu = accelerator(estimate)
         if not quiet:
             link = f" --bandwidth {gpu.link}" if gpu.link else ""
             click.echo(f"{gpu.name}: to plan for it, --mem {gpu.memory}{link} at most", err=True)
-        measured = estimate_model(build, batch, gpu, optimizer=optimizer_of(optimizer, foreach=True), **shared)
+        measured = estimate_model(build, batch, gpu, options, **about)
     else:
-        from ..runtime.profiler.measure import measure_model
-
-        check_device(device or "cpu")
-        measured = measure_model(
-            build, batch, device=device or "cpu", optimizer=optimizer_of(optimizer), **shared, **measuring
-        )
+        check_device(options.device)
+        measured = measure_model(build, batch, options, **about)
     chain = measured.chain if measured.chain.edges is None else merge_zero_time(measured.chain)
     chain = merge(chain)
     if not quiet:
@@ -120,6 +121,10 @@ def command(
     write_text(output, profile_text(chain))
     if output != "-":
         click.echo(f"{len(chain)} layers written to {output}")
+
+
+def _ignore(_: str) -> None:
+    pass
 
 
 def _progress(text: str) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..errors import BadInput
-from ..plan import Plan
-from ..units import format_ns, parse_time
+from ..units import parse_time
 from .model import ZOO
 from .options import JSON, PLAN
 
-if TYPE_CHECKING:
-    from ..runtime.measure.progress import StepProgress
-    from ..runtime.measure.report import RunReport
-
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
-QUICK_NS = 10**9  # a line at most so often
+STEPS = 50
 
 
 def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -44,7 +36,7 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option("--steps", type=click.IntRange(1), help="Weight updates, those of a resumed run included.  [default: 50]")
 @click.option("--epochs", type=click.IntRange(1), help="Instead of --steps: passes over the data, of whole updates.")
 @click.option("--epoch-length", type=click.IntRange(1), help="Microbatches of an epoch.  [default: len(data)]")
-@click.option("--evaluate", is_flag=True, help="Run forward alone; options for updates do nothing.")
+@click.option("--evaluate", "evaluates", is_flag=True, help="Run forward alone; options for updates do nothing.")
 @click.option("--lr", type=float, default=0.1, show_default=True, help="Learning rate.")
 @click.option(
     "--optimizer",
@@ -93,12 +85,17 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
 @click.option(
     "--checkpoint-every",
+    "every",
     metavar="N",
     type=click.IntRange(1),
     help="After every N updates as well.  [default with --epochs: after every epoch]",
 )
 @click.option(
-    "--keep-checkpoints", metavar="N", type=click.IntRange(1), help="Remove older ones than N.  [default: keep all]"
+    "--keep-checkpoints",
+    "keep",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Remove older ones than N.  [default: keep all]",
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
@@ -126,16 +123,13 @@ def command(
     link_delay: str | None,
     optimizer: str | None,
     scheduler: str | None,
-    evaluate: bool,
-    checkpoint_every: int | None,
-    keep_checkpoints: int | None,
     trace: str | None,
     half: Any,
     loss_scale: float | None,
     loss_scale_window: int | None,
     dry_run: bool,
     as_json: bool,
-    **shared: Any,
+    **given: Any,
 ) -> None:
     """Train from PLAN with one process per GPU over torch.distributed, and print measured beside predicted.
 
@@ -149,139 +143,57 @@ def command(
         raise click.UsageError("say either --steps or --epochs")
     if epoch_length is not None and epochs is None:
         raise click.UsageError("--epoch-length goes with --epochs")
-    if trace is not None and shared["engine"] == "torch":
+    if trace is not None and given["engine"] == "torch":
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
     if trace is not None and not Path(trace).absolute().parent.is_dir():
         raise BadInput(f"--trace: there is no folder {Path(trace).absolute().parent}")
     from ..files.plans import load_plan
-
-    loaded = load_plan(plan)
-    from ..check.validate import check
-
-    if vertical_sync and not loaded.policy.vertical_sync:
-        loaded = dataclasses.replace(loaded, policy=dataclasses.replace(loaded.policy, vertical_sync=True))
-        check(loaded)  # it keeps other versions
-    from ..runtime.lowering.lowered_run import message_driven_plan, prepare
-    from ..runtime.model.spec import ModelSpec
+    from ..files.text import write_text
     from ..schedule.kinds import KINDS
 
-    if schedule is not None or limit is not None:
-        if schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
-            raise click.UsageError("--limit goes with --schedule message-driven")
-        loaded = message_driven_plan(loaded, limit)
-        check(loaded)  # another limit holds other activations
-    spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
-    epoch = None
-    if epochs is not None:
-        interval = prepare(loaded, 1).interval
-        epoch = _epoch(spec, loaded, epoch_length) // interval * interval
-        if not epoch:
-            raise BadInput(f"--epochs: the data has fewer than the {interval} microbatches of one update")
-        steps = epochs * epoch // interval
-        if shared["checkpoint"] is not None and checkpoint_every is None:
-            checkpoint_every = epoch // interval
-    if dry_run:
-        _print_dry_run(loaded, steps or 50, checkpoint_every, evaluate, as_json)
-        return
-    from ..runtime.device import kind_of, sharing
-    from ..runtime.launch import run_plan
+    loaded = load_plan(plan)
+    if limit is not None and schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
+        raise click.UsageError("--limit goes with --schedule message-driven")
+    from ..report.run import print_dry_run, print_report, progress_printer
+    from ..runtime.model.spec import ModelSpec
+    from ..runtime.options import RunOptions, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
-    ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
-    note = sharing(kind_of(shared["device"], loaded.chain.device), ranks)
-    if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
-        click.echo(f"note: {note}", err=True)
-    report = run_plan(
-        loaded,
-        spec,
-        steps=steps or 50,
-        epoch=epoch,
-        evaluates=evaluate,
+    loaded = run_otherwise(loaded, vertical_sync, schedule is not None or limit is not None, limit)
+    spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
+    options = RunOptions(
+        steps=steps or STEPS,
         timeout_s=None if timeout is None else parse_time(timeout, "--timeout") / 1e9,
         link_delay_s=0.0 if link_delay is None else parse_time(link_delay, "--link-delay") / 1e9,
         optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
-        every=checkpoint_every,
         half=HalfOptions(half, loss_scale, loss_scale_window),
-        keep=keep_checkpoints,
-        listener=_listener(as_json, loaded),
-        **shared,
+        **given,
     )
+    if epochs is not None:
+        options = in_epochs(options, loaded, spec, epochs, epoch_length)
+    if dry_run:
+        from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
+        from ..runtime.lowering.lowered_run import prepare
+
+        lowered = prepare(loaded, options.steps, every=options.every, evaluates=options.evaluates)
+        arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
+        lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments)
+        print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)
+        return
+    from ..runtime.device import kind_of, sharing
+    from ..runtime.launch import run_plan
+
+    ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
+    note = sharing(kind_of(options.device, loaded.chain.device), ranks)
+    if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
+        click.echo(f"note: {note}", err=True)
+    report = run_plan(loaded, spec, options, progress_printer(loaded, as_json))
     if report is None:  # another rank under torchrun reports
         return
     if trace is not None:
-        from ..files.text import write_text
         from ..runtime.measure.trace_file import measured_trace
 
         write_text(trace, measured_trace(loaded, report))
-    _print_report(loaded, report, evaluate, as_json)
-
-
-def _print_report(plan: Plan, report: RunReport, evaluate: bool, as_json: bool) -> None:
-    if as_json:
-        figures = dataclasses.asdict(report)
-        del figures["times"]  # for every operation of every rank: thousands
-        click.echo(json.dumps({**figures, "samples_per_s": report.samples_per_s}, indent=1))
-        return
-    from ..report.run import print_evaluation, print_run
-
-    if evaluate:
-        print_evaluation(report)
-    else:
-        print_run(plan, report)
-
-
-def _epoch(spec: Any, plan: Plan, length: int | None) -> int:
-    if length is not None:
-        return length
-    from ..runtime.model.spec import data_of
-
-    data = data_of(spec, plan.chain.microbatch)
-    if not hasattr(data, "__len__"):
-        raise BadInput("--epochs: the data has no length; say --epoch-length")
-    return len(data)
-
-
-def _print_dry_run(plan: Plan, steps: int, every: int | None, evaluate: bool, as_json: bool) -> None:
-    from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
-    from ..runtime.lowering.lowered_run import prepare
-
-    script = prepare(plan, steps, every=every, evaluates=evaluate)
-    arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
-    lines = torchrun_line(script, arguments), slurm_line(script, arguments)
-    if as_json:
-        figures = {"torchrun": lines[0], "slurm": lines[1], "programs": program_lines(script)}
-        click.echo(json.dumps(figures, indent=1))
-        return
-    click.echo(f"{len(script.devices)} processes; {script.steps} updates of {script.interval} microbatches")
-    if script.limit is not None:
-        click.echo(
-            f"at most {script.limit} microbatches in each pipeline; arrivals decide the order, as here simulated"
-        )
-    click.echo(f"torchrun:\n  {lines[0]}\nSlurm:\n  {lines[1]}\nprograms:")
-    for line in program_lines(script, WORDS):
-        click.echo(f"  {line}")
-
-
-def _listener(as_json: bool, plan: Plan) -> Callable[[StepProgress], None]:
-    """Return what writes progress to standard error: every update as JSON, or a line every second or so."""
-    if as_json:
-        return lambda step: click.echo(json.dumps(dataclasses.asdict(step)), err=True)
-    silent_ns = 0.0
-    from ..check.evaluate import evaluate
-
-    planned = evaluate(plan).period_ns
-
-    def tell(step: StepProgress) -> None:
-        nonlocal silent_ns
-        silent_ns += (step.period_ns or 0.0) * (plan.policy.accumulate or 1)
-        if silent_ns < QUICK_NS and step.step < step.steps:
-            return
-        silent_ns = 0.0
-        line = f"update {step.step} of {step.steps}: loss {step.loss:.4f}"
-        if step.period_ns is not None:
-            line += f", {format_ns(step.period_ns)} per microbatch ({format_ns(planned)} planned)"
-        click.echo(line, err=True)
-
-    return tell
+    print_report(loaded, report, options.evaluates, as_json)

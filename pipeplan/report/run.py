@@ -2,22 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ..check.evaluate import evaluate
 from ..plan import Plan
 from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
 from .tables import console, make_table
 
+QUICK_NS = 10**9  # a line of progress at most so often
 _EXCHANGES = {
     "nccl": "tensors travelled over NCCL",
     "staged": "ranks shared GPUs, so tensors travelled through host memory",
 }
 
 if TYPE_CHECKING:
+    from ..runtime.lowering.lowered_run import Script
+    from ..runtime.measure.progress import StepProgress
     from ..runtime.measure.report import RunReport
+
+
+def print_dry_run(lowered: Script, torchrun: str, slurm: str, programs: Sequence[str], as_json: bool) -> None:
+    """Print what a run would do: the lines that start it, and what every rank would."""
+    if as_json:
+        print(json.dumps({"torchrun": torchrun, "slurm": slurm, "programs": programs}, indent=1))
+        return
+    print(f"{len(lowered.devices)} processes; {lowered.steps} updates of {lowered.interval} microbatches")
+    if lowered.limit is not None:
+        print(f"at most {lowered.limit} microbatches in each pipeline; arrivals decide the order, as here simulated")
+    print(f"torchrun:\n  {torchrun}\nSlurm:\n  {slurm}\nprograms:")
+    for line in programs:
+        print(f"  {line}")
+
+
+def progress_printer(plan: Plan, as_json: bool) -> Callable[[StepProgress], None]:
+    """Return what writes progress to standard error: every update as JSON, or a line every second or so."""
+    if as_json:
+        return lambda step: print(json.dumps(asdict(step)), file=sys.stderr, flush=True)
+    silent_ns = 0.0
+    planned = evaluate(plan).period_ns
+
+    def tell(step: StepProgress) -> None:
+        nonlocal silent_ns
+        silent_ns += (step.period_ns or 0.0) * (plan.policy.accumulate or 1)
+        if silent_ns < QUICK_NS and step.step < step.steps:
+            return
+        silent_ns = 0.0
+        line = f"update {step.step} of {step.steps}: loss {step.loss:.4f}"
+        if step.period_ns is not None:
+            line += f", {format_ns(step.period_ns)} per microbatch ({format_ns(planned)} planned)"
+        print(line, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def print_report(plan: Plan, report: RunReport, evaluates: bool, as_json: bool) -> None:
+    """Print what came of a run, all figures as JSON or what they say."""
+    if as_json:
+        figures = asdict(report)
+        del figures["times"]  # for every operation of every rank: thousands
+        print(json.dumps({**figures, "samples_per_s": report.samples_per_s}, indent=1))
+    elif evaluates:
+        print_evaluation(report)
+    else:
+        print_run(plan, report)
 
 
 def print_evaluation(report: RunReport, width: int | None = None) -> None:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -24,161 +23,64 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import BadInput, RunFailed, RunStopped
 from ..plan import Plan
-from .device import Choice as DeviceChoice
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
+from .job import Job, job_of
 from .launcher import Launcher
 from .lowering.instructions import sentence
 from .lowering.lowered_run import Script
 from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
 from .model.spec import ModelSpec
-from .options import Engine, Job
-from .rank import run_rank
+from .options import RunOptions
+from .phases import run_rank
 from .stopping import SharedStop, StoreStop
 from .training.checkpoint import Checkpoint, newest, usable_folder
-from .training.half import AS_PROFILED, HalfOptions
-from .training.optimizers import Choice, optimizer_maker, planned_as, schedule_maker
 
-LEAST_TIMEOUT_S: Final = 60.0
-PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_plan(
-    plan: Plan,
-    model: ModelSpec,
-    *,
-    steps: int,
-    lr: float,
-    seed: int = 0,
-    timeout_s: float | None = None,
-    threads: int = 1,
-    save: Path | None = None,
-    load: Path | None = None,
-    optimizer: Choice | None = None,
-    scheduler: Choice | None = None,
-    evaluates: bool = False,
-    epoch: int | None = None,
-    checkpoint: Path | None = None,
-    every: int | None = None,
-    keep: int | None = None,
-    resume: bool = False,
-    max_restarts: int = 0,
-    engine: Engine = "own",
-    device: DeviceChoice = "auto",
-    link_delay_s: float = 0.0,
-    half: HalfOptions = AS_PROFILED,
-    bucket_size: int | None = None,
-    coarsening: int | None = None,
-    listener: Callable[[StepProgress], None] | None = None,
+    plan: Plan, model: ModelSpec, options: RunOptions, listener: Callable[[StepProgress], None] | None = None
 ) -> RunReport | None:
-    """Train ``model`` as ``plan`` says until ``steps`` weight updates are made at rate ``lr``; return what happened.
+    """Train ``model`` as ``plan`` and ``options`` say; return what happened. ``listener`` hears of every update.
 
-    The plan's policy gives weights, optimizer and microbatches per update; ``optimizer`` overrides its optimizer,
-    ``scheduler`` changes the learning rate after each update. With ``evaluates`` the model is run forward alone on as
-    many microbatches. One process runs for each used device, with ``threads`` CPU threads: processes of its own on this
-    machine, or under torchrun the calling process as the rank that its environment names (then only rank 0 gets a
-    report, the others None). ``device`` says on what: CPUs over gloo; GPUs over NCCL, or through the host where ranks
-    share one; ``auto`` takes GPUs if torch sees any and the plan's profile isn't of a CPU. ``timeout_s`` limits every
-    wait for another rank; the default comes from the plan. ``save`` is a file for the trained model's ``state_dict``,
-    ``load`` one to start from. Data repeats after ``epoch`` microbatches, with the next seed. ``link_delay_s`` makes
-    every message between ranks come so much later, to see what a slow network would do. ``listener`` hears of every
-    update.
-
-    A checkpoint is written to the folder ``checkpoint`` at the end, after each update whose number ``every`` divides,
-    and when SIGTERM or SIGINT comes; the pipeline drains before it, so with weights that outlive an update the next
-    ones see fresher weights than without. The newest ``keep`` stay, all by default. With ``resume`` the run goes on
-    from the folder's newest complete checkpoint, if there is one. A run that fails for other reasons than its input
-    begins again up to ``max_restarts`` times, from the newest checkpoint. ``engine`` "torch" runs a drained schedule on
-    torch's own pipeline runtime, which measures updates alone.
-
-    A plan of mixed precision runs in its profile's 16 bits, or those that ``half`` says. With offloading
-    ``bucket_size`` parameters are stepped at a time (None: as the plan says). Replicas sum ``coarsening`` buckets of
-    the gradient at once and step them while the next ones are under way (None: as serves; 0: all).
+    The plan's policy gives weights, optimizer and microbatches per update. One process runs for each used device:
+    processes of its own on this machine, or under torchrun the calling process as the rank that its environment names
+    (then only rank 0 gets a report, the others None).
 
     BadInput when the model isn't what the plan was made for, or the plan cannot be run; RunFailed when a rank fails,
     with the rank and the operation; RunStopped after a signal.
     """
-    if save is not None and not save.parent.is_dir():
-        raise BadInput(f"save: there is no folder {save.parent}")
-    if keep is not None and keep < 1:
-        raise BadInput(f"keep: {keep} is not a positive number of checkpoints")
-    if checkpoint is None and (resume or every is not None or keep is not None):
-        raise BadInput("checkpoint: no folder is named to resume from or to write to")
-    if engine == "torch" and checkpoint is not None:
-        raise BadInput("checkpoint: torch's engine writes none")
-    if checkpoint is not None and evaluates and (not resume or every is not None or keep is not None):
-        raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
-    if optimizer is not None:
-        optimizer_maker(optimizer, lr)  # what is wrong with it shows before any process starts
-    if scheduler is not None:
-        schedule_maker(scheduler)
-    if optimizer is not None and (planned := planned_as(optimizer)) is not None:
-        plan = replace(plan, policy=replace(plan.policy, optimizer=planned))
-    if bucket_size is not None:
-        plan = replace(plan, policy=replace(plan.policy, bucket_parameters=bucket_size))
-    job = Job(
-        plan=plan,
-        model=model,
-        steps=steps,
-        lr=lr,
-        seed=seed,
-        timeout_s=timeout_s or 0.0,
-        threads=threads,
-        save=_absolute(save),
-        load=_absolute(load),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        evaluates=evaluates,
-        epoch=epoch,
-        checkpoint=_absolute(checkpoint),
-        every=every,
-        keep=keep,
-        engine=engine,
-        device=device,
-        link_delay_ns=round(link_delay_s * 1e9),
-        half=half,
-        coarsening=coarsening,
-    )
-    if bucket_size is not None and not job.has_buckets:
-        raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
-    kind_of(device, plan.chain.device)  # whether there is a GPU shows before any process starts
-    if job.checkpoint is not None:
-        usable_folder(job.checkpoint)
-    attempt = 0
-    while True:
-        if resume and job.checkpoint is not None:
-            job = replace(job, resume=_found(job, job.checkpoint))
-        if evaluates:
-            begun = 0 if job.resume is None else job.resume.position.step
-            job = replace(job, checkpoint=None, every=None, steps=begun + steps)
+    options.check()
+    job = job_of(plan, model, options)
+    kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
+    if job.folder is not None:
+        usable_folder(job.folder)
+    for attempt in range(options.max_restarts + 1):
+        if options.resume or attempt:
+            job = replace(job, resume=_found(job))
         script = job.script()
-        if timeout_s is None:
-            job = replace(job, timeout_s=max(LEAST_TIMEOUT_S, PATIENCE * script.graph.path_ns / 1e9))
         try:
             if all(name in os.environ for name in TORCHRUN):
                 return _run_under_torchrun(job, script, listener)
             return _run_here(job, script, listener)
         except RunFailed:
-            if attempt == max_restarts:
+            if attempt == options.max_restarts:
                 raise
-            attempt += 1
-            resume = resume or checkpoint is not None
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _absolute(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())
-
-
-def _found(job: Job, folder: str) -> Checkpoint | None:
-    found = newest(folder)
+def _found(job: Job) -> Checkpoint | None:
+    """Return the checkpoint to go on from, if there is one."""
+    folder, seed = job.options.checkpoint, job.options.seed
+    found = None if folder is None else newest(folder)
     if found is not None and found.model != job.plan.chain.name:
         raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
-    if found is not None and found.seed != job.seed:
-        raise BadInput(f"{found.path}: was made with seed {found.seed}, which gave its data; this run has {job.seed}")
+    if found is not None and found.seed != seed:
+        raise BadInput(f"{found.path}: was made with seed {found.seed}, which gave its data; this run has {seed}")
     return found
 
 
@@ -188,7 +90,7 @@ def _found(job: Job, folder: str) -> Checkpoint | None:
 def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
     context: Any
-    if kind_of(job.device, job.plan.chain.device) == "cuda":
+    if kind_of(job.options.device, job.plan.chain.device) == "cuda":
         context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
     else:
         # what takes seconds to import is imported once, in a server from which the ranks are forked
@@ -243,7 +145,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _stopped(job: Job, step: int) -> RunStopped:
-    return RunStopped(f"stopped after update {step}; its checkpoint is in {job.checkpoint}")
+    return RunStopped(f"stopped after update {step}; its checkpoint is in {job.folder}")
 
 
 @contextmanager
@@ -252,7 +154,7 @@ def _asked(job: Job, stop: Callable[..., None], once: bool = True) -> Iterator[N
 
     The first one alone with ``once``; then the second acts as it would have.
     """
-    if job.checkpoint is None or threading.current_thread() is not threading.main_thread():
+    if job.folder is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Any] = {}
@@ -412,8 +314,8 @@ def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgre
         store, _, _ = next(rendezvous("env://"))  # torchrun's own store outlives any rank
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         stores.append(dist.PrefixStore(f"pipeplan/{restart}", store))  # type: ignore[attr-defined]  # as above
-        if job.checkpoint is not None:
-            stops.append(StoreStop(stores[0], rank, world, script.first.step, job.timeout_s))
+        if job.folder is not None:
+            stops.append(StoreStop(stores[0], rank, world, script.first.step, job.timeout_s(script)))
         return stores[0]
 
     def ask() -> None:

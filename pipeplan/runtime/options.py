@@ -1,115 +1,138 @@
-"""What a run was asked for, as every rank is told; and what follows from it and the plan."""
+"""What can be asked of a run beside plan and model: one field for each thing, and the default of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+from ..check.validate import check
 from ..errors import BadInput
 from ..plan import Plan
 from .device import Choice as DeviceChoice
-from .lowering.lowered_run import FROM_THE_START, Script, prepare
-from .model.spec import ModelSpec
-from .torch_engine import refuse_for_torch
-from .training.checkpoint import Checkpoint
-from .training.half import AS_PROFILED, HalfOptions, half_type
-from .training.optimizers import Choice, MakeOptimizer, optimizer_maker
-from .training.stage_optimizer import check_elementwise, is_elementwise
-
-COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
+from .lowering.lowered_run import message_driven_plan, prepare
+from .model.spec import ModelSpec, data_of
+from .training.half import AS_PROFILED, HalfOptions
+from .training.optimizers import Choice, optimizer_maker, schedule_maker
 
 Engine = Literal["own", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What every rank is told.
+class RunOptions:
+    """What a run is asked for. A checkpoint is written to a folder at the end, and when SIGTERM or SIGINT comes.
 
-    ``steps`` counts from the very start of training, ``resume`` is the checkpoint to go on from, ``checkpoint`` the
-    folder for new ones, ``every`` so many updates, of which the newest ``keep`` stay (None: all). ``optimizer`` None is
-    the plan's. The data repeats after ``epoch`` microbatches, with the next seed. ``save`` is the file to which rank 0
-    writes the trained model's state, ``load`` one to start from. ``device`` is asked for on each rank. ``half`` is
-    about mixed precision; replicas sum ``coarsening`` buckets at once, None: as many as serves, 0: all. Messages come
-    ``link_delay_ns`` later than they could, to emulate a slow network.
+    The pipeline drains before every checkpoint, so with weights that outlive an update the next ones see fresher
+    weights than without.
     """
 
-    plan: Plan
-    model: ModelSpec
     steps: int
+    """Weight updates from the very start of training; of an evaluation, as many microbatches as they would take."""
     lr: float
-    seed: int
-    timeout_s: float
-    threads: int
-    save: str | None
-    load: str | None = None
+    """Learning rate."""
+    seed: int = 0
+    """Of a zoo model's weights, of the data and of random numbers."""
     optimizer: Choice | None = None
+    """Instead of the plan's."""
     scheduler: Choice | None = None
+    """Changes the learning rate after each update."""
     evaluates: bool = False
+    """Whether the model is run forward alone."""
     epoch: int | None = None
-    checkpoint: str | None = None
-    every: int | None = None
-    keep: int | None = None
-    resume: Checkpoint | None = None
-    engine: Engine = "own"
-    device: DeviceChoice = "auto"
-    link_delay_ns: int = 0
+    """Microbatches after which the data repeats, with the next seed."""
     half: HalfOptions = AS_PROFILED
+    """Which 16 bits a plan of mixed precision runs in, and its loss scale."""
+    bucket_size: int | None = None
+    """Parameters that are stepped at a time where the optimizer is offloaded or sums are cut; None: the plan's."""
     coarsening: int | None = None
+    """Buckets that replicas sum at once while those before are stepped; None: as serves, 0: all."""
+    save: Path | None = None
+    """File for the trained model's ``state_dict``."""
+    load: Path | None = None
+    """File with a ``state_dict`` to start from, unless a checkpoint is resumed."""
+    checkpoint: Path | None = None
+    """Folder for checkpoints."""
+    every: int | None = None
+    """A checkpoint after each update whose number it divides as well."""
+    keep: int | None = None
+    """How many of the newest checkpoints stay; None: all."""
+    resume: bool = False
+    """Whether to go on from the folder's newest complete checkpoint, if there is one."""
+    max_restarts: int = 0
+    """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
+    engine: Engine = "own"
+    """"torch" runs a drained schedule on torch's own pipeline runtime, which measures updates alone."""
+    device: DeviceChoice = "auto"
+    """CPUs over gloo, or GPUs over NCCL, or through the host where ranks share one; ``auto`` takes GPUs if torch sees
+    any and the plan's profile isn't of a CPU."""
+    threads: int = 1
+    """CPU threads of each process."""
+    timeout_s: float | None = None
+    """Longest wait for another rank; None: from the plan."""
+    link_delay_s: float = 0.0
+    """How much later than they could messages between ranks come, to see what a slow network would do."""
+
+    def check(self) -> None:
+        """Raise BadInput for what cannot be done, whatever the plan."""
+        if self.save is not None and not self.save.parent.is_dir():
+            raise BadInput(f"save: there is no folder {self.save.parent}")
+        if self.keep is not None and self.keep < 1:
+            raise BadInput(f"keep: {self.keep} is not a positive number of checkpoints")
+        writes = self.every is not None or self.keep is not None
+        if self.checkpoint is None and (self.resume or writes):
+            raise BadInput("checkpoint: no folder is named to resume from or to write to")
+        if self.engine == "torch" and self.checkpoint is not None:
+            raise BadInput("checkpoint: torch's engine writes none")
+        if self.checkpoint is not None and self.evaluates and (not self.resume or writes):
+            raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
+        if self.optimizer is not None:
+            optimizer_maker(self.optimizer, self.lr)  # what is wrong with it shows before any process starts
+        if self.scheduler is not None:
+            schedule_maker(self.scheduler)
 
     @property
-    def make_optimizer(self) -> MakeOptimizer:
-        """What makes the optimizers of stages."""
-        return optimizer_maker(self.optimizer or self.plan.policy.optimizer, self.lr)
+    def link_delay_ns(self) -> int:
+        """How much later messages come."""
+        return round(self.link_delay_s * 1e9)
 
-    @property
-    def chunk_buckets(self) -> int | None:
-        """How many buckets replicas sum at once, None for all: what an optimizer needs that isn't elementwise."""
-        if self.coarsening is None and self.plan.policy.coarsening is not None:
-            return self.plan.policy.coarsening
-        if self.coarsening is None:
-            return COARSENING if is_elementwise(self.make_optimizer) else None
-        return self.coarsening or None
+    def from_anywhere(self) -> RunOptions:
+        """Return the same with absolute paths, for processes in other folders."""
+        paths = {name: getattr(self, name) for name in ("save", "load", "checkpoint")}
+        return replace(self, **{name: path.absolute() for name, path in paths.items() if path is not None})
 
-    @property
-    def sums(self) -> bool:
-        """Whether gradients are summed over replicas."""
-        return any(stage.replicas > 1 for stage in self.plan.allocation.stages)
 
-    @property
-    def has_buckets(self) -> bool:
-        """Whether a stage can be stepped bucket by bucket: for what is offloaded, or for sums in chunks."""
-        return self.plan.policy.offload or (self.sums and self.chunk_buckets is not None)
+def run_otherwise(plan: Plan, vertical_sync: bool, message_driven: bool, limit: int | None) -> Plan:
+    """Return ``plan`` with its devices running otherwise than it says; BadInput where it then breaks a promise.
 
-    def bucket_of(self, stage: int, parameters: int) -> int | None:
-        """Return the parameters of a bucket of a stage that has ``parameters``, None for one that is stepped at once.
+    With ``vertical_sync`` a microbatch sees one weight version on all stages, with ``message_driven`` arrivals decide
+    the order, and ``limit`` microbatches at most are in each pipeline (None: the plan's own, or as serves).
+    """
+    if vertical_sync and not plan.policy.vertical_sync:
+        plan = replace(plan, policy=replace(plan.policy, vertical_sync=True))
+        check(plan)  # it keeps other versions
+    if message_driven:
+        plan = message_driven_plan(plan, limit)
+        check(plan)  # another limit holds other activations
+    return plan
 
-        Without offloading only a stage whose sum has more than one chunk has buckets.
-        """
-        size, coarsening = self.plan.policy.bucket_parameters, self.chunk_buckets
-        chunks = self.plan.allocation.stages[stage].replicas > 1 and coarsening and parameters > coarsening * size
-        return size if self.plan.policy.offload or chunks else None
 
-    def _check(self) -> None:
-        """Raise BadInput for options that don't go with the plan, or that would do nothing."""
-        policy = self.plan.policy
-        half_type(self.plan, self.half)
-        if policy.offload:
-            check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
-        coarsening = policy.coarsening if self.coarsening is None else self.coarsening
-        if coarsening:
-            check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
-        if self.coarsening is not None and not self.sums:
-            raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
-        if self.engine == "torch" and self.link_delay_ns:
-            raise BadInput("link delay: torch's engine exchanges its messages itself, so they cannot be delayed")
+def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, length: int | None) -> RunOptions:
+    """Return ``options`` of a run of so many passes over the data, each of whole updates and ended by a checkpoint.
 
-    def script(self) -> Script:
-        """Return what the ranks will do."""
-        first = FROM_THE_START if self.resume is None else self.resume.position
-        # a checkpoint at the end alone is a segment as long as the run
-        every = None if self.checkpoint is None else self.every or self.steps
-        script = prepare(self.plan, self.steps, every=every, first=first, evaluates=self.evaluates)
-        self._check()
-        if self.engine == "torch":
-            refuse_for_torch(script)
-        return script
+    ``length`` is the number of microbatches in an epoch, by default the length of the data.
+    """
+    interval = prepare(plan, 1).interval
+    epoch = (_epoch_length(plan, model) if length is None else length) // interval * interval
+    if not epoch:
+        raise BadInput(f"--epochs: the data has fewer than the {interval} microbatches of one update")
+    every = options.every
+    if options.checkpoint is not None and every is None:
+        every = epoch // interval
+    return replace(options, steps=epochs * epoch // interval, epoch=epoch, every=every)
+
+
+def _epoch_length(plan: Plan, model: ModelSpec) -> int:
+    data = data_of(model, plan.chain.microbatch)
+    if not hasattr(data, "__len__"):
+        raise BadInput("--epochs: the data has no length; say --epoch-length")
+    return len(data)

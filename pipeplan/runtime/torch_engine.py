@@ -20,7 +20,7 @@ from .exchange.transport import PeerLost
 from .lowering.lowered_run import Script
 from .measure.recorder import Recorder, Times
 from .model.network import TensorSpec
-from .model.spec import LoadedModel
+from .training.rank import Rank
 from .training.stage import StageModule
 
 
@@ -48,41 +48,39 @@ def refuse_for_torch(script: Script) -> None:
 
 
 def execute_on_torch(
-    script: Script,
-    rank: int,
-    model: LoadedModel,
+    rank: Rank,
     runners: Mapping[int, StageModule],
     data: Callable[[int], tuple[Tensor, Tensor]],
     updated: Callable[[int, int], None],
     links: Links,
     recorder: Recorder,
 ) -> Times:
-    """Run all mini-batches of ``script`` and return when updates were made; losses go to the last stage's runner."""
+    """Run all mini-batches of ``rank`` and return when updates were made; losses go to the last stage's runner."""
     if links.exchange == "staged":
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
-    plan, interval = script.plan, script.interval
+    lowered, model = rank.lowered, rank.model
+    interval = lowered.interval
     group = dist.new_group(None, links.timeout, "nccl") if links.exchange == "nccl" else None
-    last = len(plan.allocation.stages) - 1
+    last = len(lowered.plan.allocation.stages) - 1
     stages = []
     for s in runners:
-        layers = plan.allocation.stages[s]
-        modules = nn.Sequential(*(model.layers[i][1] for i in range(layers.start, min(layers.stop, len(model.layers)))))
-        out = model.boundaries[min(layers.stop, len(model.layers))]
+        stage = rank.stage(s)
+        out = model.boundaries[min(stage.stop, len(model.layers) - 1)]
         stages.append(
             PipelineStage(
-                modules,
+                nn.Sequential(*rank.modules(s)),
                 s,
                 last + 1,
                 links.device,
-                input_args=(_example(model.boundaries[layers.start], s > 0, links.device),),
+                input_args=(_example(model.boundaries[stage.start], s > 0, links.device),),
                 output_args=(_example(out, True, links.device),),
                 group=group,
             )
         )
     runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=model.loss)  # type: ignore[no-untyped-call]  # torch has no types there
-    runtime._prepare_schedule_with_comms(_actions(script), format="compute_only")
-    for step in range(script.first.step, script.first.step + script.steps):
-        begin = script.at(step).microbatch
+    runtime._prepare_schedule_with_comms(_actions(lowered), format="compute_only")
+    for step in range(lowered.first.step, lowered.first.step + lowered.steps):
+        begin = lowered.at(step).microbatch
         inputs: tuple[Tensor, ...] = ()
         targets: Tensor | None = None
         losses: list[Tensor] = []

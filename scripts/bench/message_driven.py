@@ -21,6 +21,7 @@ from pipeplan.problem import Chain
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 
 LIMITS = (2, 3)
 
@@ -52,7 +53,9 @@ def compare(name: str, chain: Chain, cut: int, delay_ms: float, arguments: argpa
     for _ in range(arguments.pairs):
         for limit in LIMITS:
             plan = message_driven_plan(drained, limit)
-            report = run_plan(plan, ModelSpec(name), steps=arguments.steps, lr=1e-3, link_delay_s=delay_ms / 1e3)
+            report = run_plan(
+                plan, ModelSpec(name), RunOptions(steps=arguments.steps, lr=1e-3, link_delay_s=delay_ms / 1e3)
+            )
             assert report is not None, "this is no rank of torchrun"
             for periods, period in ((measured, report.measured_period_ns), (simulated, report.calibrated_period_ns)):
                 assert period is not None, "--steps are too few"

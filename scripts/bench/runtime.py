@@ -27,7 +27,9 @@ from pipeplan.problem import Chain, Platform, Policy, Weights
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -56,7 +58,9 @@ def main() -> None:
 def profiled(name: str, batch: int) -> Chain:
     """Return the measured profile of a zoo model."""
     model = zoo.load(name)
-    return profile_model(model, batch, name=name, date="today", data=model.data(batch), steps=10, warmup=3)
+    return profile_model(
+        model, batch, MeasureOptions(steps=10, warmup=3), name=name, date="today", data=model.data(batch)
+    )
 
 
 def plan_of(
@@ -97,7 +101,7 @@ def best_cut(chain: Chain) -> int:
 
 def trained(name: str, plan: Plan, steps: int, engine: str = "own") -> RunReport:
     """Run ``plan`` and return its report."""
-    report = run_plan(plan, ModelSpec(name), steps=steps, lr=1e-3, engine=engine)  # type: ignore[arg-type]  # one of two
+    report = run_plan(plan, ModelSpec(name), RunOptions(steps=steps, lr=1e-3, engine=engine))  # type: ignore[arg-type]  # one of two
     assert report is not None, "this is no rank of torchrun"
     return report
 

@@ -34,6 +34,7 @@ from pipeplan.report.differences import rank_correlation, time_ns
 from pipeplan.runtime.profiler.clock import ThreadClock
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.measure import device_name, measure_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 MODELS = ["gpt-tiny", "8", "gpt2-small,sequence=256", "1", "resnet50,image=224", "2", "densenet121,image=128", "2",
           "inception-v3,image=192", "2", "vgg16,image=128", "1", "awd-lm", "4"]  # fmt: skip
@@ -85,7 +86,7 @@ def compare(name: str, batch: int, cpu: Accelerator, traced: bool, every: bool) 
         return (Whole(layers) if traced else layers), x, loss
 
     shared: dict[str, Any] = {"name": name, "date": "", "data": model.data(batch)}
-    measured = measure_model(build, batch, steps=5, warmup=2, clock=ThreadClock(), **shared).chain
+    measured = measure_model(build, batch, MeasureOptions(steps=5, warmup=2, clock=ThreadClock()), **shared).chain
     estimated = estimate_model(build, batch, cpu, **shared).chain
     ours, theirs = ([time_ns(x) for x in chain.layers] for chain in (estimated, measured))
     total = sum(ours) / sum(theirs)

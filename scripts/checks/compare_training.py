@@ -36,7 +36,9 @@ from pipeplan.problem import Chain, Platform, Policy, Problem, Weights
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.zoo.model import Model, token_loss
 
 MINI_BATCH = 32
@@ -151,11 +153,10 @@ def main() -> None:
             parts: profile_model(
                 task.model,
                 MINI_BATCH // parts,
+                MeasureOptions(steps=5, warmup=2),
                 name=name,
                 date="today",
                 data=task.model.data(MINI_BATCH // parts),
-                steps=5,
-                warmup=2,
             )
             for parts in (1, MICROBATCHES)
         }
@@ -180,11 +181,13 @@ def outcome(
             report = run_plan(
                 plan,
                 ModelSpec(f"training_tasks:{name}"),
-                steps=arguments.epochs * task.mini_batches,
-                epoch=task.mini_batches * parts,
-                lr=arguments.lr or task.lr,
-                seed=1000 * seed,
-                save=trained,
+                RunOptions(
+                    steps=arguments.epochs * task.mini_batches,
+                    epoch=task.mini_batches * parts,
+                    lr=arguments.lr or task.lr,
+                    seed=1000 * seed,
+                    save=trained,
+                ),
             )
             assert report is not None, "this is no rank of torchrun"
             reports.append(report)

@@ -26,6 +26,7 @@ from pipeplan.runtime.model.network import Network, chain_network
 from pipeplan.runtime.model.trace import trace_module
 from pipeplan.runtime.profiler.clock import ThreadClock
 from pipeplan.runtime.profiler.measure import profile_network
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 MODELS = ["gpt2-small,sequence=256", "1", "resnet50,image=224", "2", "awd-lm", "4", "gpt-tiny", "8"]
 
@@ -82,7 +83,7 @@ def check(name: str, batch: int, repeat: int) -> None:
         whole.append(whole_step_ns(layers, x, target, loss))
         for way, (network, hold) in ways.items():
             measured, _ = profile_network(
-                network, loss, target=target, steps=1, warmup=1, hold=hold, clock=ThreadClock()
+                network, loss, MeasureOptions(steps=1, warmup=1, hold=hold, clock=ThreadClock()), target=target
             )
             times[way].append(sum(m.layer.forward_ns + m.layer.backward_ns for m in measured))
             if turn == 0 and way != "traced":

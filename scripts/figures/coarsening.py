@@ -30,8 +30,7 @@ from pipeplan.cost.time_model import overlapped_ns
 from pipeplan.problem import Policy
 from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.measure.recorder import HostRecorder
-from pipeplan.runtime.model.network import TensorSpec
-from pipeplan.runtime.model.spec import LoadedModel
+from pipeplan.runtime.model.loading import chain_model
 from pipeplan.runtime.training.half import halved
 from pipeplan.runtime.training.loss_scale import LossScale, Scaling
 from pipeplan.runtime.training.optimizers import optimizer_maker
@@ -70,11 +69,9 @@ def stage_of(question: Question) -> Versions:
     masters: dict[nn.Parameter, torch.Tensor] = {}
     if question.mixed:
         named = [(f"linear{i}", layer) for i, layer in enumerate(layers)]
-        model = LoadedModel(
-            named, [], nn.functional.mse_loss, lambda index, seed: (torch.zeros(1), torch.zeros(1)),
-            [TensorSpec((1, WIDTH), torch.float32)] * (len(layers) + 1),
-        )  # fmt: skip
-        _, masters = halved(model, torch.bfloat16, range(len(layers)))
+        data = lambda index, seed: (torch.zeros(1), torch.zeros(1))  # noqa: E731
+        model = chain_model(named, torch.zeros(1, WIDTH), nn.functional.mse_loss, data)
+        _, masters = halved(model, torch.bfloat16, layers)
     keeping = Keeping(masters, question.bucket, question.offload, flat=True)
     return Versions(layers, Counter(), optimizer_maker("adam", 1e-3), keeping=keeping)
 

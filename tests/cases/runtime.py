@@ -30,6 +30,7 @@ from pipeplan.runtime.model.network import TensorSpec, chain_layers, chain_netwo
 from pipeplan.runtime.model.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler.measure import profile_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.optimizers import optimizer_maker
 from pipeplan.runtime.training.stage import StageModule
 from pipeplan.runtime.training.versions import Versions
@@ -43,7 +44,7 @@ from pipeplan.schedule.simulate import simulate
 def chain_of(model, batch, *, measured=False, data=None, dtype=None):
     """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
     steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
-    chain = profile_model(model, batch, name="test", date="today", data=data, dtype=dtype, **steps)
+    chain = profile_model(model, batch, MeasureOptions(dtype=dtype, **steps), name="test", date="today", data=data)
     if measured:
         return chain
     layers = [replace(x, forward_ns=10**6, backward_ns=2 * 10**6, optimizer_ns=0) for x in chain.layers]
@@ -95,13 +96,18 @@ def chain_pieces(layers, loss, checkpoint, start=0):
     return pieces_of(start, [(code,) for code in codes], checkpoint, () if loss is not None else (stop,))
 
 
+def chain_cut(position, crossing):
+    """The cut before layer ``position`` of a chain."""
+    return Cut((position,), (crossing,), (position,))
+
+
 def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
     return StageModule(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint, start),
-        cuts=(Cut.of_chain(start, spec(x)), None if loss is not None else Cut.of_chain(stop, spec(out))),
+        cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
         versions=versions,
         account=account or Account(),
         divisor=divisor,

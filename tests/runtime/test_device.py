@@ -31,6 +31,7 @@ from pipeplan.runtime.device import (
 )
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import device_name
 
 
@@ -59,7 +60,7 @@ def test_auto_takes_a_gpu_if_there_is_one_and_the_profile_is_not_of_a_cpu(gpus, 
 def test_a_gpu_that_is_not_there_is_refused_before_any_process_starts():
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     with pytest.raises(BadInput, match="--device cuda: torch sees no GPU here; --device cpu runs on the CPU"):
-        run_plan(plan, ModelSpec("gpt-tiny"), steps=1, lr=0.01, device="cuda")
+        run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(steps=1, lr=0.01, device="cuda"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -80,7 +81,7 @@ def test_where_there_is_a_gpu_ranks_are_spawned_not_forked(monkeypatch):
         launch.multiprocessing.context.SpawnProcess, "start", lambda self: (started.append(self.name), start(self))
     )
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
-    report = run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), steps=3, lr=0.01)
+    report = run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=3, lr=0.01))
     assert started == ["pipeplan rank 0", "pipeplan rank 1"]
     assert report.hardware == ("cpu", "cpu")
 

@@ -16,6 +16,7 @@ from cases.runtime import chain_of, plan_of
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
 
 PASS = r"the (forward|backward) of microbatch \d+ on stage {}"
@@ -44,7 +45,7 @@ def plan():
 @pytest.fixture(scope="module")
 def whole(plan, tmp_path_factory):
     """An uninterrupted run."""
-    return run_plan(plan, MODEL, checkpoint=tmp_path_factory.mktemp("whole"), **OPTIONS)
+    return run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path_factory.mktemp("whole"), **OPTIONS))
 
 
 def ranks_left():
@@ -63,10 +64,10 @@ def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank
     words, kept = KILLED[place, rank]
     model = ModelSpec(f"cases.runtime:deadly_{place}_{rank}", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
-        run_plan(plan, model, timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS)
+        run_plan(plan, model, RunOptions(timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS))
     assert ranks_left() == []
     assert newest(str(tmp_path)).position.step == kept
-    rest = run_plan(plan, MODEL, checkpoint=tmp_path, resume=True, **OPTIONS)
+    rest = run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path, resume=True, **OPTIONS))
     assert rest.losses == whole.losses[kept * plan.policy.accumulate :]
     assert not list(tmp_path.glob(".*"))  # of the checkpoint that was being written
 
@@ -80,6 +81,6 @@ def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, words, rank, tmp
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2,))], weights="flush", accumulate=2)
     model = ModelSpec(f"cases.runtime:deadly_{place}_{rank}", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
-        run_plan(plan, model, timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS)
+        run_plan(plan, model, RunOptions(timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS))
     assert newest(str(tmp_path)).position.step == 4
-    assert run_plan(plan, MODEL, checkpoint=tmp_path, resume=True, **OPTIONS).steps == 2
+    assert run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path, resume=True, **OPTIONS)).steps == 2

@@ -28,6 +28,7 @@ from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update, sentence
 from pipeplan.runtime.lowering.lowered_run import prepare
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
 from pipeplan.schedule.program import Step
 from pipeplan.schedule.weight_versions import kept_by_stages, used, weight_policy
@@ -193,7 +194,7 @@ def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     plan = nf1b_plan(chain_of(MODELS[name][0], 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
     script = prepare(plan, STEPS)
     losses, weights = emulated(plan, name, script)
-    report = run_plan(plan, spec(name), steps=STEPS, lr=LR, save=tmp_path / "state.pt")
+    report = run_plan(plan, spec(name), RunOptions(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
     exact = name == "images"  # in double precision
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10 if exact else 1e-5)
     state = torch.load(tmp_path / "state.pt")
@@ -226,7 +227,7 @@ def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
     )
     script = prepare(plan, STEPS)
     losses, weights = emulated(plan, "images", script)
-    report = run_plan(plan, spec("images"), steps=STEPS, lr=LR, save=tmp_path / "state.pt")
+    report = run_plan(plan, spec("images"), RunOptions(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10)
     state = torch.load(tmp_path / "state.pt")
     for key, expected in zip([k for k, _ in nn.Sequential(*image_layers()).named_parameters()], weights, strict=True):
@@ -282,7 +283,7 @@ def test_one_mini_batch_at_a_time_is_plain_training_to_the_bit(name, stages, tmp
     """Nothing is newer than anything then: torch's SGD on the mean of three losses, with one backward for all."""
     model, _, _ = MODELS[name]
     plan = nf1b_plan(chain_of(model, 4), stages, 3, limit=1, optimizer="sgd")
-    report = run_plan(plan, spec(name), steps=5, lr=LR, save=tmp_path / "state.pt")
+    report = run_plan(plan, spec(name), RunOptions(steps=5, lr=LR, save=tmp_path / "state.pt"))
     losses, state = plain(name, steps=5, batch=3)
     assert report.losses == tuple(losses)
     found = torch.load(tmp_path / "state.pt")
@@ -320,7 +321,9 @@ def test_one_mini_batch_at_a_time_is_synchronous_training_in_mixed_precision_too
     for kind, plan in plans.items():
         policy = replace(plan.policy, precision="mixed", offload=True, bucket_parameters=5000)
         report = run_plan(
-            replace(plan, policy=policy), ModelSpec("gpt-tiny"), steps=4, lr=0.002, save=tmp_path / f"{kind}.pt"
+            replace(plan, policy=policy),
+            ModelSpec("gpt-tiny"),
+            RunOptions(steps=4, lr=0.002, save=tmp_path / f"{kind}.pt"),
         )
         assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
         states.append(torch.load(tmp_path / f"{kind}.pt"))
@@ -339,7 +342,7 @@ def test_activations_and_versions_are_ordered_as_predicted():
     }
     planned, measured, versions = {}, {}, {}
     for weights, plan in plans.items():
-        report = run_plan(plan, spec("sequences"), steps=10, lr=0.01)
+        report = run_plan(plan, spec("sequences"), RunOptions(steps=10, lr=0.01))
         planned[weights] = [x.planned_bytes for x in report.activations]
         measured[weights] = [x.measured_bytes for x in report.activations]
         versions[weights] = [x.versions for x in report.stages]
@@ -362,7 +365,9 @@ def test_a_run_takes_the_period_that_its_operations_allow():
     plan = nf1b_plan(replace(chain, layers=tuple(layers)), [(0, 2), (2, 5)], 2)
 
     def measured():
-        report = run_plan(plan, ModelSpec("cases.runtime:pausing", "cases.runtime:vectors"), steps=12, lr=0.01)
+        report = run_plan(
+            plan, ModelSpec("cases.runtime:pausing", "cases.runtime:vectors"), RunOptions(steps=12, lr=0.01)
+        )
         for stage in report.stages:
             assert stage.forward_ns >= 2 * forward_ns
             assert 2 * backward_ns <= stage.backward_ns < 4 * backward_ns  # of one microbatch, not of two
@@ -377,7 +382,7 @@ def test_a_run_takes_the_period_that_its_operations_allow():
 
 def state_after(plan, name, folder, steps, **options):
     target = folder / f"{steps}-{'-'.join(options)}.pt"
-    run_plan(plan, spec(name), steps=steps, lr=LR, save=target, **options)
+    run_plan(plan, spec(name), RunOptions(steps=steps, lr=LR, save=target, **options))
     return torch.load(target)
 
 
@@ -468,14 +473,14 @@ def vectors_plan(model, **options):
 def test_a_layer_that_keeps_copies_of_its_weights_is_refused_by_name():
     plan = vectors_plan(normed)
     with pytest.raises(BadInput, match=r"model: layer 1 \(.*\) keeps a copy of its weights, float32 \(16, 1\)"):
-        run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), steps=2, lr=LR)
+        run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), RunOptions(steps=2, lr=LR))
 
 
 def test_it_runs_where_the_plan_recomputes_it():
     plan = vectors_plan(normed)
     stages = (plan.allocation.stages[0], replace(plan.allocation.stages[1], checkpoint=((1, 2),)))
     plan = replace(plan, allocation=Allocation(stages))
-    report = run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), steps=8, lr=LR)
+    report = run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), RunOptions(steps=8, lr=LR))
     assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
 
 
@@ -485,23 +490,23 @@ def test_a_loss_that_is_no_number_is_named():
         "rank 1 failed in the forward of microbatch 4 on stage 1: the loss is nan for microbatch 4; a lower learning"
     )
     with pytest.raises(RunFailed, match=words):
-        run_plan(plan, ModelSpec("test_latest:exploding", "cases.runtime:vectors"), steps=9, lr=LR)
+        run_plan(plan, ModelSpec("test_latest:exploding", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
 
 
 def test_data_of_another_shape_is_named():
     plan = nf1b_plan(chain_of(images, 4), TWO, 2)
     with pytest.raises(RunFailed, match=r"rank 0 failed .* stage 0 gets float32 \(4, 5, 6\) for microbatch 0"):
-        run_plan(plan, ModelSpec("test_latest:images", "test_latest:sequence_data"), steps=2, lr=LR)
+        run_plan(plan, ModelSpec("test_latest:images", "test_latest:sequence_data"), RunOptions(steps=2, lr=LR))
 
 
 def test_a_failing_backward_names_all_its_microbatches():
     chain = chain_of(runtime_cases.backward_raising, 4)
     plan = nf1b_plan(chain, [(0, 3), (3, len(chain))], 3)
     with pytest.raises(RunFailed, match=r"in the backward of microbatches 3 to 5 on stage 1: ArithmeticError: no way"):
-        run_plan(plan, ModelSpec("cases.runtime:backward_raising", "cases.runtime:vectors"), steps=9, lr=LR)
+        run_plan(plan, ModelSpec("cases.runtime:backward_raising", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
 
 
 def test_torchs_engine_refuses():
     plan = nf1b_plan(chain_of(images, 4), TWO, 2)
     with pytest.raises(BadInput, match="torch's engine drains before every update; weights are 'latest'"):
-        run_plan(plan, spec("images"), steps=2, lr=LR, engine="torch")
+        run_plan(plan, spec("images"), RunOptions(steps=2, lr=LR, engine="torch"))

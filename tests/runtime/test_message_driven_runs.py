@@ -36,6 +36,7 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.schedule.message_driven import next_message
 from pipeplan.schedule.program import Step
 
@@ -69,7 +70,7 @@ def test_a_grid_equals_training_in_one_process(training, tmp_path):
     policy = replace(plan.policy, offload=options.get("offload", False), bucket_parameters=3000)
     plan = replace(plan, policy=policy)
     saved = tmp_path / "state.pt"
-    report = run_plan(plan, ModelSpec(GPT), steps=50, lr=0.001, seed=1, save=saved)
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=50, lr=0.001, seed=1, save=saved))
     losses, state = serial(GPT, 2, steps=50, accumulate=8, optimizer="adam", lr=0.001, seed=1)
     assert report.losses == pytest.approx(losses, abs=1e-5)
     assert largest_difference(torch.load(saved), state) <= 1e-4  # Adam divides by gradients near 0
@@ -94,7 +95,7 @@ def test_any_grid_equals_training_in_one_process(shape, tmp_path):
     plan = driven(**SHAPES[shape])
     count = plan.schedule.microbatches
     saved = tmp_path / "state.pt"
-    report = run_plan(plan, ModelSpec(GPT), steps=4, lr=0.05, seed=1, save=saved)
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=4, lr=0.05, seed=1, save=saved))
     losses, state = serial(GPT, 2, steps=4, accumulate=count, optimizer="sgd", lr=0.05, seed=1)
     assert report.losses == pytest.approx(losses, abs=1e-6)
     assert largest_difference(torch.load(saved), state) <= 1e-6
@@ -113,8 +114,10 @@ def test_any_grid_equals_training_in_one_process(shape, tmp_path):
 def test_an_evaluation_makes_no_update(tmp_path):
     plan = driven(GRID, 4, 3)
     before, after = tmp_path / "before.pt", tmp_path / "after.pt"
-    run_plan(plan, ModelSpec(GPT), steps=2, lr=0.05, seed=1, save=before)
-    report = run_plan(plan, ModelSpec(GPT), steps=2, lr=0.05, seed=1, load=before, save=after, evaluates=True)
+    run_plan(plan, ModelSpec(GPT), RunOptions(steps=2, lr=0.05, seed=1, save=before))
+    report = run_plan(
+        plan, ModelSpec(GPT), RunOptions(steps=2, lr=0.05, seed=1, load=before, save=after, evaluates=True)
+    )
     assert largest_difference(torch.load(before), torch.load(after)) == 0
     assert len(report.losses) == 8
     assert not [t for times in report.times for t in times if t.activity in ("B", "UPDATE", "REDUCE")]
@@ -123,8 +126,8 @@ def test_an_evaluation_makes_no_update(tmp_path):
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
     plan = driven(GRID, 4, 3, optimizer="momentum")
     options = {"lr": 0.05, "seed": 1, "checkpoint": tmp_path / "checkpoints"}
-    first = run_plan(plan, ModelSpec(GPT), steps=3, every=2, **options)
-    second = run_plan(plan, ModelSpec(GPT), steps=5, resume=True, **options)
+    first = run_plan(plan, ModelSpec(GPT), RunOptions(steps=3, every=2, **options))
+    second = run_plan(plan, ModelSpec(GPT), RunOptions(steps=5, resume=True, **options))
     losses, _ = serial(GPT, 2, steps=5, accumulate=4, optimizer="momentum", lr=0.05, seed=1)
     assert [*first.losses, *second.losses] == pytest.approx(losses, abs=1e-6)
 
@@ -136,7 +139,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
 def test_a_rank_holds_what_the_limit_allows(limit, forced):
     """With one at a time, or two on two stages, the order leaves no choice of what is held."""
     plan = driven([(0, 2, (0,)), (2, 6, (1,))], 6, limit)
-    report = run_plan(plan, ModelSpec(GPT), steps=2, lr=0.01)
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=2, lr=0.01))
     graph = prepare(plan, 1).graph
     for found, stage in zip(report.activations, graph.stages, strict=True):
         assert 0 < found.measured_bytes <= limit * stage.saved_bytes
@@ -163,7 +166,7 @@ def test_only_plans_that_drain_can_be_message_driven():
     with pytest.raises(BadInput, match="drains before every update, which is --weights flush; this plan has '2bw'"):
         message_driven_plan(plan, 3)
     with pytest.raises(BadInput, match="torch's engine runs a fixed order"):
-        run_plan(driven([(0, 2, (0,)), (2, 6, (1,))], 4), ModelSpec(GPT), steps=1, lr=0.1, engine="torch")
+        run_plan(driven([(0, 2, (0,)), (2, 6, (1,))], 4), ModelSpec(GPT), RunOptions(steps=1, lr=0.1, engine="torch"))
 
 
 def test_the_command_runs_a_drained_plan_by_messages(tmp_path):

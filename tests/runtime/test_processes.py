@@ -21,6 +21,7 @@ from cases.runtime import chain_of, plan_of
 from pipeplan.errors import BadInput
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
 
 SCRIPT = """
@@ -31,6 +32,7 @@ from cases import runtime as runtime_cases
 from pipeplan.errors import PipeplanError
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 
 if __name__ == "__main__":
     chain = runtime_cases.chain_of(getattr(runtime_cases, sys.argv[1]), 4)
@@ -39,10 +41,12 @@ if __name__ == "__main__":
         report = run_plan(
             plan,
             ModelSpec("cases.runtime:" + sys.argv[1], "cases.runtime:vectors"),
-            steps=int(sys.argv[2]),
-            lr=0.01,
-            checkpoint=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
-            resume=len(sys.argv) > 3,
+            RunOptions(
+                steps=int(sys.argv[2]),
+                lr=0.01,
+                checkpoint=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
+                resume=len(sys.argv) > 3,
+            ),
         )
         if report is not None:
             print("loss", report.losses[-1])
@@ -122,7 +126,7 @@ def test_no_rank_is_left_by_an_interrupt_while_they_are_started(monkeypatch):
     threading.Thread(target=time.sleep, args=(SECONDS,), daemon=True).start()  # may take the signal instead
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     with pytest.raises(KeyboardInterrupt):
-        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), steps=10**6, lr=0.01)
+        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=10**6, lr=0.01))
     assert len(begun) == 2
     assert all(has_ended(rank, SECONDS) for rank in begun)
 
@@ -218,4 +222,4 @@ def test_torchrun_must_start_as_many_processes_as_the_plan_has_devices(monkeypat
         monkeypatch.setenv(name, value)
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     with pytest.raises(BadInput, match="the plan uses 2 devices; torchrun started 3 processes"):
-        run_plan(plan, ModelSpec("gpt-tiny"), steps=1, lr=0.01)
+        run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(steps=1, lr=0.01))

@@ -21,6 +21,7 @@ from pipeplan.report.run import print_run
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.report import DeviceMemory
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
 
 CPU = ("--device", "cpu")
@@ -171,12 +172,12 @@ def test_the_device_is_named_and_a_profile_of_a_cpu_stays_there(plan):
 def test_a_missing_gpu_is_told_in_one_sentence(plan, pipeplan):
     code, out, err = pipeplan("run", plan, *MODEL, "--device", "cuda")
     assert (code, out) == (2, "")
-    assert err == "error: --device gpu: torch sees no GPU here; --device cpu runs on the CPU\n"
+    assert err == "error: --device cuda: torch sees no GPU here; --device cpu runs on the CPU\n"
 
 
 def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):
     loaded = load_plan(plan)
-    report = run_plan(loaded, ModelSpec(MODEL[1], MODEL[3]), steps=2, lr=0.01)
+    report = run_plan(loaded, ModelSpec(MODEL[1], MODEL[3]), RunOptions(steps=2, lr=0.01))
     memory = DeviceMemory(device=1, rank=1, planned_bytes=3 * 10**9, measured_bytes=4 * 10**9)
     print_run(loaded, replace(report, memory=(memory,), exchange="staged", hardware=("GPU X", "GPU X")), width=120)
     out = capsys.readouterr().out

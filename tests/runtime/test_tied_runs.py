@@ -26,12 +26,13 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.dry_run import word
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
-from pipeplan.runtime.model.contract import boundaries_of
 from pipeplan.runtime.model.loading import (
+    chain_model,
     load_model,
     load_weights,
 )
-from pipeplan.runtime.model.spec import LoadedModel, ModelSpec
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.tied import check_ties, separated, ties_of
 
@@ -72,7 +73,9 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
         plan = replace(plan, policy=replace(plan.policy, offload=True, bucket_parameters=given["bucket"]))
     options = {"steps": 10, "lr": given["lr"], "seed": 2}
     report = run_plan(
-        plan, ModelSpec(GPT), save=tmp_path / "s", checkpoint=tmp_path / "c", coarsening=given["coarsening"], **options
+        plan,
+        ModelSpec(GPT),
+        RunOptions(save=tmp_path / "s", checkpoint=tmp_path / "c", coarsening=given["coarsening"], **options),
     )
     losses, state = serial(GPT, 2, accumulate=4, optimizer=given["optimizer"], **options)
     trained = torch.load(tmp_path / "s")
@@ -91,7 +94,7 @@ def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, tmp_path, mo
     for path in tmp_path.glob("copy-*"):
         path.unlink()
     plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
-    run_plan(plan, ModelSpec("cases.runtime:tied_writing", "cases.runtime:vectors"), steps=10, lr=0.01)
+    run_plan(plan, ModelSpec("cases.runtime:tied_writing", "cases.runtime:vectors"), RunOptions(steps=10, lr=0.01))
     written = [path.read_text().split() for path in tmp_path.glob("copy-*")]
     assert len(written) == copies
     assert len(set(written[0])) == 10
@@ -106,9 +109,9 @@ def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
     for turn, stages in enumerate([APART, [(0, 6, (0,))], TOGETHER, APART]):
         plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
         if turn:
-            run_plan(plan, ModelSpec(GPT), steps=1, evaluates=True, **options)
+            run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, evaluates=True, **options))
             assert largest_difference(torch.load(saved), state) == 0
-        losses += run_plan(plan, ModelSpec(GPT), steps=2 * turn + 2, **options).losses
+        losses += run_plan(plan, ModelSpec(GPT), RunOptions(steps=2 * turn + 2, **options)).losses
         state = torch.load(saved)
         assert torch.equal(state[TABLE], state[HEAD])
     expected, trained = serial(GPT, 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
@@ -119,10 +122,10 @@ def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
 def test_a_run_on_the_same_plan_goes_on_bit_for_bit(chain, tmp_path):
     plan = plan_of(chain, [(0, 3, (0,)), (3, 6, (1, 2))], weights="flush", accumulate=2, optimizer="adam")
     options = {"lr": 0.005, "save": tmp_path / "s"}
-    whole = run_plan(plan, ModelSpec(GPT), steps=6, **options)
+    whole = run_plan(plan, ModelSpec(GPT), RunOptions(steps=6, **options))
     state = torch.load(tmp_path / "s")
-    first = run_plan(plan, ModelSpec(GPT), steps=3, checkpoint=tmp_path / "c", **options)
-    rest = run_plan(plan, ModelSpec(GPT), steps=6, checkpoint=tmp_path / "c", resume=True, **options)
+    first = run_plan(plan, ModelSpec(GPT), RunOptions(steps=3, checkpoint=tmp_path / "c", **options))
+    rest = run_plan(plan, ModelSpec(GPT), RunOptions(steps=6, checkpoint=tmp_path / "c", resume=True, **options))
     assert first.losses + rest.losses == whole.losses
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
 
@@ -144,7 +147,7 @@ def test_mixed_precision_adds_up_sixteen_bits_and_keeps_copies_equal(stages, dty
     plan = replace(plan, policy=replace(plan.policy, precision="mixed", offload=offload, bucket_parameters=700))
     options = {"steps": steps, "lr": 0.002}
     half = HalfOptions(loss_scale=scale, window=4)
-    report = run_plan(plan, ModelSpec(GPT), save=tmp_path / "s", half=half, **options)
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", half=half, **options))
     losses, state, skipped, last = halved_serial(
         lambda batch: model(batch, seed=0), model.data(2), 2, dtype=dtype, accumulate=2, optimizer="adam", scale=scale,
         window=4, **options,
@@ -189,17 +192,17 @@ def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chai
 def test_torchs_engine_refuses(chain):
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
     with pytest.raises(BadInput, match="stages 0 and 1 share weights, whose gradients torch's engine doesn't sum"):
-        run_plan(plan, ModelSpec(GPT), steps=1, lr=0.1, engine="torch")
+        run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, lr=0.1, engine="torch"))
 
 
 def test_model_and_profile_must_share_the_same(chain):
     other = GPT.replace("tied=true", "tied=false")
     untied = replace(plan_of(replace(chain, tied=()), APART, weights="flush", accumulate=2))
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share weights, .* test doesn't say"):
-        run_plan(untied, ModelSpec(GPT), steps=1, lr=0.1)
+        run_plan(untied, ModelSpec(GPT), RunOptions(steps=1, lr=0.1))
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share no weights; .* test says"):
-        run_plan(plan, ModelSpec(other), steps=1, lr=0.1)
+        run_plan(plan, ModelSpec(other), RunOptions(steps=1, lr=0.1))
 
 
 def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
@@ -209,7 +212,7 @@ def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
     path = tmp_path / "state.pt"
     torch.save(layers.state_dict(), path)
     load_weights(model, str(path))
-    assert torch.equal(model.layers[4][1].weight, layers.embedding.tokens.weight)
+    assert torch.equal(model.layers[4].module.weight, layers.embedding.tokens.weight)
     untied, _, _ = zoo.load(GPT.replace("tied=true", "tied=false"))(2, seed=1)
     torch.save(untied.state_dict(), path)
     with pytest.raises(BadInput, match=f"'{TABLE}' and '{HEAD}' differ, and are one weight in the model"):
@@ -218,10 +221,7 @@ def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
 
 def loaded(layers):
     named = [(f"l{i}", layer) for i, layer in enumerate(layers)]
-    boundaries = boundaries_of(layers, torch.zeros(4, 16))
-    return LoadedModel(
-        named, [str(i) for i in range(len(layers))], runtime_cases.mean_square, runtime_cases.vectors, boundaries
-    )
+    return chain_model(named, torch.zeros(4, 16), runtime_cases.mean_square, runtime_cases.vectors)
 
 
 def profile_of(layers, tied):
@@ -270,7 +270,7 @@ def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
     script = prepare(plan, 1)
     ties = ties_of(script, model)
     assert [tie.places for tie in ties] == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
-    apart = [module for _, module in separated(script, 0, model).layers]
+    apart = [layer.module for layer in separated(script, 0, model).layers]
     assert apart[:2] == layers[:2]
     assert apart[2].weight is apart[3].weight is not layers[0].weight
     assert apart[2].bias is apart[3].bias
@@ -285,7 +285,7 @@ def test_copies_begin_equal_whatever_each_rank_has_built(tmp_path, monkeypatch):
     for path in tmp_path.glob("copy-*"):
         path.unlink()
     plan = plan_of(chain, [(0, 3, (0,)), (3, 6, (1,))], weights="flush", accumulate=2, optimizer="momentum")
-    run_plan(plan, ModelSpec("cases.runtime:tied_anyhow", "cases.runtime:vectors"), steps=3, lr=0.01)
+    run_plan(plan, ModelSpec("cases.runtime:tied_anyhow", "cases.runtime:vectors"), RunOptions(steps=3, lr=0.01))
     one, other = [list(dict.fromkeys(path.read_text().split())) for path in tmp_path.glob("copy-*")]
     assert len(one) == 3
     assert one == other

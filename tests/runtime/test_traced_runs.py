@@ -10,7 +10,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from cases import traced as traced_cases
-from cases.runtime import chain_of, largest_difference, plan_of, simulated_version
+from cases.runtime import chain_cut, chain_of, largest_difference, plan_of, simulated_version
 from cases.traced import DATA, serial
 
 from pipeplan.cli import group
@@ -19,11 +19,12 @@ from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.model.fitting import check_buffers, check_model, fitted
 from pipeplan.runtime.model.loading import load_model
 from pipeplan.runtime.model.network import TensorSpec
-from pipeplan.runtime.model.pieces import Cut, message_spec, packed, traced_cut, unpacked
+from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
 from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.traced import fitted
+from pipeplan.runtime.options import RunOptions
 
 CHAINS = {}
 
@@ -44,7 +45,7 @@ def spec_of(build):
 
 def run(plan, build, tmp_path, *, steps=3, lr=0.1, **options):
     """The report of a run, and the state of the trained model."""
-    report = run_plan(plan, spec_of(build), steps=steps, lr=lr, save=tmp_path / "trained.pt", **options)
+    report = run_plan(plan, spec_of(build), RunOptions(steps=steps, lr=lr, save=tmp_path / "trained.pt", **options))
     return report, torch.load(tmp_path / "trained.pt")
 
 
@@ -86,8 +87,8 @@ def test_a_traced_model_trains_as_the_module_does(build, shape, tmp_path):
 
 
 def test_several_values_cross_the_cuts_and_some_are_only_passed_on():
-    traced = load_model(spec_of(traced_cases.transformer), 4, 0).traced
-    middle = traced_cut(traced, position(chain(traced_cases.transformer), "blocks.1.mix"))
+    model = load_model(spec_of(traced_cases.transformer), 4, 0)
+    middle = model.cut(position(chain(traced_cases.transformer), "blocks.1.mix"))
     assert [str(spec) for spec in middle.specs] == [
         "int64 (4, 5)", "bool (4, 1, 5, 5)", "float32 (4, 5, 8)", "float32 (4, 5, 8)",
     ]  # fmt: skip
@@ -105,12 +106,12 @@ def test_weight_versions_are_those_of_the_plan(weights, tmp_path):
     plan = plan_of(profile, stages, weights=weights, accumulate=accumulate)
     interval = plan.policy.accumulate
     report, state = run(plan, build, tmp_path, steps=6, lr=0.05)
-    network = load_model(spec_of(build), 4, 0).traced
+    model = load_model(spec_of(build), 4, 0)
     stage_of = {
         name: s
         for s, (start, stop, _) in enumerate(stages)
-        for known in network.names[start:stop]
-        for name in known.values()
+        for layer in model.layers[start:stop]
+        for name in layer.names.values()
     }
     version = simulated_version(plan, 6 * interval)
     if weights == "2bw":
@@ -225,7 +226,14 @@ def test_messages_keep_types_and_share_no_memory():
         assert one.untyped_storage().nbytes() == one.nbytes
     assert packed(tensors[3:4]) is tensors[3]
     assert unpacked(tensors[3], specs[3:4])[0] is tensors[3]
-    assert Cut.of_chain(3, specs[2]).backward == specs[2]
+    assert chain_cut(3, specs[2]).backward == specs[2]
+
+
+def fit(model, profile, cuts):
+    """Raise what a run does for a model that isn't the profile's."""
+    model = fitted(model, profile)
+    check_model(model, profile, cuts)
+    check_buffers(model, profile, cuts)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +250,7 @@ def test_messages_keep_types_and_share_no_memory():
 def test_every_difference_from_the_profile_is_named(build, words):
     model = load_model(ModelSpec(f"cases.traced:{build}", "cases.traced:images"), 4, 0)
     with pytest.raises(BadInput, match=words):
-        fitted(model, chain(traced_cases.residual), [])
+        fit(model, chain(traced_cases.residual), [])
 
 
 def test_more_differences_from_the_profile():
@@ -258,7 +266,7 @@ def test_more_differences_from_the_profile():
         ),
     ):
         with pytest.raises(BadInput, match=words):
-            fitted(model, wrong, [])
+            fit(model, wrong, [])
 
 
 def test_a_trace_is_that_of_training_in_its_own_types():
@@ -271,7 +279,7 @@ def test_a_trace_is_that_of_training_in_its_own_types():
     ):
         plan = plan_of(residual, [(0, 9, (0,)), (9, 20, (1,))], weights=weights, accumulate=2)
         with pytest.raises(BadInput, match=sentence):
-            run_plan(plan, model, steps=1, lr=0.1, **options)
+            run_plan(plan, model, RunOptions(steps=1, lr=0.1, **options))
 
 
 @pytest.mark.parametrize(
@@ -283,9 +291,9 @@ def test_a_trace_is_that_of_training_in_its_own_types():
 )
 def test_cuts_that_cannot_be_made_are_refused(build, cut, words):
     model = load_model(spec_of(build), 4, 0)
-    fitted(model, chain(build), [4])
+    fit(model, chain(build), [4])
     with pytest.raises(BadInput, match=words):
-        fitted(model, chain(build), [cut])
+        fit(model, chain(build), [cut])
 
 
 def test_data_must_be_like_the_example():

@@ -1,4 +1,4 @@
-"""The model contract: what a build function returns, and whether that is what the plan's profile is of."""
+"""The model contract: is what a build function returned well formed, and what lies between its layers?"""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ...problem import Chain
-from .network import (
-    LOSS_NAME,
-    Loss,
-    Named,
-    TensorSpec,
-    kind_of,
-    named_layers,
-    resident,
-)
-from .spec import LoadedModel
+from .network import Loss, TensorSpec, kind_of, resident
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
@@ -45,54 +35,6 @@ def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[Te
     for part, mode in training:
         part.training = mode
     return specs
-
-
-def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
-    """Raise BadInput, naming the first difference, unless ``model`` is what ``chain`` is the profile of.
-
-    Compared are the number of layers, their parameters, and the sizes of the tensors between them. ``cuts`` are the
-    layers at which stages begin; what crosses there must carry gradients.
-    """
-    if chain.edges is not None:
-        raise BadInput(
-            f"model: is a chain of {len(model.layers)} layers; the plan's profile {chain.name} is a graph with skip "
-            "connections, of a model that isn't a list of layers"
-        )
-    count = len(model.layers)
-    if len(chain) != count + 1 or chain.layers[-1].weight_bytes:
-        raise BadInput(
-            f"model: has {count} layers; the plan's profile {chain.name} has {len(chain)}, and should have "
-            f"{count + 1}, of which the last is the {LOSS_NAME}"
-        )
-    if model.boundaries[0].nbytes != chain.input_bytes:
-        raise BadInput(
-            f"model: its example input has {model.boundaries[0].nbytes} bytes; the plan's profile says "
-            f"{chain.input_bytes} for microbatches of {chain.microbatch}"
-        )
-    for index, ((name, module), layer) in enumerate(zip(model.layers, chain.layers, strict=False)):
-        weights = sum(parameter.nbytes for parameter in module.parameters())
-        if weights != layer.weight_bytes:
-            raise BadInput(
-                f"model: layer {index} ({name}) has {weights} bytes of parameters; the plan's profile says "
-                f"{layer.weight_bytes} ({layer.name})"
-            )
-        output = model.boundaries[index + 1]
-        if output.nbytes != layer.output_bytes:
-            raise BadInput(
-                f"model: layer {index} ({name}) puts out {output.nbytes} bytes, {output}; the plan's profile says "
-                f"{layer.output_bytes} ({layer.name})"
-            )
-    for cut in cuts:
-        if not model.boundaries[cut].dtype.is_floating_point:
-            raise BadInput(f"model: {model.boundaries[cut]} crosses the cut before layer {cut} and carries no gradient")
-
-
-def checked_model(result: Any) -> tuple[Named, Tensor, Loss]:
-    """Return named layers, example input and loss of what a build function returned; BadInput if it is malformed."""
-    layers, example_input, loss = contract(result)
-    if not isinstance(example_input, Tensor):
-        raise BadInput(f"build: example_input is {kind_of(example_input)}, not one tensor")
-    return named_layers(layers), example_input, loss
 
 
 def is_whole(layers: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 from ...errors import BadInput
 from ...zoo.model import Model
 from ..device import CPU
-from .contract import boundaries_of, checked_model, contract, is_whole
-from .spec import LoadedModel, ModelSpec, builder_of, data_of
+from .contract import boundaries_of, contract, is_whole
+from .loaded import LoadedModel, ModelLayer
+from .network import Loss, chain_network, loss_layer
+from .spec import Data, ModelSpec, builder_of, data_of
 
 
 def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
@@ -27,49 +30,58 @@ def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CP
     result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
     whole, example, loss = contract(result)
     if is_whole(whole):
-        from .traced import load_traced
+        from .traced import traced_model
 
-        return load_traced(whole, example, loss, data, device)
-    layers, example_input, loss = checked_model(result)
-    for _, module in layers:
-        module.train()
-    keys = _keys(result[0])
+        return traced_model(whole, example, loss, data, device)
+    return chain_model(whole, example, loss, data, device)
+
+
+def chain_model(layers: Any, example_input: Any, loss: Loss, data: Data, device: torch.device = CPU) -> LoadedModel:
+    """Return a list of layers, or an ``nn.Sequential``, as a model; BadInput if it is malformed."""
+    network = chain_network(layers, example_input)
+    for code in network.layers:
+        code.module.train()
+    keys = list(layers._modules) if isinstance(layers, nn.Sequential) else list(map(str, range(len(layers))))
+    roots = tuple((f"{key}.", code.module) for key, code in zip(keys, network.layers, strict=True))
+    boundaries = boundaries_of([code.module for code in network.layers], network.inputs[0].to(device))
+    own = [
+        ModelLayer(code.name, code.module, (code,), {name: f"{prefix}{name}" for name in _entries(code.module)})
+        for (prefix, _), code in zip(roots, network.layers, strict=True)
+    ]
+    last = loss_layer(loss, network.outputs, network.structure)
     return LoadedModel(
-        layers=layers,
-        keys=keys,
+        chain=True,
+        inputs=1,
+        layers=(*own, ModelLayer(last.name, last.module, (last,))),
+        specs=dict(enumerate(boundaries)),
         loss=loss,
         data=data,
-        boundaries=boundaries_of([module for _, module in layers], example_input.to(device)),
-        first_names=_first_names(keys, [module for _, module in layers]),
+        roots=roots,
+        first_names=_first_names(roots),
     )
 
 
-def _keys(layers: Any) -> list[str]:
-    if isinstance(layers, nn.Sequential):
-        return list(layers._modules)
-    return [str(index) for index in range(len(layers))]
+def _entries(module: nn.Module) -> set[str]:
+    """Return the names of the state of ``module``, and of weights that are no part of it."""
+    return {*module.state_dict(), *(name for name, _ in module.named_parameters(remove_duplicate=False))}
 
 
-def _first_names(keys: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, str]:
+def _first_names(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
-    for key, module in zip(keys, layers, strict=True):
+    others: dict[str, str] = {}
+    for prefix, module in roots:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            first.setdefault(parameter, f"{key}.{name}")
-    return {
-        f"{key}.{name}": first[parameter]
-        for key, module in zip(keys, layers, strict=True)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if first[parameter] != f"{key}.{name}"
-    }
+            if first.setdefault(parameter, f"{prefix}{name}") != f"{prefix}{name}":
+                others[f"{prefix}{name}"] = first[parameter]
+    return others
 
 
-def load_weights(model: LoadedModel, path: str) -> None:
+def load_weights(model: LoadedModel, path: str | Path) -> None:
     """Give ``model`` the state in a file that ``run --save`` or ``torch.save(model.state_dict())`` wrote."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         left = dict(state)
-        parts = [(f"{key}.", module) for key, (_, module) in zip(model.keys, model.layers, strict=True)]
-        for prefix, module in parts if model.traced is None else [("", model.traced.module)]:
+        for prefix, module in model.roots:
             own = {name: left.pop(f"{prefix}{name}") for name in module.state_dict()}
             module.load_state_dict(own)
     except KeyError as error:

@@ -6,7 +6,7 @@ value between neighbours; a traced network (:mod:`.trace`) is a DAG.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,9 +25,9 @@ LOSS, TARGET = -1, -2  # the numbers of two values that aren't counted: what tra
 
 @dataclass(frozen=True, slots=True)
 class LayerCode:
-    """One layer: ``run`` maps the values ``reads`` to the values ``makes``, and ``module`` holds its parameters.
+    """One layer: ``run(module, *values)`` makes the values ``makes`` of those that it ``reads``.
 
-    ``place`` is how errors call it: ``layers[3] (block2)``.
+    ``module`` holds its parameters. ``place`` is how errors call it: ``layers[3] (block2)``.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LayerCode:
         """Run the layer; what fails, or changes its input in place, is BadInput."""
         versions = [x._version for x in inputs]
         try:
-            outputs = self.run(*inputs)
+            outputs = self.run(self.module, *inputs)
         except BadInput:
             raise
         except Exception as error:
@@ -85,7 +85,7 @@ class Network:
     def with_loss(self, loss: Loss, target: Any) -> Network:
         """Return the network with ``loss(output, target)`` as its last layer."""
 
-        def run(*outputs: Tensor) -> tuple[Tensor]:
+        def run(_: nn.Module, *outputs: Tensor) -> tuple[Tensor]:
             return (scalar_loss(loss, self.structure(outputs), target),)
 
         made = 1 + max(value for layer in self.layers for value in (*layer.makes, *layer.reads))
@@ -108,7 +108,7 @@ def chain_network(layers: Any, example_input: Any) -> Network:
 def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
     """Return neighbouring layers of a chain, from layer ``first`` on: layer i reads value i and makes the next one."""
     return tuple(
-        LayerCode(name, f"layers[{i}] ({name})", module, _one_to_one(i, name, module), (i,), (i + 1,))
+        LayerCode(name, f"layers[{i}] ({name})", module, _one_to_one(i, name), (i,), (i + 1,))
         for i, (name, module) in enumerate(named, first)
     )
 
@@ -116,14 +116,14 @@ def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
 def loss_layer(loss: Loss, outputs: tuple[int, ...], structure: Callable[[Sequence[Tensor]], Any]) -> LayerCode:
     """Return the last layer of a network that is trained: the loss of its ``outputs`` against the target."""
 
-    def run(*values: Any) -> tuple[Tensor]:
+    def run(_: nn.Module, *values: Any) -> tuple[Tensor]:
         return (loss_value(loss, structure(values[:-1]), values[-1]),)
 
     return LayerCode(LOSS_NAME, LOSS_NAME, nn.Identity(), run, (*outputs, TARGET), (LOSS,))
 
 
-def _one_to_one(index: int, name: str, module: nn.Module) -> Callable[[Tensor], tuple[Tensor]]:
-    def run(x: Tensor) -> tuple[Tensor]:
+def _one_to_one(index: int, name: str) -> Callable[[nn.Module, Tensor], tuple[Tensor]]:
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor]:
         out = module(x)
         if not isinstance(out, Tensor):
             raise BadInput(
@@ -161,21 +161,16 @@ def named_layers(layers: Any) -> Named:
     return named
 
 
-def tied_layers(layers: Any) -> tuple[tuple[int, int], ...]:
+def tied_layers(modules: Iterable[nn.Module]) -> tuple[tuple[int, int], ...]:
     """Return the pairs of layers that share a parameter, each holder paired with the next one.
 
     Parameters are the same when they are one object or two views of one storage.
     """
-    modules = [x.module if isinstance(x, LayerCode) else x[1] for x in _entries(layers)]
     holders: dict[int, list[int]] = {}
     for index, module in enumerate(modules):
         for key in {p.untyped_storage()._cdata for p in module.parameters()}:
             holders.setdefault(key, []).append(index)
     return tuple(sorted({pair for indices in holders.values() for pair in pairwise(indices)}))
-
-
-def _entries(layers: Any) -> Sequence[Any]:
-    return layers.layers if isinstance(layers, Network) else named_layers(layers)
 
 
 def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:

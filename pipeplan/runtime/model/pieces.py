@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .network import LOSS, TARGET, LayerCode, TensorSpec, chain_layers, loss_layer, only
-from .spec import LoadedModel, Traced
+from .network import LOSS, TARGET, LayerCode, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,6 @@ class Cut:
     values: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
     trained: tuple[int, ...]
-
-    @staticmethod
-    def of_chain(position: int, spec: TensorSpec) -> Cut:
-        """Return the cut before layer ``position`` of a chain."""
-        return Cut((position,), (spec,), (position,))
 
     @cached_property
     def forward(self) -> TensorSpec:
@@ -114,7 +108,7 @@ class Piece:
         del entered
         values[TARGET] = target
         for layer, over in zip(self.layers, self.over, strict=True):
-            outputs = layer.run(*[values[v] for v in layer.reads])
+            outputs = layer.run(layer.module, *[values[v] for v in layer.reads])
             values.update(zip(layer.makes, outputs, strict=True))
             del outputs
             for value in over:
@@ -159,30 +153,3 @@ def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]
         tuple(v for v in dict.fromkeys((*code.reads, *code.makes)) if last[v] == i and v not in makes and v != TARGET)
         for i, code in enumerate(codes)
     )
-
-
-def cut_of(model: LoadedModel, position: int) -> Cut:
-    """Return the cut before layer ``position`` of ``model``."""
-    if model.traced is not None:
-        return traced_cut(model.traced, position)
-    return Cut.of_chain(position, model.boundaries[position])
-
-
-def traced_cut(traced: Traced, position: int) -> Cut:
-    """Return the cut before layer ``position`` of the plan."""
-    behind = {v for group in traced.groups[position:] for code in group for v in code.reads} - {TARGET}
-    made = {v for group in traced.groups[position:] for code in group for v in code.makes}
-    values = tuple(sorted(behind - made))
-    return Cut(values, tuple(traced.specs[v] for v in values), tuple(v for v in values if v in traced.trained))
-
-
-def stage_of(model: LoadedModel, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
-    """Return the pieces of layers ``start..stop`` of ``model``, the loss counted as the last one."""
-    if model.traced is not None:
-        groups = model.traced.groups[start:stop]
-        return pieces_of(start, groups, checkpoint, traced_cut(model.traced, stop).values)
-    count = len(model.layers)
-    layers = [*chain_layers(model.layers[start:stop], start)]
-    if stop > count:
-        return pieces_of(start, [(x,) for x in (*layers, loss_layer(model.loss, (count,), only))], checkpoint, ())
-    return pieces_of(start, [(x,) for x in layers], checkpoint, (stop,))

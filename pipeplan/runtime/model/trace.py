@@ -367,7 +367,12 @@ def _network(
         following += len(makes)
         layers.append(
             LayerCode(
-                name, f"layer {name}", code, code, tuple(numbers[n] for n in needed), tuple(numbers[n] for n in makes)
+                name,
+                f"layer {name}",
+                code,
+                _called,
+                tuple(numbers[n] for n in needed),
+                tuple(numbers[n] for n in makes),
             )
         )
     ordered = sorted(inputs, key=lambda n: inputs[n])
@@ -404,8 +409,13 @@ def _passing(inputs: dict[fx.Node, int], reads: list[list[fx.Node]], last: list[
     return []
 
 
-def _unchanged(*values: Tensor) -> tuple[Tensor, ...]:
+def _unchanged(_: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
     return values
+
+
+def _called(code: nn.Module, *values: Tensor) -> Sequence[Tensor]:
+    outputs: Sequence[Tensor] = code(*values)
+    return outputs
 
 
 def _listed(outputs: Sequence[Tensor]) -> Any:

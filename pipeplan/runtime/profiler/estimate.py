@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from torch.utils.flop_counter import flop_registry
 from ... import __version__
 from ...errors import BadInput, PipeplanError
 from ...files.accelerators import Accelerator
-from .measure import Measured, built_network, network_chain, profile_network
-from .steps import MakeOptimizer, Progress
+from .measure import Data, Measured, built_network, network_chain, profile_network
+from .steps import USUAL, MeasureOptions
 
 COMPUTE_SHARE = 0.6
 BANDWIDTH_SHARE = 0.8
@@ -49,40 +50,37 @@ def estimate_model(
     build: Callable[[int], Any],
     batch: int,
     device: Accelerator,
+    options: MeasureOptions = USUAL,
     *,
     name: str,
     date: str,
-    data: Callable[[int, int], tuple[Any, Any]] | None = None,
-    seed: int = 0,
-    optimizer: MakeOptimizer | None = None,
-    split_backward: bool = False,
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    data: Data | None = None,
 ) -> Measured:
     """Build a model by the model contract on fake tensors, and estimate its profile on ``device``.
 
-    Nothing is computed and no parameter takes memory. ``optimizer`` is plain SGD by default; its work is counted in
-    kernels over all tensors of a layer. Sizes and saved bytes are exact for what torch runs, times are a roofline.
+    Nothing is computed and no parameter takes memory. Of ``options`` those about conversion, the optimizer, splitting
+    and what is said count; the optimizer's work is counted in kernels over all tensors of a layer. Sizes and saved
+    bytes are exact for what torch runs, times are a roofline.
     """
     with _fake() as mode, _FusedAttention():
         try:
-            network, loss, target = built_network(build, batch, data=data, seed=seed, dtype=dtype, device="cpu")
+            clock = RooflineClock(device)
+            once = replace(
+                options,
+                steps=1,
+                warmup=0,
+                seconds=None,
+                device="cpu",
+                threads=1,
+                hold="all",
+                clock=clock,
+                optimizer=options.optimizer or _plain_sgd,
+            )
+            network, loss, target = built_network(build, batch, data, once)
             network = network.on([mode.from_tensor(x) for x in network.inputs])
             target = pytree.tree_map_only(Tensor, mode.from_tensor, target)
-            clock = RooflineClock(device)
             with clock:
-                measurements, _ = profile_network(
-                    network,
-                    loss,
-                    target=target,
-                    steps=1,
-                    warmup=0,
-                    optimizer=optimizer or _plain_sgd,
-                    split_backward=split_backward,
-                    hold="all",
-                    clock=clock,
-                    progress=progress,
-                )
+                measurements, _ = profile_network(network, loss, once, target)
         except PipeplanError:
             raise
         except Exception as error:

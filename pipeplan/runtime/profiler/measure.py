@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,11 @@ from ..model.network import (
     scalar_loss,
     tied_layers,
 )
-from .clock import Clock, DeviceClock
+from .clock import DeviceClock
 from .saved import saved_values, sized_layers, whole_bytes
-from .steps import MakeOptimizer, Progress, Samples, all_at_once, one_at_a_time, trained_parameters
+from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
 
-Hold = Literal["auto", "all", "one"]
-standing_still: MakeOptimizer = partial(torch.optim.SGD, lr=0.0)  # a full step's work that leaves the weights alone
+Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
 FILL = 0.8  # share of the free memory that holding the whole model may need
 
 
@@ -66,88 +65,64 @@ class Measured:
     one_at_a_time: bool
 
 
-def profile_model(build: Callable[[int], Any], batch: int, **options: Any) -> Chain:
-    """Build a model by the model contract, measure it and return its profile; options as in :func:`measure_model`."""
-    return measure_model(build, batch, **options).chain
+def profile_model(
+    build: Callable[[int], Any],
+    batch: int,
+    options: MeasureOptions = USUAL,
+    *,
+    name: str,
+    date: str,
+    data: Data | None = None,
+) -> Chain:
+    """Build a model by the model contract, measure it and return its profile; see :func:`measure_model`."""
+    return measure_model(build, batch, options, name=name, date=date, data=data).chain
 
 
 def measure_model(
     build: Callable[[int], Any],
     batch: int,
+    options: MeasureOptions = USUAL,
     *,
     name: str,
     date: str,
-    data: Callable[[int, int], tuple[Any, Any]] | None = None,
-    seed: int = 0,
-    steps: int = 10,
-    warmup: int = 3,
-    seconds: float | None = None,
-    optimizer: MakeOptimizer = standing_still,
-    split_backward: bool = False,
-    device: str = "cpu",
-    threads: int = 1,
-    dtype: torch.dtype | None = None,
-    hold: Hold = "auto",
-    clock: Clock | None = None,
-    progress: Progress | None = None,
+    data: Data | None = None,
 ) -> Measured:
     """Build a model by the model contract and measure it (:func:`profile_network`).
 
     ``data(index, seed)`` gives the input and target to measure with; without it the build's example input is used, and
-    a target is made up where the loss takes class numbers or a tensor like the output. ``dtype`` converts the model
-    and its floating-point inputs. A model that is neither an ``nn.Sequential`` nor a list of modules is traced
-    (:func:`.trace.trace_module`), and its profile is a DAG. ``date`` goes into ``source``: the library reads no
-    calendar.
+    a target is made up where the loss takes class numbers or a tensor like the output. A model that is neither an
+    ``nn.Sequential`` nor a list of modules is traced (:func:`.trace.trace_module`), and its profile is a DAG. ``date``
+    goes into ``source``: the library reads no calendar.
     """
-    network, loss, target = built_network(build, batch, data=data, seed=seed, dtype=dtype, device=device)
-    measurements, one = profile_network(
-        network,
-        loss,
-        target=target,
-        steps=steps,
-        warmup=warmup,
-        seconds=seconds,
-        optimizer=optimizer,
-        split_backward=split_backward,
-        device=device,
-        threads=threads,
-        hold=hold,
-        clock=clock,
-        progress=progress,
-    )
+    network, loss, target = built_network(build, batch, data, options)
+    measurements, one = profile_network(network, loss, options, target)
     how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     chain = network_chain(
         network,
         measurements,
         name=name,
         batch=batch,
-        device=device_name(device, threads),
+        device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
     return Measured(chain, tuple(measurements), one)
 
 
 def built_network(
-    build: Callable[[int], Any],
-    batch: int,
-    *,
-    data: Callable[[int, int], tuple[Any, Any]] | None,
-    seed: int,
-    dtype: torch.dtype | None,
-    device: str,
+    build: Callable[[int], Any], batch: int, data: Data | None, options: MeasureOptions
 ) -> tuple[Network, Loss, Any]:
     """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
     layers, example_input, loss = contract(build(batch))
-    target = None
+    dtype, target = options.dtype, None
     if data is not None:
-        example_input, target = data(0, seed)
+        example_input, target = data(0, 0)
     if dtype is not None:
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
         converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
     if is_whole(layers):
         from ..model.trace import trace_module
 
-        return trace_module(layers, example_input, device), loss, target
+        return trace_module(layers, example_input, options.device), loss, target
     return chain_network(layers, example_input), loss, target
 
 
@@ -172,7 +147,7 @@ def network_chain(
         layers=tuple(x.layer for x in measurements),
         input_bytes=sum(x.nbytes for x in network.inputs),
         edges=None if network.chain else whole.edges(),
-        tied=tied_layers(network),
+        tied=tied_layers(code.module for code in network.layers),
         microbatch=batch,
         dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
         device=device,
@@ -181,34 +156,21 @@ def network_chain(
 
 
 def profile_layers(
-    layers: Any, example_input: Tensor, loss: Loss, *, target: Tensor | None = None, **options: Any
+    layers: Any, example_input: Tensor, loss: Loss, options: MeasureOptions = USUAL, target: Any = None
 ) -> list[LayerMeasurement]:
-    """Measure each layer of a chain, and the loss as the last one; options as in :func:`profile_network`."""
-    return profile_network(chain_network(layers, example_input), loss, target=target, **options)[0]
+    """Measure each layer of a chain, and the loss as the last one; see :func:`profile_network`."""
+    return profile_network(chain_network(layers, example_input), loss, options, target)[0]
 
 
 def profile_network(
-    network: Network,
-    loss: Loss,
-    *,
-    target: Any = None,
-    steps: int = 10,
-    warmup: int = 3,
-    seconds: float | None = None,
-    optimizer: MakeOptimizer = standing_still,
-    split_backward: bool = False,
-    device: str = "cpu",
-    threads: int = 1,
-    hold: Hold = "auto",
-    clock: Clock | None = None,
-    progress: Progress | None = None,
+    network: Network, loss: Loss, options: MeasureOptions = USUAL, target: Any = None
 ) -> tuple[list[LayerMeasurement], bool]:
-    """Measure each layer, and the loss as the last one, in ``warmup`` + ``steps`` training steps on ``device``.
+    """Measure each layer, and the loss as the last one, in training steps on a device.
 
     A step runs the whole network as a pipeline would with every layer a stage: forward layer by layer, each on the
     detached outputs of those before; backward layer by layer from the loss; then one optimizer step per layer.
-    Gradients are fresh in every step. ``optimizer`` makes the optimizer of a layer from its parameters; the default is
-    plain SGD, at rate 0 so that the weights stay; batch norm statistics do move. A step of a lone scalar goes before
+    Gradients are fresh in every step. The optimizer is plain SGD by default, at rate 0 so that the weights stay; batch
+    norm statistics do move. A step of a lone scalar goes before
     them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
 
     ``hold="all"`` does that; all activations are on the device at once. ``hold="one"`` takes one layer at a time
@@ -224,14 +186,16 @@ def profile_network(
     and all other sizes are counted in a pass of their own (:mod:`.saved`). BadInput names a layer that
     doesn't map one tensor to one, works on its input in place, or passes no gradient on.
     """
-    if steps < 1 or warmup < 0:
-        raise BadInput(f"steps: {steps} measured steps after {warmup} of warm-up; at least 1 and 0 are needed")
-    say = progress or (lambda text: None)
+    if options.steps < 1 or options.warmup < 0:
+        raise BadInput(
+            f"steps: {options.steps} measured steps after {options.warmup} of warm-up; at least 1 and 0 are needed"
+        )
+    device, hold, say = options.device, options.hold, options.say
     for layer in network.layers:
         layer.module.train()
     network = network.on([x.detach().to(device) for x in network.inputs])
     release = hold != "all"
-    with _steady(threads):
+    with _steady(options.threads):
         say(f"sizing {len(network)} layers")
         if target is None:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
@@ -241,12 +205,12 @@ def profile_network(
         needed = _needed_bytes(network, whole_bytes(saved, values))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
         say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
-        clock = clock or DeviceClock(torch.device(device))
+        clock = options.clock or DeviceClock(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
-        entry = optimizer([lone])
+        entry = options.make_optimizer([lone])
         measure = one_at_a_time if one else all_at_once
-        samples = measure(network, optimizer, entry, clock, steps, warmup, split_backward, device, say, seconds)
+        samples = measure(network, entry, clock, options)
     parts = zip(network.layers, layers, samples, strict=True)
     measured = [_measurement(code, layer, sample) for code, layer, sample in parts]
     return measured, one

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,43 @@ from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place, re
 from .clock import Clock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Progress = Callable[[str], None]
+Hold = Literal["auto", "all", "one"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """How a model is measured: in how many steps of training, with what, on which device."""
+
+    steps: int = 10
+    """Measured steps, at least 1; times are their medians."""
+    warmup: int = 3
+    """Steps before them."""
+    seconds: float | None = None
+    """Of measuring, after which no further step begins."""
+    optimizer: MakeOptimizer | None = None
+    """What makes the optimizer of a layer from its parameters; None: plain SGD."""
+    split_backward: bool = False
+    """Whether the gradients of weights and of inputs are told apart, in further steps."""
+    device: str = "cpu"
+    """Where to measure."""
+    threads: int = 1
+    """CPU threads."""
+    dtype: torch.dtype | None = None
+    """What the model and its floating-point inputs are converted to; None: as built."""
+    hold: Hold = "auto"
+    """"all" has all layers on the device at once, "one" one at a time, "auto" one where all don't fit."""
+    clock: Clock | None = None
+    """None: the device's."""
+    say: Callable[[str], None] = lambda text: None
+    """Hears what is being done."""
+
+    @property
+    def make_optimizer(self) -> MakeOptimizer:
+        """What makes optimizers: by default one that does a full step's work and leaves the weights alone."""
+        return self.optimizer or partial(torch.optim.SGD, lr=0.0)
+
+
+USUAL = MeasureOptions()
 
 
 @dataclass
@@ -28,28 +65,17 @@ class Samples:
     optimizer_ns: list[int] = field(default_factory=list)
 
 
-def all_at_once(
-    network: Network,
-    make_optimizer: MakeOptimizer,
-    entry: torch.optim.Optimizer,
-    clock: Clock,
-    steps: int,
-    warmup: int,
-    split_backward: bool,
-    device: str,
-    say: Progress,
-    seconds: float | None,
-) -> list[Samples]:
+def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions) -> list[Samples]:
     """Measure whole steps of the network."""
     for layer in network.layers:
-        place(layer.module, device)
+        place(layer.module, options.device)
     optimizers = [
-        make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
+        options.make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
     ]
     samples = [Samples() for _ in network.layers]
-    for warm in _rounds(warmup, steps, seconds):
-        say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {steps}")
-        for inputs_only in (False, True) if split_backward else (False,):
+    for warm in _rounds(options, options.seconds):
+        options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
+        for inputs_only in (False, True) if options.split_backward else (False,):
             run = _step(network, optimizers, entry, clock, inputs_only)
             if not warm:
                 for index, sample in enumerate(samples):
@@ -58,31 +84,23 @@ def all_at_once(
 
 
 def one_at_a_time(
-    network: Network,
-    make_optimizer: MakeOptimizer,
-    entry: torch.optim.Optimizer,
-    clock: Clock,
-    steps: int,
-    warmup: int,
-    split_backward: bool,
-    device: str,
-    say: Progress,
-    seconds: float | None,
+    network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions
 ) -> list[Samples]:
     """Measure each layer alone, with nothing but its own module, inputs, outputs and what it saves on the device."""
     values = dict(enumerate(network.inputs))
+    device = options.device
     home = "cpu" if torch.device(device).type == "cuda" else device
     samples = []
     for index, layer in enumerate(network.layers):
-        say(f"layer {index + 1} of {len(network)}: {layer.name}")
+        options.say(f"layer {index + 1} of {len(network)}: {layer.name}")
         with resident(layer.module, device, release=True):
             trained = trained_parameters(layer.module)
-            optimizers = [make_optimizer(trained) if trained else None]
+            optimizers = [options.make_optimizer(trained) if trained else None]
             inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
             alone = Network((layer,), (), (), network.structure, network.chain)
             sample = Samples()
-            for warm in _rounds(warmup, steps, None if seconds is None else seconds / len(network)):
-                for inputs_only in (False, True) if split_backward else (False,):
+            for warm in _rounds(options, None if options.seconds is None else options.seconds / len(network)):
+                for inputs_only in (False, True) if options.split_backward else (False,):
                     leaves = dict(zip(layer.reads, map(leaf, inputs), strict=True))
                     run = _step(alone, optimizers, entry, clock, inputs_only, leaves)
                     if not warm:
@@ -97,7 +115,7 @@ def one_at_a_time(
     return samples
 
 
-def _rounds(warmup: int, steps: int, seconds: float | None) -> Iterator[bool]:
+def _rounds(options: MeasureOptions, seconds: float | None) -> Iterator[bool]:
     """Yield True for each round of warm-up, then False for each that counts, fewer when ``seconds`` have passed.
 
     One of each stays, of warm-up if there is any. Warm-up takes a quarter of the time at most.
@@ -107,7 +125,7 @@ def _rounds(warmup: int, steps: int, seconds: float | None) -> Iterator[bool]:
     def passed(share: float) -> bool:
         return seconds is not None and time.monotonic() - began > share * seconds
 
-    for count, warm, share in ((warmup, True, 0.25), (steps, False, 1.0)):
+    for count, warm, share in ((options.warmup, True, 0.25), (options.steps, False, 1.0)):
         for index in range(count):
             if index and passed(share):
                 break

@@ -50,7 +50,7 @@ class Checkpoint:
     ranks: int
 
 
-def newest(folder: str) -> Checkpoint | None:
+def newest(folder: str | Path) -> Checkpoint | None:
     """Return the complete checkpoint in ``folder`` with the most updates; None if there is none."""
     found = [checkpoint for path in Path(folder).glob("step-*") if (checkpoint := _read(path)) is not None]
     return max(found, key=lambda checkpoint: checkpoint.position.step, default=None)
@@ -66,22 +66,22 @@ def _read(path: Path) -> Checkpoint | None:
         return None
 
 
-def usable_folder(folder: str) -> None:
+def usable_folder(folder: Path) -> None:
     """Make the folder for checkpoints; BadInput when that fails."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
 
 
-def write(folder: str, position: Position, model: str, seed: int, state: State, keep: int | None = None) -> None:
+def write(folder: Path, position: Position, model: str, seed: int, state: State, keep: int | None = None) -> None:
     """Write every rank's ``state`` to one checkpoint, all ranks together; RunFailed when a rank cannot.
 
     An entry that several ranks have must be equal on all of them. Once it is complete, older ones go, except for the
     newest ``keep`` with it.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    final = Path(folder) / f"step-{position.step:08d}"
+    final = folder / f"step-{position.step:08d}"
     partial = final.with_name(f".{final.name}.partial")
     try:
         if rank == 0:
@@ -106,7 +106,7 @@ def write(folder: str, position: Position, model: str, seed: int, state: State, 
         raise RunFailed(f"{final} cannot be written ({free} are free there): {reason_of(error)}") from error
 
 
-def _remove_older(folder: str, step: int, keep: int) -> None:
+def _remove_older(folder: Path, step: int, keep: int) -> None:
     """Remove the complete checkpoints in ``folder`` up to ``step``, except for the newest ``keep``.
 
     Those of more updates are of another run and stay. Each is renamed first, so that none is ever half there.

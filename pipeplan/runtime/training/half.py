@@ -19,8 +19,8 @@ from ...plan import Plan
 from ...schedule.weight_versions import weight_policy
 from ..device import CPU
 from ..model.contract import boundaries_of
+from ..model.loaded import LoadedModel
 from ..model.network import converted
-from ..model.spec import LoadedModel
 from .loss_scale import START, WINDOW, LossScale
 
 Half = Literal["bf16", "fp16"]
@@ -68,28 +68,28 @@ def first_scale(plan: Plan, dtype: torch.dtype, options: HalfOptions) -> LossSca
 
 
 def halved(
-    model: LoadedModel, dtype: torch.dtype, own: Iterable[int], device: torch.device = CPU
+    model: LoadedModel, dtype: torch.dtype, own: Iterable[nn.Module], device: torch.device = CPU
 ) -> tuple[LoadedModel, dict[nn.Parameter, Tensor]]:
-    """Convert ``model``; return it, and the full-precision values of the weights of its layers ``own``.
+    """Convert ``model``; return it, and the full-precision values of the weights of its modules ``own``.
 
     What lies between its layers is sized on ``device``, as :func:`load_model` does.
     """
     slots = [
         (part, name, parameter)
-        for index in dict.fromkeys(own)
-        for part in model.layers[index][1].modules()
+        for module in dict.fromkeys(own)
+        for part in module.modules()
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     ]
-    modules = nn.ModuleList([module for _, module in model.layers])
-    converted(modules, dtype)
+    modules = [layer.module for layer in model.layers[:-1]]
+    converted(nn.ModuleList(modules), dtype)
     masters: dict[nn.Parameter, Tensor] = {}
     for part, name, before in slots:
         parameter = part._parameters[name]
         assert parameter is not None, "converting replaces weights by weights"
         masters.setdefault(parameter, before.data.float())
     del slots
-    first = model.boundaries[0]
+    first = model.specs[0]
     kind = dtype if first.dtype.is_floating_point else first.dtype
     example = torch.zeros(first.shape, dtype=kind, device=device)
 
@@ -97,5 +97,4 @@ def halved(
         x, target = model.data(index, seed)
         return x.to(dtype) if x.is_floating_point() else x, target
 
-    boundaries = boundaries_of([module for _, module in model.layers], example)
-    return replace(model, boundaries=boundaries, data=data), masters
+    return replace(model, specs=dict(enumerate(boundaries_of(modules, example))), data=data), masters

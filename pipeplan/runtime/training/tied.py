@@ -19,11 +19,11 @@ from ..exchange.replica_sum import ChunkSum, Group, added
 from ..exchange.transport import exchanging
 from ..lowering.lowered_run import Script
 from ..measure.recorder import Recorder
+from ..model.loaded import LoadedModel
 from ..model.network import tied_layers
-from ..model.spec import LoadedModel
 from .loss_scale import Scaling
+from .rank import Rank
 from .stage import StageModule
-from .state import own_layers
 
 Stages = tuple[int, ...]
 
@@ -42,7 +42,7 @@ class Tie:
     def copy_in(self, s: int, model: LoadedModel) -> nn.Parameter:
         """Return the copy of stage ``s``, before any update of it."""
         layer, name = self.places[s]
-        return model.layers[layer][1].get_parameter(name)
+        return model.layers[layer].module.get_parameter(name)
 
 
 def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
     Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers, but for
     those that layers of a traced model only read.
     """
-    found = tied_layers(model.layers)
+    found = tied_layers([layer.module for layer in model.layers])
     known, real = _together(chain.tied), _together(found)
     for one, other in found:
         if known.get(one, one) != known.get(other, other):
@@ -66,8 +66,8 @@ def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
             )
     stage_of = [sum(cut <= layer for cut in cuts) for layer in range(len(model.layers))]
     first: dict[int, tuple[int, Tensor]] = {}  # storage -> who has it
-    for layer, (_, module) in enumerate(model.layers):
-        for tensor in (*module.parameters(), *(module.buffers() if model.traced is None else ())):
+    for layer, module in enumerate(own.module for own in model.layers):
+        for tensor in (*module.parameters(), *(module.buffers() if model.chain else ())):
             where, same = first.setdefault(tensor.untyped_storage()._cdata, (layer, tensor))
             if stage_of[where] == stage_of[layer] or not tensor.numel():
                 continue
@@ -80,8 +80,7 @@ def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
 
 
 def _layers(model: LoadedModel, one: int, other: int) -> str:
-    names = [model.layers[i][0] if i < len(model.layers) else "the loss" for i in (one, other)]
-    return f"layers {one} ({names[0]}) and {other} ({names[1]})"
+    return f"layers {one} ({model.layers[one].name}) and {other} ({model.layers[other].name})"
 
 
 def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -92,9 +91,9 @@ def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
 def ties_of(script: Script, model: LoadedModel) -> list[Tie]:
     """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks."""
     places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
-    for s in range(len(script.plan.allocation.stages)):
-        for i in own_layers(script, s, model):
-            for name, parameter in model.layers[i][1].named_parameters():
+    for s, stage in enumerate(script.plan.allocation.stages):
+        for i, layer in enumerate(model.of(stage), stage.start):
+            for name, parameter in layer.module.named_parameters():
                 if parameter.requires_grad:
                     places.setdefault(parameter, {}).setdefault(s, (i, name))
     return [Tie(stages) for stages in places.values() if len(stages) > 1]
@@ -105,15 +104,14 @@ def separated(script: Script, rank: int, model: LoadedModel) -> LoadedModel:
     layers = list(model.layers)
     seen: set[nn.Parameter] = set()
     for s in script.stages_of(rank):
-        own = own_layers(script, s, model)
-        modules = [layers[i][1] for i in own]
+        stage = script.plan.allocation.stages[s]
+        modules = model.modules(stage)
         parameters = {parameter for module in modules for parameter in module.parameters()}
         if parameters & seen:
-            for i, copy in zip(own, deepcopy(modules), strict=True):
-                layers[i] = layers[i][0], copy
+            for i, copy in enumerate(deepcopy(modules), stage.start):
+                layers[i] = layers[i].with_module(copy)
         seen |= parameters
-    traced = None if model.traced is None else model.traced.with_modules([module for _, module in layers])
-    return replace(model, layers=layers, traced=traced)
+    return replace(model, layers=tuple(layers), roots=())  # what has been copied can go
 
 
 def copies_added(script: Script, s: int, ties: Iterable[Tie]) -> int:
@@ -123,22 +121,17 @@ def copies_added(script: Script, s: int, ties: Iterable[Tie]) -> int:
 
 
 def share_ties(
-    script: Script,
-    rank: int,
-    model: LoadedModel,
-    ties: Iterable[Tie],
-    groups: Mapping[Stages, Group],
-    masters: Mapping[nn.Parameter, Tensor],
+    rank: Rank, ties: Iterable[Tie], groups: Mapping[Stages, Group], masters: Mapping[nn.Parameter, Tensor]
 ) -> None:
     """Give all copies the weights, in full precision (``masters`` where there are any), of the first stage's."""
     for tie in ties:
-        copies = [tie.copy_in(s, model) for s in script.stages_of(rank) if s in tie.places]
+        copies = [tie.copy_in(s, rank.model) for s in rank.stages if s in tie.places]
         if not copies:
             continue
         value = masters.get(copies[0], copies[0].data).to(copies[0].device)
         if tie.stages in groups:
             with exchanging("the sharing of initial weights"):
-                dist.broadcast(value, script.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
+                dist.broadcast(value, rank.lowered.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
         for copy in copies:
             masters.get(copy, copy.data).copy_(value)
 

@@ -12,14 +12,16 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
 
-from pipeplan.runtime import rank as worker
+from pipeplan.runtime import meeting
 from pipeplan.runtime.exchange.collective import replica_groups
 from pipeplan.runtime.exchange.links import open_links
+from pipeplan.runtime.job import Job
 from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send
 from pipeplan.runtime.lowering.lowered_run import prepare
 from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import Job
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.phases import run_rank
 
 BATCH, STEPS, LR = 4, 3, 0.05
 BACK_AND_FORTH = [(0, 2, (0,)), (2, 4, (1,)), (4, 5, (0,)), (5, 6, (1,))]  # two edges each way between the two ranks
@@ -66,10 +68,10 @@ def test_both_ends_of_a_pair_issue_in_the_same_order(name):
 def be_rank(job, rank, world, store, exchange, pipe):
     """Be a rank for which gloo plays NCCL, or the CPU the GPU that several share."""
     try:
-        worker.exchange_of = lambda device, machine: exchange
-        worker.open_links = partial(open_links, backend="gloo")
-        worker.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
-        pipe.send(worker.run_rank(job, rank, Launcher(lambda: dist.FileStore(store, world))))
+        meeting.exchange_of = lambda device, machine: exchange
+        meeting.open_links = partial(open_links, backend="gloo")
+        meeting.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
+        pipe.send(run_rank(job, rank, Launcher(lambda: dist.FileStore(store, world))))
     except BaseException:
         pipe.send(traceback.format_exc())
 
@@ -77,7 +79,8 @@ def be_rank(job, rank, world, store, exchange, pipe):
 def run_over(exchange, plan, folder, **options):
     """Run ``plan`` and return rank 0's report."""
     spec = ModelSpec("small-cnn")
-    job = Job(plan, spec, STEPS, LR, 0, SECONDS, 1, str(folder / "trained.pt"), device="cpu", **options)
+    asked = RunOptions(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
+    job = Job(plan, spec, asked)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
     world = len(prepare(plan, 1).devices)

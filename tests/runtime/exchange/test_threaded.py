@@ -18,6 +18,7 @@ from pipeplan.problem import Platform
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
@@ -47,7 +48,7 @@ def test_a_larger_limit_hides_a_slow_link_as_predicted():
     plans = [pausing_plan(16, limit) for limit in (4, 7)]
 
     def measured():
-        reports = [run_plan(plan, model, steps=3, lr=0.01, link_delay_s=FORWARD_S) for plan in plans]
+        reports = [run_plan(plan, model, RunOptions(steps=3, lr=0.01, link_delay_s=FORWARD_S)) for plan in plans]
         for report in reports:
             assert all(x.measured_ns >= FORWARD_S * 1e9 for x in report.transfers)
             assert 0.85 <= report.measured_period_ns / report.calibrated_period_ns <= 1.25
@@ -66,7 +67,7 @@ def test_a_larger_limit_hides_a_slow_link_as_predicted():
 def test_a_fixed_order_runs_over_a_slow_link_too(weights):
     plan = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights=weights, accumulate=3)
     delay_s = 0.02
-    report = run_plan(plan, ModelSpec(GPT), steps=3, lr=0.05, seed=1, link_delay_s=delay_s)
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=3, lr=0.05, seed=1, link_delay_s=delay_s))
     version = (lambda stage, m: max(m // 3 - 1, 0)) if weights == "2bw" else None
     losses, _ = serial(GPT, 2, steps=3, accumulate=3, optimizer="sgd", lr=0.05, seed=1, version=version)
     assert report.losses == pytest.approx(losses, abs=1e-6)
@@ -97,7 +98,7 @@ def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
     model = ModelSpec(f"cases.runtime:{fault}", "cases.runtime:vectors")
     began = time.monotonic()
     with pytest.raises(RunFailed) as caught:
-        run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, steps=20, lr=0.01, timeout_s=10 * SECONDS)
+        run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, RunOptions(steps=20, lr=0.01, timeout_s=10 * SECONDS))
     assert str(caught.value).startswith(FAULTS[fault].format(rank=rank))
     assert time.monotonic() - began < 5 * SECONDS
 
@@ -108,14 +109,14 @@ def test_a_rank_of_a_grid_killed_in_an_exchange_is_named(place):
     plan = driven(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2, 3))], 8, 3)
     model = ModelSpec(f"cases.runtime:deadly_{place}_1", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=r"^rank 1 died in .* stage 0.*: killed by SIGKILL"):
-        run_plan(plan, model, steps=20, lr=0.01, timeout_s=10 * SECONDS)
+        run_plan(plan, model, RunOptions(steps=20, lr=0.01, timeout_s=10 * SECONDS))
 
 
 def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
     model = ModelSpec("cases.runtime:hanging", "cases.runtime:vectors")
 
     def run(timeout_s):
-        run_plan(faulty_plan(cut=3), model, steps=20, lr=0.01, timeout_s=timeout_s)
+        run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01, timeout_s=timeout_s))
 
     words = r"rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost .*for [0-9]+ s"
     fails_when_patient(run, RunFailed, words)
@@ -131,9 +132,9 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(RunStopped) as stopped:
-        run_plan(plan, ModelSpec(GPT), listener=stop, timeout_s=SECONDS, **options)
+        run_plan(plan, ModelSpec(GPT), RunOptions(timeout_s=SECONDS, **options), listener=stop)
     kept = newest(str(options["checkpoint"])).position.step
     assert str(stopped.value).startswith(f"stopped after update {kept};")
-    again = run_plan(plan, ModelSpec(GPT), resume=True, **options | {"steps": kept + 1})
+    again = run_plan(plan, ModelSpec(GPT), RunOptions(resume=True, **options | {"steps": kept + 1}))
     losses, _ = serial(GPT, 2, steps=kept + 1, accumulate=4, optimizer="sgd", lr=0.05, seed=1)
     assert again.losses == pytest.approx(losses[-4:], abs=1e-5)

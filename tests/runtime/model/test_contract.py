@@ -9,34 +9,37 @@ from torch import nn
 
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Layer
-from pipeplan.runtime.model.contract import check_model
+from pipeplan.runtime.model.fitting import check_model, fitted
 from pipeplan.runtime.model.loading import load_model
 from pipeplan.runtime.model.spec import ModelSpec, find
 
 
 def test_a_zoo_model_brings_its_data_and_is_seeded():
     one, same, other = (load_model(ModelSpec("small-cnn"), 4, seed) for seed in (3, 3, 4))
-    states = [nn.Sequential(*(m for _, m in x.layers)).state_dict() for x in (one, same, other)]
+    states = [nn.Sequential(*(x.module for x in model.layers)).state_dict() for model in (one, same, other)]
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
     assert not all(torch.equal(states[0][k], states[2][k]) for k in states[0])
     x, target = one.data(0, 3)
     assert tuple(x.shape) == one.boundaries[0].shape
     assert target.shape == (4,)
-    assert one.keys == [name for name, _ in one.layers]
+    assert [prefix for prefix, _ in one.roots] == [f"{layer.name}." for layer in one.layers[:-1]]
 
 
 def test_a_model_of_the_user_is_found_and_seeded():
     spec = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     model = load_model(spec, 4, 0)
     assert [str(spec) for spec in model.boundaries] == ["float32 (4, 16)"] * 6
-    assert model.keys == ["0", "1", "2", "3", "4"]
-    assert all(module.training for _, layer in model.layers for module in layer.modules())
+    assert [prefix for prefix, _ in model.roots] == ["0.", "1.", "2.", "3.", "4."]
+    assert all(module.training for layer in model.layers[:-1] for module in layer.module.modules())
 
 
 def test_reading_the_shapes_leaves_statistics_and_randomness_alone():
     model = load_model(ModelSpec("small-cnn"), 4, 0)
     assert all(
-        not b.any() for _, m in model.layers for name, b in m.named_buffers() if name.endswith("num_batches_tracked")
+        not b.any()
+        for x in model.layers
+        for name, b in x.module.named_buffers()
+        if name.endswith("num_batches_tracked")
     )
 
 
@@ -86,7 +89,7 @@ def changed(chain, index, **change):
 def test_every_difference_from_the_profile_is_named(cnn, change, words):
     chain, model = cnn
     with pytest.raises(BadInput, match=words):
-        check_model(model, change(chain), [])
+        check_model(fitted(model, change(chain)), change(chain), [])
 
 
 class Rounding(nn.Module):

@@ -18,6 +18,7 @@ from pipeplan.runtime.model.network import final_outputs, tied_layers
 from pipeplan.runtime.model.trace import trace_module
 from pipeplan.runtime.profiler.measure import measure_model, profile_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 
 class Whole(nn.Module):
@@ -69,11 +70,11 @@ def mean_square(output, target):
     return (output - target).square().mean()
 
 
-def profile(module, x, **options):
+def profile(module, x):
     def build(batch):
         return module, x, mean_square
 
-    return profile_model(build, len(x), name="model", date="today", steps=1, warmup=0, **options)
+    return profile_model(build, len(x), MeasureOptions(steps=1, warmup=0), name="model", date="today")
 
 
 @pytest.mark.parametrize(
@@ -102,13 +103,16 @@ def test_a_traced_model_computes_saves_and_holds_what_the_model_does(name, batch
     assert saved_bytes(dag, 0, len(dag)) == whole_saved_bytes(layers, x, target, loss)
     held = {id(p) for layer in network.layers for p in layer.module.parameters()}
     assert held == {id(p) for p in layers.parameters()}
-    assert bool(tied_layers(network)) == ("tied=true" in name or "awd" in name)
+    assert bool(tied_layers(x.module for x in network.layers)) == ("tied=true" in name or "awd" in name)
 
 
 def test_tied_weights_are_recorded_although_the_export_unties_names():
     layers, _, _ = zoo.load("gpt-tiny,tied=true,blocks=1")(2)
     network, _ = traced(Whole(layers), zoo.load("gpt-tiny").data(2)(0, 0)[0])
-    assert [names(network)[i] for i in tied_layers(network)[0]] == ["layers.embedding.tokens", "layers.head"]
+    assert [names(network)[i] for i in tied_layers(x.module for x in network.layers)[0]] == [
+        "layers.embedding.tokens",
+        "layers.head",
+    ]
 
 
 def test_a_residual_block_is_a_dag_whose_skip_crosses_the_cuts_inside():
@@ -252,7 +256,9 @@ def test_several_inputs_and_outputs_in_a_structure():
         return module, inputs, lambda output, target: (output["logits"] - target).square().mean() + output["last"].sum()
 
     data = (inputs, torch.zeros(2, 3, 2))
-    chain = profile_model(build, 2, name="several", date="today", data=lambda index, seed: data, steps=1, warmup=0)
+    chain = profile_model(
+        build, 2, MeasureOptions(steps=1, warmup=0), name="several", date="today", data=lambda index, seed: data
+    )
     assert chain.input_bytes == sum(x.nbytes for x in inputs)
     lstm = [x.name for x in chain.layers].index("lstm")
     assert chain.layers[lstm].output_bytes == (2 * 6 * 4 + 2 * 4) * 4, "states and the last state, which the loss reads"
@@ -308,8 +314,8 @@ def test_one_at_a_time_measures_a_dag_too():
     def build(batch):
         return UNet(), x, mean_square
 
-    one = measure_model(build, 2, name="unet", date="today", steps=2, warmup=1, hold="one")
-    whole = measure_model(build, 2, name="unet", date="today", steps=2, warmup=1, hold="all")
+    one = measure_model(build, 2, MeasureOptions(steps=2, warmup=1, hold="one"), name="unet", date="today")
+    whole = measure_model(build, 2, MeasureOptions(steps=2, warmup=1, hold="all"), name="unet", date="today")
     assert one.one_at_a_time
     assert not whole.one_at_a_time
     assert "one layer at a time" in one.chain.source

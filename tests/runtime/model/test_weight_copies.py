@@ -156,5 +156,5 @@ def test_a_layer_that_fails_is_named():
 )
 def test_models_of_the_zoo_can_be_run(name):
     model = load_model(ModelSpec(name), 2, 0)
-    for index, (label, layer) in enumerate(model.layers):
-        refuse_copies(f"layer {index}", label, layer, model.boundaries[index])
+    for index, layer in enumerate(model.layers):
+        refuse_copies(f"layer {index}", layer.name, layer.module, model.boundaries[index])

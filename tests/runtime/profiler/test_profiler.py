@@ -16,6 +16,7 @@ from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import named_layers, tied_layers
 from pipeplan.runtime.profiler.clock import ThreadClock
 from pipeplan.runtime.profiler.measure import profile_layers, profile_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 
 class Recurrent(nn.Module):
@@ -121,7 +122,7 @@ def test_layer_times_sum_to_the_whole_step_within_a_tenth(name, batch, hold):
     ratios = []
     for _ in range(12):  # other processes may disturb either side of a comparison, not all of them
         measured = profile_layers(
-            layers, x, loss, target=target, steps=7, warmup=2, hold=hold, clock=ThreadClock(), threads=1
+            layers, x, loss, MeasureOptions(steps=7, warmup=2, hold=hold, clock=ThreadClock(), threads=1), target=target
         )
         torch.set_num_threads(1)
         whole = step_times(layers, x, target, loss, 7)
@@ -136,9 +137,13 @@ def test_layer_times_sum_to_the_whole_step_within_a_tenth(name, batch, hold):
 def test_the_time_for_measuring_is_bounded_but_one_step_is_measured():
     layers, x, target, loss = example("gpt-tiny", 4)
     for hold in ("all", "one"):
-        measured = profile_layers(layers, x, loss, target=target, steps=10**9, warmup=10**9, seconds=0.2, hold=hold)
+        measured = profile_layers(
+            layers, x, loss, MeasureOptions(steps=10**9, warmup=10**9, seconds=0.2, hold=hold), target=target
+        )
         assert all(1 <= m.steps < 10**9 for m in measured), "all of them would take days"
-        shortest = profile_layers(layers, x, loss, target=target, steps=5, warmup=5, seconds=0.0, hold=hold)
+        shortest = profile_layers(
+            layers, x, loss, MeasureOptions(steps=5, warmup=5, seconds=0.0, hold=hold), target=target
+        )
         assert [m.steps for m in shortest] == [1] * len(shortest)
 
 
@@ -160,7 +165,9 @@ def test_saving_an_output_leaves_nothing_behind():
 
 def test_chain_of_a_model():
     model = zoo.load("gpt-tiny,tied=true,blocks=2")
-    chain = profile_model(model, 4, name="tiny", date="2025-01-31", data=model.data(4), steps=7, warmup=1)
+    chain = profile_model(
+        model, 4, MeasureOptions(steps=7, warmup=1), name="tiny", date="2025-01-31", data=model.data(4)
+    )
     assert [layer.name for layer in chain.layers] == ["embedding", "block0", "block1", "norm", "head", "loss"]
     assert (chain.name, chain.microbatch, chain.dtype, chain.input_bytes) == ("tiny", 4, "float32", 4 * 64 * 8)
     assert chain.tied == ((0, 4),)
@@ -182,7 +189,7 @@ def test_default_optimizer_leaves_the_weights_and_another_moves_them():
     def weights(**options):
         layers, x, target, loss = example("gpt-tiny", 2)
         before = [p.detach().clone() for p in layers.parameters()]
-        measured = profile_layers(layers, x, loss, target=target, steps=2, warmup=0, **options)
+        measured = profile_layers(layers, x, loss, MeasureOptions(steps=2, warmup=0, **options), target=target)
         changed = [not torch.equal(a, b) for a, b in zip(before, layers.parameters(), strict=True)]
         assert all(m.layer.optimizer_ns > 0 for m in measured[:-1])
         return changed
@@ -197,7 +204,9 @@ def test_split_backward_tells_weight_gradients_from_input_gradients():
     x = torch.randn(512, 256)
     shares = []
     for _ in range(6):
-        measured = profile_layers(layers, x, lambda y, _: y.square().mean(), steps=5, split_backward=True)
+        measured = profile_layers(
+            layers, x, lambda y, _: y.square().mean(), MeasureOptions(steps=5, split_backward=True)
+        )
         first, relu, second, frozen, loss = (m.layer for m in measured)
         assert first.backward_weight_ns == first.backward_ns  # the network's input needs no gradient
         assert [relu.backward_weight_ns, frozen.backward_weight_ns, loss.backward_weight_ns] == [0, 0, 0]
@@ -205,14 +214,14 @@ def test_split_backward_tells_weight_gradients_from_input_gradients():
         if 0.3 < shares[-1] < 0.7:  # two products of the same size
             break
     assert any(0.3 < share < 0.7 for share in shares), shares
-    unsplit = profile_layers(layers, x, lambda y, _: y.square().mean(), steps=1, warmup=0)
+    unsplit = profile_layers(layers, x, lambda y, _: y.square().mean(), MeasureOptions(steps=1, warmup=0))
     assert all(m.layer.backward_weight_ns is None for m in unsplit)
 
 
 def test_frozen_layers_at_the_start_have_no_backward():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(False)
     layers[2].requires_grad_(True)
-    measured = profile_layers(layers, torch.randn(2, 8), lambda y, _: y.sum(), steps=1, warmup=0)
+    measured = profile_layers(layers, torch.randn(2, 8), lambda y, _: y.sum(), MeasureOptions(steps=1, warmup=0))
     assert [m.layer.backward_ns > 0 for m in measured] == [False, False, True, True]
     assert [m.layer.optimizer_ns > 0 for m in measured] == [False, False, True, False]
     assert measured[0].layer.weight_bytes == (64 + 8) * 4
@@ -246,7 +255,7 @@ def test_names():
 )
 def test_a_target_is_made_up_for_common_losses(loss, shape):
     layers = [nn.Linear(shape[-1], shape[-1])]
-    measured = profile_layers(layers, torch.randn(shape), loss, steps=1, warmup=0)
+    measured = profile_layers(layers, torch.randn(shape), loss, MeasureOptions(steps=1, warmup=0))
     assert measured[-1].layer.backward_ns > 0
 
 
@@ -290,7 +299,7 @@ def total(y, _):
 )
 def test_wrong_models_are_bad_input(build, message):
     with pytest.raises(BadInput, match=message):
-        profile_model(build, 2, name="wrong", date="today", steps=1, warmup=0)
+        profile_model(build, 2, MeasureOptions(steps=1, warmup=0), name="wrong", date="today")
 
 
 @pytest.mark.parametrize(
@@ -304,9 +313,9 @@ def test_wrong_models_are_bad_input(build, message):
 )
 def test_wrong_losses_are_bad_input(layers, loss, message):
     with pytest.raises(BadInput, match=message):
-        profile_layers(layers, torch.ones(2, 4), loss, target=torch.ones(2, 3), steps=1, warmup=0)
+        profile_layers(layers, torch.ones(2, 4), loss, MeasureOptions(steps=1, warmup=0), target=torch.ones(2, 3))
 
 
 def test_steps_must_be_positive():
     with pytest.raises(BadInput, match="steps: 0"):
-        profile_layers([nn.Linear(4, 4)], torch.ones(2, 4), total, steps=0)
+        profile_layers([nn.Linear(4, 4)], torch.ones(2, 4), total, MeasureOptions(steps=0))

@@ -23,6 +23,7 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.accounts import Account
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.model.trace import trace_module
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 
 
@@ -261,6 +262,6 @@ def test_a_run_holds_what_was_planned_where_stages_end_with_a_relu(segments):
     assert chain.layers[1].saves is not None
     assert 1 in chain.layers[1].saves
     plan = plan_of(chain, [Stage(0, 2, (0,), segments), Stage(2, 6, (1,))], weights="flush", accumulate=4)
-    report = run_plan(plan, ModelSpec("small-cnn"), steps=2, lr=0.01)
+    report = run_plan(plan, ModelSpec("small-cnn"), RunOptions(steps=2, lr=0.01))
     assert len(report.activations) == 2
     assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]

@@ -14,6 +14,7 @@ from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_cha
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import ABOUT, _remove_older, newest
 from pipeplan.runtime.training.optimizers import parse_choice
 
@@ -41,9 +42,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, tmp_path):
         "scheduler": parse_choice("StepLR,step_size=2,gamma=0.5", "here"),
     }
     whole, part = tmp_path / "whole", tmp_path / "part"
-    one = run_plan(plan, model, steps=8, checkpoint=whole, save=tmp_path / "one.pt", **options)
-    first = run_plan(plan, model, steps=3, checkpoint=part, **options)
-    rest = run_plan(plan, model, steps=8, checkpoint=part, save=tmp_path / "two.pt", resume=True, **options)
+    one = run_plan(plan, model, RunOptions(steps=8, checkpoint=whole, save=tmp_path / "one.pt", **options))
+    first = run_plan(plan, model, RunOptions(steps=3, checkpoint=part, **options))
+    rest = run_plan(plan, model, RunOptions(steps=8, checkpoint=part, save=tmp_path / "two.pt", resume=True, **options))
     assert first.losses + rest.losses == one.losses
     assert largest_difference(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")) == 0
     assert names(whole) == names(part) == ["step-00000003", "step-00000006", "step-00000008"]
@@ -55,7 +56,9 @@ def test_asynchronous_weights_drain_before_a_checkpoint(tmp_path):
     plan = plan_of(zoo_chain("gpt-tiny", 2), [(0, 3, (0,)), (3, 8, (1,))], weights="2bw", optimizer="momentum")
     saved = tmp_path / "state.pt"
     options = {"steps": 8, "lr": 0.02, "seed": 1}
-    report = run_plan(plan, ModelSpec("gpt-tiny"), **options, checkpoint=tmp_path / "c", every=3, save=saved)
+    report = run_plan(
+        plan, ModelSpec("gpt-tiny"), RunOptions(**options, checkpoint=tmp_path / "c", every=3, save=saved)
+    )
     interval = plan.policy.accumulate
 
     def version(stage, microbatch):
@@ -84,12 +87,15 @@ def test_another_plan_takes_up_every_tensor(tmp_path):
         if turn:
             evaluated = tmp_path / "evaluated.pt"
             run_plan(
-                plan, ModelSpec("gpt-tiny"), steps=1, lr=1.0, checkpoint=folder, resume=True, evaluates=True,
-                save=evaluated,
-            )  # fmt: skip
+                plan,
+                ModelSpec("gpt-tiny"),
+                RunOptions(steps=1, lr=1.0, checkpoint=folder, resume=True, evaluates=True, save=evaluated),
+            )
             assert largest_difference(torch.load(evaluated), torch.load(state)) == 0
         report = run_plan(
-            plan, ModelSpec("gpt-tiny"), steps=2 * (turn + 1), lr=0.002, checkpoint=folder, resume=True, save=state
+            plan,
+            ModelSpec("gpt-tiny"),
+            RunOptions(steps=2 * (turn + 1), lr=0.002, checkpoint=folder, resume=True, save=state),
         )
         losses += report.losses
     expected, trained = serial("gpt-tiny", 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
@@ -102,7 +108,7 @@ def written(tmp_path_factory):
     """A folder with checkpoints after updates 2 and 4, and the plan that wrote it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     plan = healthy_plan()
-    run_plan(plan, VECTORS, steps=4, lr=0.01, checkpoint=folder, every=2)
+    run_plan(plan, VECTORS, RunOptions(steps=4, lr=0.01, checkpoint=folder, every=2))
     return folder, plan
 
 
@@ -140,7 +146,7 @@ def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(written[0], folder)
     next((folder / "step-00000004").glob("*.distcp")).unlink()
-    report = run_plan(written[1], VECTORS, steps=5, lr=0.01, checkpoint=folder, resume=True)
+    report = run_plan(written[1], VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, resume=True))
     assert report.steps == 3
     assert newest(str(folder)).position.step == 5
 
@@ -160,11 +166,11 @@ def test_only_the_newest_checkpoints_are_kept(written, tmp_path):
 
 def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
     folder, plan = tmp_path / "c", healthy_plan()
-    run_plan(plan, VECTORS, steps=5, lr=0.01, checkpoint=folder, every=1, keep=2)
+    run_plan(plan, VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, every=1, keep=2))
     assert names(folder) == ["step-00000004", "step-00000005"]
     for options, words in [({"checkpoint": folder, "keep": 0}, "keep: 0 is not"), ({"keep": 1}, "no folder is named")]:
         with pytest.raises(BadInput, match=words):
-            run_plan(plan, VECTORS, steps=9, lr=0.01, **options)
+            run_plan(plan, VECTORS, RunOptions(steps=9, lr=0.01, **options))
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -180,7 +186,7 @@ def test_no_checkpoint_is_none(tmp_path):
 )
 def test_checkpoints_that_do_not_fit_are_bad_input(options, words, written):
     with pytest.raises(BadInput, match=words):
-        run_plan(written[1], VECTORS, lr=0.01, checkpoint=written[0], resume=True, **options)
+        run_plan(written[1], VECTORS, RunOptions(lr=0.01, checkpoint=written[0], resume=True, **options))
 
 
 def test_a_checkpoint_of_another_model_is_bad_input(written, tmp_path):
@@ -189,16 +195,16 @@ def test_a_checkpoint_of_another_model_is_bad_input(written, tmp_path):
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     with pytest.raises(BadInput, match=r"step-00000004: .* is not there; the model's has shape"):
-        run_plan(plan, model, steps=9, lr=0.01, checkpoint=folder, resume=True)
+        run_plan(plan, model, RunOptions(steps=9, lr=0.01, checkpoint=folder, resume=True))
     about = folder / "step-00000004" / ABOUT
     about.write_text(json.dumps(json.loads(about.read_text()) | {"model": "other"}))
     with pytest.raises(BadInput, match="is of model other; the plan is for test"):
-        run_plan(plan, model, steps=9, lr=0.01, checkpoint=folder, resume=True)
+        run_plan(plan, model, RunOptions(steps=9, lr=0.01, checkpoint=folder, resume=True))
 
 
 def test_resuming_needs_a_folder(written):
     with pytest.raises(BadInput, match="no folder is named to resume from"):
-        run_plan(written[1], VECTORS, steps=9, lr=0.01, resume=True)
+        run_plan(written[1], VECTORS, RunOptions(steps=9, lr=0.01, resume=True))
 
 
 @pytest.mark.parametrize("fault", ["raising", "killed"])
@@ -209,8 +215,8 @@ def test_a_run_that_fails_begins_again_from_its_newest_checkpoint(fault, tmp_pat
     model = ModelSpec(f"cases.runtime:{fault}", "cases.runtime:vectors")
     options = {"steps": 6, "lr": 0.01, "every": 2}
     with pytest.raises(RunFailed, match="microbatch 8 on stage 1"):
-        run_plan(plan, model, checkpoint=tmp_path / "one", max_restarts=1, **options)
-    report = run_plan(plan, model, checkpoint=tmp_path / "two", max_restarts=2, **options)
+        run_plan(plan, model, RunOptions(checkpoint=tmp_path / "one", max_restarts=1, **options))
+    report = run_plan(plan, model, RunOptions(checkpoint=tmp_path / "two", max_restarts=2, **options))
     assert report.steps == 2
     assert newest(str(tmp_path / "two")).position.step == 6
 
@@ -221,5 +227,5 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing_that_looks_complete(tmp_pat
     with pytest.raises(
         RunFailed, match=r"rank \d failed in the checkpoint after update 2: .*cannot be written .* are free there"
     ):
-        run_plan(plan, model, steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2)
+        run_plan(plan, model, RunOptions(steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2))
     assert newest(str(tmp_path / "c")) is None

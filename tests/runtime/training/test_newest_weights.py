@@ -7,13 +7,12 @@ torch = pytest.importorskip("torch")
 from collections import Counter
 from itertools import pairwise
 
-from cases.runtime import chain_pieces, spec
+from cases.runtime import chain_cut, chain_pieces, spec
 from oracles.newest_weights import Emulation, SelfAttention, States, add, mean_square, own_weights
 from torch import nn
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.measure.accounts import Account
-from pipeplan.runtime.model.pieces import Cut
 from pipeplan.runtime.training.newest_weights import read_weights_themselves
 from pipeplan.runtime.training.optimizers import optimizer_maker
 from pipeplan.runtime.training.stage import StageModule
@@ -56,7 +55,7 @@ def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, account
     return StageModule(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint),
-        cuts=(Cut.of_chain(0, spec(x)), None if loss is not None else Cut.of_chain(len(layers), spec(out))),
+        cuts=(chain_cut(0, spec(x)), None if loss is not None else chain_cut(len(layers), spec(out))),
         versions=versions,
         account=account or Account(),
         divisor=divisor,

@@ -1,0 +1,111 @@
+"""What is every rank of a run told, and what follows from that?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from ..errors import BadInput
+from ..plan import Plan
+from .lowering.lowered_run import FROM_THE_START, Script, prepare
+from .model.spec import ModelSpec
+from .options import RunOptions
+from .torch_engine import refuse_for_torch
+from .training.checkpoint import Checkpoint
+from .training.half import half_type
+from .training.optimizers import MakeOptimizer, optimizer_maker, planned_as
+from .training.stage_optimizer import check_elementwise, is_elementwise
+
+COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
+LEAST_TIMEOUT_S: Final = 60.0
+PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run of ``model`` as ``plan`` and ``options`` say; ``resume`` is the checkpoint to go on from."""
+
+    plan: Plan
+    model: ModelSpec
+    options: RunOptions
+    resume: Checkpoint | None = None
+
+    @property
+    def make_optimizer(self) -> MakeOptimizer:
+        """What makes the optimizers of stages."""
+        return optimizer_maker(self.options.optimizer or self.plan.policy.optimizer, self.options.lr)
+
+    @property
+    def chunk_buckets(self) -> int | None:
+        """How many buckets replicas sum at once, None for all: what an optimizer needs that isn't elementwise."""
+        asked, planned = self.options.coarsening, self.plan.policy.coarsening
+        if asked is None and planned is not None:
+            return planned
+        if asked is None:
+            return COARSENING if is_elementwise(self.make_optimizer) else None
+        return asked or None
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed over replicas."""
+        return any(stage.replicas > 1 for stage in self.plan.allocation.stages)
+
+    def bucket_of(self, stage: int, parameters: int) -> int | None:
+        """Return the parameters of a bucket of a stage that has ``parameters``, None for one that is stepped at once.
+
+        Without offloading only a stage whose sum has more than one chunk has buckets.
+        """
+        size, coarsening = self.plan.policy.bucket_parameters, self.chunk_buckets
+        chunks = self.plan.allocation.stages[stage].replicas > 1 and coarsening and parameters > coarsening * size
+        return size if self.plan.policy.offload or chunks else None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints are written; an evaluation writes none."""
+        return None if self.options.evaluates else self.options.checkpoint
+
+    def script(self) -> Script:
+        """Return what the ranks will do; BadInput for what cannot be run."""
+        options = self.options
+        first = FROM_THE_START if self.resume is None else self.resume.position
+        steps = options.steps + first.step if options.evaluates else options.steps
+        # a checkpoint at the end alone is a segment as long as the run
+        every = None if self.folder is None else options.every or steps
+        script = prepare(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
+        self._check()
+        if options.engine == "torch":
+            refuse_for_torch(script)
+        return script
+
+    def timeout_s(self, script: Script) -> float:
+        """Return how long a rank waits for another one."""
+        asked = self.options.timeout_s
+        return max(LEAST_TIMEOUT_S, PATIENCE * script.graph.path_ns / 1e9) if asked is None else asked
+
+    def _check(self) -> None:
+        """Raise BadInput for options that don't go with the plan, or that would do nothing."""
+        policy, options = self.plan.policy, self.options
+        half_type(self.plan, options.half)
+        if policy.offload:
+            check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
+        coarsening = policy.coarsening if options.coarsening is None else options.coarsening
+        if coarsening:
+            check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
+        if options.coarsening is not None and not self.sums:
+            raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
+        if options.engine == "torch" and options.link_delay_ns:
+            raise BadInput("link delay: torch's engine exchanges its messages itself, so they cannot be delayed")
+
+
+def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
+    """Return what the ranks are told; what ``options`` say otherwise than ``plan`` is put into the plan."""
+    planned = None if options.optimizer is None else planned_as(options.optimizer)
+    if planned is not None:
+        plan = replace(plan, policy=replace(plan.policy, optimizer=planned))
+    if options.bucket_size is not None:
+        plan = replace(plan, policy=replace(plan.policy, bucket_parameters=options.bucket_size))
+    job = Job(plan, model, options.from_anywhere())
+    if options.bucket_size is not None and not (plan.policy.offload or (job.sums and job.chunk_buckets is not None)):
+        raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
+    return job

@@ -1,0 +1,148 @@
+"""Is a model what the plan's profile is of? Its layers as the profile has them, or the first difference.
+
+A chain has the profile's layers. Of a graph neighbours may have been merged for the plan, the loss among them; then
+several layers of the network are one of the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import fx, nn
+
+from ...errors import BadInput
+from ...problem import Chain
+from .loaded import LoadedModel
+from .network import LOSS, LOSS_NAME, LayerCode
+
+
+def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
+    """Return ``model`` with the layers of ``chain``; BadInput when it has others."""
+    if not model.chain:
+        from .traced import grouped
+
+        return grouped(model, _merged(model, chain))
+    count = len(model.layers) - 1
+    if chain.edges is not None:
+        raise BadInput(
+            f"model: is a chain of {count} layers; the plan's profile {chain.name} is a graph with skip "
+            "connections, of a model that isn't a list of layers"
+        )
+    if len(chain) != count + 1 or chain.layers[-1].weight_bytes:
+        raise BadInput(
+            f"model: has {count} layers; the plan's profile {chain.name} has {len(chain)}, and should have "
+            f"{count + 1}, of which the last is the {LOSS_NAME}"
+        )
+    return model
+
+
+def _merged(model: LoadedModel, chain: Chain) -> list[Sequence[LayerCode]]:
+    """Return the codes of a graph in groups, one for each layer of ``chain``, by their names."""
+    codes = [code for layer in model.layers for code in layer.codes]
+    groups: list[Sequence[LayerCode]] = []
+    position = 0
+    for index, layer in enumerate(chain.layers):
+        following = chain.layers[index + 1].name if index + 1 < len(chain) else None
+        ends = range(position + 1, len(codes) + 1)
+        stop = next((end for end in ends if _is(codes, position, end, layer.name, following)), 0)
+        if not stop:
+            there = f"has {codes[position].name!r}" if position < len(codes) else "has no more layers"
+            raise BadInput(f"model: {there} where the plan's profile {chain.name} has layer {index}, {layer.name!r}")
+        groups.append(codes[position:stop])
+        position = stop
+    if position < len(codes):
+        raise BadInput(
+            f"model: has {codes[position].name!r} behind the {len(chain)} layers that the plan's profile "
+            f"{chain.name} has"
+        )
+    return groups
+
+
+def _is(codes: Sequence[LayerCode], start: int, stop: int, name: str, following: str | None) -> bool:
+    """Whether ``name`` is that of ``codes[start:stop]`` as one layer, and ``following`` of what comes behind them.
+
+    Merged layers are called by the first and the last of them, which may have been merged themselves.
+    """
+    first, last = codes[start].name, codes[stop - 1].name
+    if stop - start > 1 and not (name.startswith(f"{first}..") and name.endswith(f"..{last}")):
+        return False
+    if stop - start == 1 and name != first:
+        return False
+    if following is None or stop == len(codes):
+        return following is None and stop == len(codes)
+    return following == codes[stop].name or following.startswith(f"{codes[stop].name}..")
+
+
+def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
+    """Raise BadInput, naming the first difference, unless ``model``, fitted to ``chain``, has its sizes.
+
+    Compared are the layers' parameters, the sizes of values and who reads them. ``cuts`` are the layers at which stages
+    begin; what crosses there must carry gradients.
+    """
+    entering = sum(model.specs[value].nbytes for value in range(model.inputs))
+    if entering != chain.input_bytes:
+        raise BadInput(
+            f"model: its example input has {entering} bytes; the plan's profile says {chain.input_bytes} for "
+            f"microbatches of {chain.microbatch}"
+        )
+    for index, (layer, profiled) in enumerate(zip(model.layers, chain.layers, strict=True)):
+        where = f"model: layer {index} ({profiled.name})"
+        if layer.weight_bytes != profiled.weight_bytes:
+            raise BadInput(
+                f"{where} has {layer.weight_bytes} bytes of parameters; the plan's profile says {profiled.weight_bytes}"
+            )
+        made = [model.specs[value] for value in layer.codes[0].makes if value != LOSS]
+        size = sum(spec.nbytes for spec in made)
+        if len(layer.codes) == 1 and made and size != profiled.output_bytes:
+            raise BadInput(
+                f"{where} puts out {size} bytes, {' and '.join(map(str, made))}; the plan's profile says "
+                f"{profiled.output_bytes}"
+            )
+    _check_edges(model, chain)
+    for position in cuts:
+        cut = model.cut(position)
+        if not cut.trained:
+            crossing = " and ".join(map(str, cut.specs))
+            raise BadInput(f"model: {crossing} crosses the cut before layer {position} and carries no gradient")
+
+
+def _check_edges(model: LoadedModel, chain: Chain) -> None:
+    if chain.edges is None:  # a chain, or merged at the cuts that one tensor crosses
+        return
+    maker = {v: i for i, layer in enumerate(model.layers) for code in layer.codes for v in code.makes}
+    for index, layer in enumerate(model.layers):
+        reads = {maker[v] for code in layer.codes for v in code.reads if v in maker} - {index}
+        planned = {i for i, j in chain.edges if j == index}
+        if reads != planned:
+            raise BadInput(
+                f"model: layer {index} ({chain.layers[index].name}) reads {_listed(reads)}; the plan's profile says "
+                f"{_listed(planned)}"
+            )
+
+
+def _listed(layers: set[int]) -> str:
+    return f"layers {', '.join(map(str, sorted(layers)))}" if layers else "no layer"
+
+
+def check_buffers(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
+    """Raise BadInput where stages would each change a buffer that the model has once, as batch norm's statistics."""
+    stage_of: dict[int, int] = {}
+    for stage, (start, stop) in enumerate(pairwise([0, *cuts, len(model.layers)])):
+        for index in range(start, stop):
+            for code in model.layers[index].codes:
+                for key in _changed_buffers(code.module):
+                    if stage_of.setdefault(key, stage) != stage:
+                        raise BadInput(
+                            f"model: layer {index} ({chain.layers[index].name}) and one in stage {stage_of[key]} "
+                            "change the same buffer; a plan with both in one stage can be run"
+                        )
+
+
+def _changed_buffers(module: nn.Module) -> set[int]:
+    """Return the storages of the buffers that a traced layer changes; of other layers nobody knows them."""
+    if not isinstance(module, fx.GraphModule):
+        return set()
+    from .traced import changed_buffers
+
+    return changed_buffers(module)

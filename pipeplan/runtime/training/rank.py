@@ -1,0 +1,44 @@
+"""Who is a rank: what does it play in a run, on which device, with which model?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...plan import Stage
+from ..lowering.lowered_run import Script
+from ..model.loaded import LoadedModel, ModelLayer
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Rank ``number`` of a ``lowered`` run, on ``device``; the stages of ``model`` that it runs share nothing."""
+
+    lowered: Script
+    number: int
+    device: torch.device
+    model: LoadedModel
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that it runs, in chain order."""
+        return self.lowered.stages_of(self.number)
+
+    @property
+    def first_of(self) -> list[int]:
+        """The stages whose first replica it is: those that it answers for."""
+        return [s for s in self.stages if self.lowered.ranks_of(s)[0] == self.number]
+
+    def stage(self, s: int) -> Stage:
+        """Return stage ``s`` of the plan."""
+        return self.lowered.plan.allocation.stages[s]
+
+    def layers(self, s: int) -> tuple[ModelLayer, ...]:
+        """Return the layers of stage ``s``."""
+        return self.model.of(self.stage(s))
+
+    def modules(self, s: int) -> list[nn.Module]:
+        """Return the modules of stage ``s``."""
+        return self.model.modules(self.stage(s))
