@@ -179,7 +179,7 @@ class LoweredRun:
 def lower_run(
     plan: Plan, steps: int, *, every: int | None = None, first: Position = FROM_THE_START, evaluates: bool = False
 ) -> LoweredRun:
-    """Return what a run does of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
+    """Return the lowered run of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
 
     With ``every`` a checkpoint is written after each update whose number it divides, and after the last; the pipeline
     drains before it. BadInput says what cannot be run, or not yet. The simulation proves that the order doesn't
