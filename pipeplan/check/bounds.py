@@ -1,4 +1,4 @@
-"""Lower bounds on the period that hold for every plan of class ``any``, however layers are placed and scheduled.
+"""How short can a period be at all? Lower bounds for every plan, however its layers are placed and scheduled.
 
 Bounds of narrower classes come from exact algorithms (``contiguous`` is its own bound); the planner assembles them.
 """

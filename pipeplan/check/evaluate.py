@@ -1,4 +1,4 @@
-"""What a plan achieves, recomputed from its stages and starts alone: period, makespan, memory per device, gaps."""
+"""How good is a plan? Period, makespan and memory per device, recomputed from its stages and starts alone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
     if find_steady is not None:
         steady = find_steady(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
         timeline, period = steady.timeline, steady.period_ns
-        uses = run_uses(timeline, platform) if steady.settled else _admitted_uses(steady, platform)
+        uses = run_uses(timeline, platform) if steady.repeats else _admitted_uses(steady, platform)
     else:
         count = schedule.microbatches or 1
         timeline = simulate(program_of_kind(graph, schedule, None, count))

@@ -1,4 +1,4 @@
-"""The one judge of plans: every broken rule as a sentence that names the operation, the resource and the numbers.
+"""Is a plan right? The one judge: a sentence for each broken rule, with the operation, the resource and the numbers.
 
 It rebuilds everything from the chain, the platform and the starts, trusts no reported figure, needs no tolerance (all
 times are integers), and imports no scheduler. A plan without a pattern, whose GPUs decide as they go, is judged through

@@ -175,9 +175,9 @@ def command(
         options = in_epochs(options, loaded, spec, epochs, epoch_length)
     if dry_run:
         from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
-        from ..runtime.lowering.lowered_run import prepare
+        from ..runtime.lowering.lowered_run import lower_run
 
-        lowered = prepare(loaded, options.steps, every=options.every, evaluates=options.evaluates)
+        lowered = lower_run(loaded, options.steps, every=options.every, evaluates=options.evaluates)
         arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
         lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments)
         print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)

@@ -16,23 +16,20 @@ from .stage_graph import StageGraph
 def lifetimes(graph: StageGraph, period: int) -> list[int]:
     """Return for each operation on the way to the loss the least time (ns) from its start to the end of its partner.
 
-    Its partner is the operation on the way back over the same stage or cut, as far from the path's other end. One entry
-    for each of the first half of ``graph.operations``. Every stage and cut is taken as its own resource, which only
+    One entry for each of ``graph.round_trips``. Every stage and cut is taken as its own resource, which only
     relaxes the rules, and then the walk of 1F1B* from the loss back to the first layer is optimal for all at once
     (MadPipe section 4.1, Proposition 1; ALGORITHMS section 4 for replicas). ``period`` must not be below
     ``graph.period_floor_ns``. Linear in the operations.
     """
-    half = len(graph.operations) // 2
-    least, delay = [0] * half, 0
-    for i in reversed(range(half)):
-        there, back = graph.operations[i], graph.operations[-1 - i]
+    least, delay = list[int](), 0
+    for there, back in reversed(graph.round_trips):
         work = there.duration_ns + back.duration_ns
         if there.resource == back.resource:
             delay = extend(delay, work, period * graph.resources[there.resource].replicas)
         else:  # the two directions of a full-duplex link don't exclude each other
             delay += work
-        least[i] = delay
-    return least
+        least.append(delay)
+    return least[::-1]
 
 
 def group_counts(graph: StageGraph, period: int) -> tuple[list[int], int]:
@@ -40,7 +37,7 @@ def group_counts(graph: StageGraph, period: int) -> tuple[list[int], int]:
     and the least time (ns) from a microbatch's first operation to its last; both by :func:`lifetimes`."""
     least = lifetimes(graph, period)
     counts = [1] * len(graph.stages)
-    for operation, life in zip(graph.operations, least, strict=False):
+    for (operation, _), life in zip(graph.round_trips, least, strict=True):
         if operation.kind == "F":
             counts[operation.stage] = max(1, ceil_div(life, period * graph.resources[operation.resource].replicas))
     return counts, least[0]

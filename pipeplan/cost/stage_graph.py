@@ -101,6 +101,13 @@ class StageGraph:
         return {(op.kind, op.stage): i for i, op in enumerate(self.operations)}
 
     @cached_property
+    def round_trips(self) -> tuple[tuple[Operation, Operation], ...]:
+        """Each operation on the way to the loss, in order, with its partner, the one that comes back over the same
+        stage or cut. The path is a palindrome, so operation i's partner is the i-th from its end."""
+        half = len(self.operations) // 2
+        return tuple(zip(self.operations[:half], reversed(self.operations[half:]), strict=True))
+
+    @cached_property
     def on_resource(self) -> tuple[tuple[int, ...], ...]:
         """Path indices of the operations of each resource."""
         lists: list[list[int]] = [[] for _ in self.resources]

@@ -114,7 +114,7 @@ class _Run:
 
     def _simulate(self, microbatches: int, limit: int, slower: int) -> None:
         graph, peak, left, done = self.graph, self._activations, self.left, self.done
-        length, half, last = len(graph.operations), len(graph.operations) // 2, len(graph.stages) - 1
+        length, half, last = len(graph.operations), len(graph.round_trips), len(graph.stages) - 1
         free, bytes_held = [0] * len(peak), [0] * len(peak)
         held = [[0] * len(most) for most in self.most]
         inline: list[list[tuple[int, bool, int, int]]] = [[] for _ in free]  # (arrival, ahead, microbatch, position)

@@ -132,7 +132,7 @@ class Simulation:
                 "batch": timeline.program.batch,
                 "limit": timeline.program.limit,
                 "steady_period_ns": steady.period_ns,
-                "settled": steady.settled,
+                "settled": steady.repeats,
                 "versions": self.versions(vertical_sync=False),
                 "versions_with_vertical_sync": self.versions(vertical_sync=True),
             }

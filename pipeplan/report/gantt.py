@@ -102,7 +102,7 @@ def plan_window(plan: Plan) -> Window:
             if bar.start_ns < end and bar.end_ns > begin
         )
         shifted.append(replace(row, bars=bars))
-    what = "cycle" if count == steady.cycle and steady.settled else "part"
+    what = "cycle" if count == steady.cycle and steady.repeats else "part"
     many = f"{count} mini-batch{'es' if count > 1 else ''} of {batch}"
     title = f"one {what} of {schedule.kind}, {many} in {format_ns(end - begin)}"
     return Window(shifted, 0, end - begin, title)

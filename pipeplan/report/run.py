@@ -22,12 +22,12 @@ _EXCHANGES = {
 }
 
 if TYPE_CHECKING:
-    from ..runtime.lowering.lowered_run import Script
+    from ..runtime.lowering.lowered_run import LoweredRun
     from ..runtime.measure.progress import StepProgress
     from ..runtime.measure.report import RunReport
 
 
-def print_dry_run(lowered: Script, torchrun: str, slurm: str, programs: Sequence[str], as_json: bool) -> None:
+def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequence[str], as_json: bool) -> None:
     """Print what a run would do: the lines that start it, and what every rank would."""
     if as_json:
         print(json.dumps({"torchrun": torchrun, "slurm": slurm, "programs": programs}, indent=1))

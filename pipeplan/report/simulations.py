@@ -58,7 +58,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     steady = simulation.steady
     planned = f", {format_ns(plan.pattern.period_ns)} planned" if simulation.own and plan.pattern else ""
     if steady is not None:
-        where = "in the steady state" if steady.settled else "on average of a long run, which finds no steady state"
+        where = "in the steady state" if steady.repeats else "on average of a long run, which finds no steady state"
         out.print(f"period   {format_ns(steady.period_ns)} {where}")
     elif reached is None:
         out.print("period   too few microbatches for a steady state")

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..errors import BadInput
 from ..plan import Plan
-from .lowering.lowered_run import FROM_THE_START, Script, prepare
+from .lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from .model.spec import ModelSpec
 from .options import RunOptions
 from .torch_engine import refuse_for_torch
@@ -65,23 +65,23 @@ class Job:
         """Where checkpoints are written; an evaluation writes none."""
         return None if self.options.evaluates else self.options.checkpoint
 
-    def script(self) -> Script:
+    def lowered(self) -> LoweredRun:
         """Return what the ranks will do; BadInput for what cannot be run."""
         options = self.options
         first = FROM_THE_START if self.resume is None else self.resume.position
         steps = options.steps + first.step if options.evaluates else options.steps
         # a checkpoint at the end alone is a segment as long as the run
         every = None if self.folder is None else options.every or steps
-        script = prepare(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
+        lowered = lower_run(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
         self._check()
         if options.engine == "torch":
-            refuse_for_torch(script)
-        return script
+            refuse_for_torch(lowered)
+        return lowered
 
-    def timeout_s(self, script: Script) -> float:
+    def timeout_s(self, lowered: LoweredRun) -> float:
         """Return how long a rank waits for another one."""
         asked = self.options.timeout_s
-        return max(LEAST_TIMEOUT_S, PATIENCE * script.graph.path_ns / 1e9) if asked is None else asked
+        return max(LEAST_TIMEOUT_S, PATIENCE * lowered.graph.path_ns / 1e9) if asked is None else asked
 
     def _check(self) -> None:
         """Raise BadInput for options that don't go with the plan, or that would do nothing."""

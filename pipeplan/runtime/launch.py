@@ -28,7 +28,7 @@ from .failure import Failure, failure_of, root_cause, told
 from .job import Job, job_of
 from .launcher import Launcher
 from .lowering.instructions import sentence
-from .lowering.lowered_run import Script
+from .lowering.lowered_run import LoweredRun
 from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
 from .model.spec import ModelSpec
@@ -62,11 +62,11 @@ def run_plan(
     for attempt in range(options.max_restarts + 1):
         if options.resume or attempt:
             job = replace(job, resume=_found(job))
-        script = job.script()
+        lowered = job.lowered()
         try:
             if all(name in os.environ for name in TORCHRUN):
-                return _run_under_torchrun(job, script, listener)
-            return _run_here(job, script, listener)
+                return _run_under_torchrun(job, lowered, listener)
+            return _run_here(job, lowered, listener)
         except RunFailed:
             if attempt == options.max_restarts:
                 raise
@@ -87,7 +87,7 @@ def _found(job: Job) -> Checkpoint | None:
 # --- processes of our own -------------------------------------------------------------------------------------------
 
 
-def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport:
+def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
     context: Any
     if kind_of(job.options.device, job.plan.chain.device) == "cuda":
@@ -96,30 +96,30 @@ def _run_here(job: Job, script: Script, listener: Callable[[StepProgress], None]
         # what takes seconds to import is imported once, in a server from which the ranks are forked
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
-    progress = context.RawArray("q", [-1] * len(script.devices))  # the instruction that each rank is at
+    progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
     begun = SharedStop(context)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    asked = _asked(job, lambda: begun.stop(script.first.step))
+    asked = _asked(job, lambda: begun.stop(lowered.first.step))
     with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, asked:
         try:
             with _uninterrupted():
-                for rank in range(len(script.devices)):
+                for rank in range(len(lowered.devices)):
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(
                         target=_rank_main,
-                        args=(job, rank, len(script.devices), f"{folder}/store", progress, begun, theirs),
+                        args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs),
                         name=f"pipeplan rank {rank}",
                     )
                     process.start()
                     theirs.close()
                     processes.append(process)
                     pipes.append(ours)
-            report = _outcome(script, processes, pipes, progress, _hearing(script, listener))
+            report = _outcome(lowered, processes, pipes, progress, _hearing(lowered, listener))
         finally:
             _stop(processes)
-    if report.steps < script.steps:
-        raise _stopped(job, script.first.step + report.steps)
+    if report.steps < lowered.steps:
+        raise _stopped(job, lowered.first.step + report.steps)
     return report
 
 
@@ -173,15 +173,15 @@ def _asked(job: Job, stop: Callable[..., None], once: bool = True) -> Iterator[N
             signal.signal(number, handler)
 
 
-def _hearing(script: Script, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:
+def _hearing(lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:
     if listener is None:
         return lambda _: None
-    replicas = script.plan.allocation.stages[-1].replicas
-    return Progress(listener, replicas, script.last.step, script.interval, script.plan.chain.microbatch).hear
+    replicas = lowered.plan.allocation.stages[-1].replicas
+    return Progress(listener, replicas, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch).hear
 
 
 def _outcome(
-    script: Script,
+    lowered: LoweredRun,
     processes: Sequence[BaseProcess],
     pipes: Sequence[Connection],
     progress: Sequence[int],
@@ -191,7 +191,7 @@ def _outcome(
 
     def place(rank: int) -> str:
         index = progress[rank]
-        return f" in {sentence(script.instructions[rank][index])}" if index >= 0 else " before its first operation"
+        return f" in {sentence(lowered.instructions[rank][index])}" if index >= 0 else " before its first operation"
 
     failures: list[Failure] = []
     report: RunReport | None = None
@@ -299,14 +299,16 @@ def _follow_parent() -> None:
 # --- torchrun -------------------------------------------------------------------------------------------------------
 
 
-def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgress], None] | None) -> RunReport | None:
+def _run_under_torchrun(
+    job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None
+) -> RunReport | None:
     """Be the rank that the environment names. The first failure is told to all through the store.
 
     The last stage's first replica tells of the progress, as far as it sees it itself.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world != len(script.devices):
-        raise BadInput(f"the plan uses {len(script.devices)} devices; torchrun started {world} processes")
+    if world != len(lowered.devices):
+        raise BadInput(f"the plan uses {len(lowered.devices)} devices; torchrun started {world} processes")
     stores: list[Any] = []
     stops: list[StoreStop] = []
 
@@ -315,7 +317,7 @@ def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgre
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         stores.append(dist.PrefixStore(f"pipeplan/{restart}", store))  # type: ignore[attr-defined]  # as above
         if job.folder is not None:
-            stops.append(StoreStop(stores[0], rank, world, script.first.step, job.timeout_s(script)))
+            stops.append(StoreStop(stores[0], rank, world, lowered.first.step, job.timeout_s(lowered)))
         return stores[0]
 
     def ask() -> None:
@@ -327,8 +329,8 @@ def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgre
         return all(stop.may_begin(minibatch) for stop in stops)
 
     done = Launcher(open_store).done
-    if listener is not None and rank == script.ranks_of(len(script.plan.allocation.stages) - 1)[0]:
-        done = Progress(listener, 1, script.last.step, script.interval, script.plan.chain.microbatch).hear
+    if listener is not None and rank == lowered.ranks_of(len(lowered.plan.allocation.stages) - 1)[0]:
+        done = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch).hear
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     launcher = Launcher(open_store, done=done, may_begin=may_begin, local_rank=local_rank)
     try:
@@ -346,6 +348,6 @@ def _run_under_torchrun(job: Job, script: Script, listener: Callable[[StepProgre
         for stop in stops:
             stop.close()
     for stop in stops:
-        if stop.limit < script.last.step:
+        if stop.limit < lowered.last.step:
             raise _stopped(job, stop.limit)
     return report

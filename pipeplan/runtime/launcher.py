@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .lowering.instructions import Instruction
-from .lowering.lowered_run import Script
+from .lowering.lowered_run import LoweredRun
 from .measure.progress import StepDone
 
 
@@ -39,9 +39,9 @@ class Launcher:
 class Gate:
     """Lets instructions through until the launcher refuses a mini-batch."""
 
-    def __init__(self, script: Script, may_begin: Callable[[int], bool]) -> None:
-        self._script, self._may_begin = script, may_begin
-        self._begun = script.first.step - 1
+    def __init__(self, lowered: LoweredRun, may_begin: Callable[[int], bool]) -> None:
+        self._script, self._may_begin = lowered, may_begin
+        self._begun = lowered.first.step - 1
         self.refused: int | None = None
 
     def allows(self, instruction: Instruction) -> bool:

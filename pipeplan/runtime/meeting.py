@@ -24,7 +24,7 @@ from .exchange.transport import exchanging
 from .job import Job
 from .launcher import Launcher
 from .lowering.instructions import Edge
-from .lowering.lowered_run import Script
+from .lowering.lowered_run import LoweredRun
 from .measure.recorder import Recorder, recorder_of
 from .model.network import TensorSpec
 from .training.rank import Rank
@@ -77,7 +77,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     return Meeting(links, groups, tied_groups, specs, recorder, transfer_ns)
 
 
-def by_threads(job: Job, lowered: Script) -> bool:
+def by_threads(job: Job, lowered: LoweredRun) -> bool:
     """Whether threads send and receive, so that messages can come in any order, or late."""
     return lowered.limit is not None or bool(job.options.link_delay_ns)
 

@@ -10,7 +10,7 @@ from ..check.validate import check
 from ..errors import BadInput
 from ..plan import Plan
 from .device import Choice as DeviceChoice
-from .lowering.lowered_run import message_driven_plan, prepare
+from .lowering.lowered_run import lower_run, message_driven_plan
 from .model.spec import ModelSpec, data_of
 from .training.half import AS_PROFILED, HalfOptions
 from .training.optimizers import Choice, optimizer_maker, schedule_maker
@@ -121,7 +121,7 @@ def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, le
 
     ``length`` is the number of microbatches in an epoch, by default the length of the data.
     """
-    interval = prepare(plan, 1).interval
+    interval = lower_run(plan, 1).interval
     epoch = (_epoch_length(plan, model) if length is None else length) // interval * interval
     if not epoch:
         raise BadInput(f"--epochs: the data has fewer than the {interval} microbatches of one update")

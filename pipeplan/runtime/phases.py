@@ -29,7 +29,7 @@ from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
 from .launcher import Gate, Launcher
-from .lowering.lowered_run import Script
+from .lowering.lowered_run import LoweredRun
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
 from .measure.times import RankMeasurement
@@ -66,7 +66,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
 
     Nobody waits yet, so what is wrong with a model shows first. BadInput when it isn't what the plan is for.
     """
-    plan, options, lowered = job.plan, job.options, job.script()
+    plan, options, lowered = job.plan, job.options, job.lowered()
     device = own_device(kind_of(options.device, plan.chain.device), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     model = load_model(job.model, plan.chain.microbatch, options.seed, device)
@@ -96,7 +96,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     return rank, ties, masters
 
 
-def _refuse_traced(job: Job, lowered: Script) -> None:
+def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
     """Raise BadInput with one sentence for what cannot be done with a traced model."""
     what = {
         "evaluated, as its trace is that of its training": job.options.evaluates,

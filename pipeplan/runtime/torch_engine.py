@@ -17,33 +17,33 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from ..errors import BadInput, RunFailed
 from .exchange.links import Links
 from .exchange.transport import PeerLost
-from .lowering.lowered_run import Script
+from .lowering.lowered_run import LoweredRun
 from .measure.recorder import Recorder, Times
 from .model.network import TensorSpec
 from .training.rank import Rank
 from .training.stage import StageModule
 
 
-def refuse_for_torch(script: Script) -> None:
+def refuse_for_torch(lowered: LoweredRun) -> None:
     """Raise BadInput with one sentence for what torch's runtime doesn't do."""
-    stages = script.plan.allocation.stages
-    if not script.drains:
-        raise BadInput(f"plan: torch's engine drains before every update; weights are {script.plan.policy.weights!r}")
-    if script.by_arrival:
+    stages = lowered.plan.allocation.stages
+    if not lowered.drains:
+        raise BadInput(f"plan: torch's engine drains before every update; weights are {lowered.plan.policy.weights!r}")
+    if lowered.by_arrival:
         raise BadInput("plan: torch's engine runs a fixed order; message-driven devices decide as messages come")
-    if script.plan.policy.precision == "mixed":
+    if lowered.plan.policy.precision == "mixed":
         raise BadInput("plan: torch's engine runs in fp32; the precision is mixed")
-    if script.evaluates:
+    if lowered.evaluates:
         raise BadInput("run: torch's engine trains; evaluate with our own")
-    if script.tied:
-        names = " and ".join(map(str, script.tied[0]))
+    if lowered.tied:
+        names = " and ".join(map(str, lowered.tied[0]))
         raise BadInput(f"plan: stages {names} share weights, whose gradients torch's engine doesn't sum")
     for s, stage in enumerate(stages):
         if stage.replicas > 1:
             raise BadInput(f"plan: stage {s} has {stage.replicas} replicas; torch's engine runs every stage once")
         if stage.checkpoint:
             raise BadInput(f"plan: stage {s} recomputes layers; torch's engine keeps all activations")
-    if stages[-1].start == len(script.plan.chain) - 1:
+    if stages[-1].start == len(lowered.plan.chain) - 1:
         raise BadInput("plan: the last stage is the loss alone, which torch's engine cannot run")
 
 
@@ -112,14 +112,14 @@ def _example(spec: TensorSpec, gradient: bool, device: torch.device) -> Tensor:
     return torch.zeros(spec.shape, dtype=spec.dtype, requires_grad=gradient, device=device)
 
 
-def _actions(script: Script) -> dict[int, list[_Action | None]]:
+def _actions(lowered: LoweredRun) -> dict[int, list[_Action | None]]:
     """Return one mini-batch as torch writes it: every rank's forwards and backwards in the plan's order."""
     kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
     actions: dict[int, list[_Action | None]] = {}
-    for lane in script.program.lanes:
+    for lane in lowered.program.lanes:
         if lane.device is not None:
-            works = [(script.program.operations[step.position], step.microbatch) for step in lane.steps]
-            actions[script.devices.index(lane.device)] = [
+            works = [(lowered.program.operations[step.position], step.microbatch) for step in lane.steps]
+            actions[lowered.devices.index(lane.device)] = [
                 _Action(work.stage, kinds[work.kind], microbatch) for work, microbatch in works
             ]
     return actions

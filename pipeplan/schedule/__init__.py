@@ -1,1 +1,1 @@
-"""Schedulers: when each operation of a stage graph runs."""
+"""What runs when? Programs, their simulation, and what both say of memory and weights."""

@@ -1,4 +1,8 @@
-"""Deadlock: proof that lowered programs run through with blocking exchanges, or the cycle that stops them."""
+"""Can the processes of a plan wait for each other for ever? A proof that they cannot, or the cycle of those that do.
+
+Every process is given its own list of passes, sends and receives. When a send waits for its receive and each process
+does one thing after the other, two lists in unfortunate orders stop for good.
+"""
 
 from __future__ import annotations
 

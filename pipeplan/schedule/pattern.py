@@ -1,4 +1,9 @@
-"""What a periodic pattern holds: microbatches in flight, and the memory of each device in the steady state."""
+"""What does a periodic pattern hold? Microbatches in flight, and the memory of each device in the steady state.
+
+A pattern says when each operation runs on microbatch 0; on microbatch m it runs m periods later, without end. A
+microbatch is in flight at a stage, which keeps its activations, from the start of its forward to the end of its
+backward there.
+"""
 
 from __future__ import annotations
 

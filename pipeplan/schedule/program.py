@@ -1,4 +1,4 @@
-"""Program: what each device and link does, in order; what unrolling a pattern or any other schedule gives.
+"""What does each device and link do, in which order? The Program, to which every kind of schedule comes down.
 
 Simulator and runtime know programs only. A lane is the work of one device or one link: in a fixed order, or decided
 while the program runs by the lane's rule. That is all that a program says; times come from the simulator or from the
@@ -160,7 +160,7 @@ def first_come(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
 def operations_of(graph: StageGraph, batch: int = 1, split: bool = False) -> tuple[Work, ...]:
     """Return the operations of a program on ``graph``; times of what covers a batch are the sum over it."""
     works = []
-    half = len(graph.operations) // 2
+    half = len(graph.round_trips)
     for position, op in enumerate(graph.operations):
         covers = batch if position >= half else 1
         duration = op.duration_ns

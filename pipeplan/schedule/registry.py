@@ -1,4 +1,4 @@
-"""Which schedules can a plan be simulated under, also without being made for them?"""
+"""Which schedules can a plan be simulated under, by name, whether or not it was made for them?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Jitter: random durations around the planned ones, to see which schedules stand unsteady machines."""
+"""When does each step of a program run, if all start as soon as they can?
+
+By the planned durations, or by others: those that were measured, or random ones around the planned (jitter), to see
+which schedules stand unsteady machines.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +99,7 @@ class _Run:
         microbatches' forwards set off.
         """
         program, graph, length, batch = self.program, self.program.graph, self.length, self.program.batch
-        path, half, count = len(graph.operations), len(graph.operations) // 2, program.microbatches
+        path, half, count = len(graph.operations), len(graph.round_trips), program.microbatches
         self.after: list[list[tuple[int, int | None]]] = [[] for _ in range(length)]
         self.joins = half if batch > 1 else -1
         needed = [0] * length  # predecessors of every microbatch's step

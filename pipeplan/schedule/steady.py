@@ -1,4 +1,8 @@
-"""The steady state of nF1B: when does a run repeat itself?"""
+"""When does a run of nF1B repeat itself? Its steady state, by which plans are judged.
+
+nF1B has no pattern: its devices decide as they go. But their times are whole numbers, so that after some mini-batches
+the pipeline is mostly in a state in which it was before.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,18 @@ MOST_STEPS = 40_000  # that are simulated to find a steady state
 MOST_CYCLE = 64  # mini-batches after which a steady state is looked for to repeat
 
 
-# --- the steady state of nF1B ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SteadyRun:
     """An nF1B run from the empty pipeline into its steady state, in which ``cycle`` mini-batches take ``cycle_ns``.
 
-    It is ``settled`` when the state of the pipeline has come again: from then on the run repeats itself, so its peaks
+    It ``repeats`` when the state of the pipeline has come again: from then on the run goes on as before, so its peaks
     are those of any longer run. Otherwise the cycle is the mean of its second half.
     """
 
     timeline: Timeline
     cycle: int
     cycle_ns: int
-    settled: bool
+    repeats: bool
 
     @property
     def period_ns(self) -> int:
@@ -47,7 +48,7 @@ def steady_nf1b(graph: StageGraph, batch: int, limit: int) -> SteadyRun:
     :data:`MOST_STEPS` steps: stages that are nearly, but not quite, as slow as the slowest fill up to the limit over
     so many mini-batches that no steady state shows before.
     """
-    steps = batch * (len(graph.operations) // 2) + len(graph.operations) // 2
+    steps = (batch + 1) * len(graph.round_trips)
     most = max(4 * limit + 4, MOST_STEPS // steps)
     count = min(most, max(4 * limit, 2 * limit + 8))
     while True:

@@ -26,7 +26,7 @@ from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update, sentence
-from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
@@ -192,7 +192,7 @@ def emulated(plan, name, script, lr=LR, seed=0):
 def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     name, stages, batch, limit, vertical_sync = RUNS[case]
     plan = nf1b_plan(chain_of(MODELS[name][0], 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
-    script = prepare(plan, STEPS)
+    script = lower_run(plan, STEPS)
     losses, weights = emulated(plan, name, script)
     report = run_plan(plan, spec(name), RunOptions(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
     exact = name == "images"  # in double precision
@@ -225,7 +225,7 @@ def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
         optimizer="momentum",
         vertical_sync=vertical_sync,
     )
-    script = prepare(plan, STEPS)
+    script = lower_run(plan, STEPS)
     losses, weights = emulated(plan, "images", script)
     report = run_plan(plan, spec("images"), RunOptions(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10)
@@ -240,7 +240,7 @@ def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
 @pytest.mark.parametrize(("stages", "batch", "limit"), [(TWO, 2, 2), (THREE, 4, 3), (THREE, 1, 6), (THREE, 2, 9)])
 def test_versions_are_those_of_the_simulated_schedule(stages, batch, limit, vertical_sync):
     plan = nf1b_plan(chain_of(images, 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
-    script = prepare(plan, 12)
+    script = lower_run(plan, 12)
     passes = used(script.timeline, weight_policy(plan.policy), batch)
     expected = {use.step: use.version for uses in passes for use in uses}
     seen = set()
@@ -260,7 +260,7 @@ def test_versions_are_those_of_the_simulated_schedule(stages, batch, limit, vert
 
 
 def test_one_backward_of_several_microbatches_is_told_as_such():
-    script = prepare(nf1b_plan(chain_of(images, 4), TWO, 2), 3)
+    script = lower_run(nf1b_plan(chain_of(images, 4), TWO, 2), 3)
     lines = program_lines(script)
     assert "1F0v0" in lines[1]
     assert "1B0-1v0 1f3<0 1b0-1>0 1U1" in lines[1]  # the stage before waits for the gradient, nobody for the update

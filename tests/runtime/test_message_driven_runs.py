@@ -34,7 +34,7 @@ from pipeplan.runtime.exchange.threaded import Message
 from pipeplan.runtime.executor import RankWork, execute
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run, message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.schedule.message_driven import next_message
@@ -100,7 +100,7 @@ def test_any_grid_equals_training_in_one_process(shape, tmp_path):
     assert report.losses == pytest.approx(losses, abs=1e-6)
     assert largest_difference(torch.load(saved), state) <= 1e-6
     order = [(t.activity, t.microbatch) for t in report.times[0] if t.activity in "FB" and t.stage == 0]
-    limit = prepare(plan, 1).limit
+    limit = lower_run(plan, 1).limit
     held = most = 0
     for activity, _ in order:
         held += 1 if activity == "F" else -1
@@ -140,7 +140,7 @@ def test_a_rank_holds_what_the_limit_allows(limit, forced):
     """With one at a time, or two on two stages, the order leaves no choice of what is held."""
     plan = driven([(0, 2, (0,)), (2, 6, (1,))], 6, limit)
     report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=2, lr=0.01))
-    graph = prepare(plan, 1).graph
+    graph = lower_run(plan, 1).graph
     for found, stage in zip(report.activations, graph.stages, strict=True):
         assert 0 < found.measured_bytes <= limit * stage.saved_bytes
         if forced:
@@ -154,11 +154,11 @@ def test_a_batch_must_fill_the_grid():
     with pytest.raises(
         BadInput, match=r"7 microbatches cannot be shared evenly by the 2 replicas of stage 0; 6 or 8 can"
     ):
-        prepare(driven(GRID, 7), 1)
+        lower_run(driven(GRID, 7), 1)
     with pytest.raises(
         BadInput, match=r"of 1 microbatches cannot be shared evenly by the 2 replicas of stage 0; 2 can"
     ):
-        prepare(driven(GRID, 1), 1)
+        lower_run(driven(GRID, 1), 1)
 
 
 def test_only_plans_that_drain_can_be_message_driven():
@@ -205,7 +205,7 @@ class Clock:
         return self.now
 
 
-class Script:
+class LoweredRun:
     """Mail that comes at given times: (at, edge, microbatch); waiting moves the clock."""
 
     def __init__(self, clock, letters):
@@ -230,7 +230,7 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True, m
     order = arrival_order(
         instructions,
         work,
-        Script(clock, letters),
+        LoweredRun(clock, letters),
         script.rule(rank),
         limit or script.limit,
         most_held or script.most_held(rank),
@@ -259,7 +259,7 @@ def two_stages(microbatches, limit):
 
 
 def test_the_first_stage_injects_the_limit_and_then_one_for_each_that_is_through():
-    script = prepare(two_stages(4, 2), 1)
+    script = lower_run(two_stages(4, 2), 1)
     letters = [(30, ("B", 1), 0), (31, ("B", 1), 1), (70, ("B", 1), 2), (71, ("B", 1), 3)]
     done = words(script, 0, letters, {"F": 10, "B": 5})
     assert [word for _, word in done if "f" not in word] == [
@@ -270,7 +270,7 @@ def test_the_first_stage_injects_the_limit_and_then_one_for_each_that_is_through
 
 
 def test_a_stage_that_holds_all_it_may_lets_forwards_wait():
-    script = prepare(two_stages(3, 3), 1)
+    script = lower_run(two_stages(3, 3), 1)
     letters = [(30, ("B", 1), 0), (31, ("B", 1), 1), (70, ("B", 1), 2)]
     done = words(script, 0, letters, {"F": 10, "B": 5}, most_held={0: 1})
     assert [word for _, word in done if "f" not in word] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2", "0U1"]
@@ -279,15 +279,15 @@ def test_a_stage_that_holds_all_it_may_lets_forwards_wait():
 def test_a_stage_holds_what_its_devices_memory_has_room_for():
     plan = two_stages(4, 3)
     peak = evaluate(plan).devices[0].peak_bytes
-    (kept,) = {prepare(plan, 1).graph.stages[0].kept_bytes}
-    assert prepare(plan, 1).most_held(0)[0] > 3
+    (kept,) = {lower_run(plan, 1).graph.stages[0].kept_bytes}
+    assert lower_run(plan, 1).most_held(0)[0] > 3
     for spare, more in [(0, 0), (kept - 1, 0), (kept, 1)]:
         tight = replace(plan, platform=Platform.flat(2, peak + spare))
-        assert prepare(tight, 1).most_held(0) == {0: evaluate(plan).devices[0].in_flight[0] + more}
+        assert lower_run(tight, 1).most_held(0) == {0: evaluate(plan).devices[0].in_flight[0] + more}
 
 
 def test_what_arrived_first_runs_first():
-    script = prepare(two_stages(4, 3), 1)
+    script = lower_run(two_stages(4, 3), 1)
     letters = [(0, ("F", 0), 1), (1, ("F", 0), 0), (2, ("F", 0), 3), (3, ("F", 0), 2)]
     done = words(script, 1, letters, {"F": 10, "B": 20})
     assert [word for _, word in done] == [
@@ -296,13 +296,13 @@ def test_what_arrived_first_runs_first():
 
 
 def test_a_message_is_not_used_before_its_time():
-    script = prepare(two_stages(2, 2), 1)
+    script = lower_run(two_stages(2, 2), 1)
     done = words(script, 1, [(50, ("F", 0), 0), (90, ("F", 0), 1)], {"F": 10, "B": 20})
     assert [(at, word) for at, word in done if word[1] in "FB"] == [(50, "1F0"), (60, "1B0"), (90, "1F1"), (100, "1B1")]
 
 
 def test_what_a_run_may_not_begin_is_not_waited_for():
-    script = prepare(two_stages(2, 2), 3)
+    script = lower_run(two_stages(2, 2), 3)
     letters = [(10 * m, ("F", 0), m) for m in range(2)]
     done = words(script, 1, letters, {"F": 1, "B": 1}, allows=lambda x: script.minibatch(x) < 1)
     assert [word for _, word in done if "U" in word] == ["1U1"]
@@ -393,7 +393,7 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
     devices = iter(range(sum(replicas)))
     places = [tuple(next(devices) for _ in range(r)) for r in replicas]
     stages = [(2 * i, 2 * i + 2, where) for i, where in enumerate(places)]
-    script = prepare(driven(stages, 12, limit, chain=chain_of(runtime_cases.healthy, 4)), 2)
+    script = lower_run(driven(stages, 12, limit, chain=chain_of(runtime_cases.healthy, 4)), 2)
     post = Post(len(script.devices), seed=limit)
     barriers = {s: threading.Barrier(r) for s, r in enumerate(replicas)}
     ran, modules, made, errors = [[] for _ in script.devices], [], [], []
@@ -436,7 +436,7 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
 
 
 def test_the_rule_is_the_simulators():
-    script = prepare(driven(GRID, 8, 3), 1)
+    script = lower_run(driven(GRID, 8, 3), 1)
     assert script.limit == 3
     assert script.program.limit == 6  # of both pipelines
     assert script.rule(0).__qualname__ == next_message(2).__qualname__

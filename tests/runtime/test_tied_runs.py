@@ -25,7 +25,7 @@ from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.dry_run import word
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan, prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run, message_driven_plan
 from pipeplan.runtime.model.loading import (
     chain_model,
     load_model,
@@ -163,7 +163,7 @@ def test_mixed_precision_adds_up_sixteen_bits_and_keeps_copies_equal(stages, dty
 
 def test_sums_stand_behind_all_passes_and_before_the_updates_of_who_holds_a_copy(chain):
     plan = plan_of(chain, [(0, 2, (0, 1)), (2, 3, (2,)), (3, 6, (3,))], weights="flush", accumulate=2)
-    script = prepare(plan, 2)
+    script = lower_run(plan, 2)
     assert script.tied == ((0, 2),)
     for rank, instructions in enumerate(script.instructions):
         words = [word(x) for x in instructions]
@@ -185,7 +185,7 @@ def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chai
     loose = plan_of(replace(chain, tied=()), APART, weights=weights, accumulate=3)
     plan = replace(loose, chain=chain)
     with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights flush can keep"):
-        prepare(plan, 1)
+        lower_run(plan, 1)
     assert violations(plan), "nor is it a valid plan"
 
 
@@ -267,7 +267,7 @@ def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
     model = loaded(layers)
     chain = profile_of(layers, ((0, 1), (1, 2), (2, 3)))
     plan = plan_of(chain, [(0, 2, (0,)), (2, 5, (0,))], weights="flush", accumulate=1)
-    script = prepare(plan, 1)
+    script = lower_run(plan, 1)
     ties = ties_of(script, model)
     assert [tie.places for tie in ties] == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
     apart = [layer.module for layer in separated(script, 0, model).layers]

@@ -21,7 +21,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.gantt import plan_window
 from pipeplan.report.tables import print_plan
 from pipeplan.runtime.lowering.dry_run import program_lines
-from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock
 from pipeplan.schedule.gpipe import gpipe
 from pipeplan.schedule.kinds import KINDS, Kind, Limit, ProgramSchedule, kinds_for, plan_timeline
@@ -44,7 +44,7 @@ def toy(monkeypatch):
     monkeypatch.setitem(KINDS, "toy", TOY)
     layers = tuple(Layer(f"layer{i}", 10 + i, 20 + i, 1000, 100) for i in range(6))
     problem = Problem(Chain("toys", layers, 100), Platform.flat(3, 10**6, 10**9), Policy("flush", accumulate=6))
-    return make_plan(problem, "balance", schedule="toy")
+    return make_plan(problem, "balance", schedule="toy").plan
 
 
 def test_a_kind_that_is_one_row_is_planned_and_judged(toy):
@@ -71,7 +71,7 @@ def test_a_kind_that_is_one_row_is_simulated_lowered_and_shown(toy, capsys):
     assert simulate_plan(toy).own
     assert max(map(max, (use.in_flight for use in result.devices))) == 6
     assert plan_deadlock(toy) == []
-    assert "0F5v0" in program_lines(prepare(toy, 1))[0]
+    assert "0F5v0" in program_lines(lower_run(toy, 1))[0]
     assert plan_window(toy).title == "one mini-batch of 6 microbatches, toy"
     print_plan(toy)
     assert "toys        6 of them" in capsys.readouterr().out

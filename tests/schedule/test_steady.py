@@ -34,7 +34,7 @@ def test_equal_stages_hold_what_the_formula_says_at_the_period_of_one_stage(work
     backward = 2 * batch if realistic else 1
     graph = balanced(workers, batch, backward)  # a time point is N ns, the backward of a mini-batch b of them
     steady = steady_nf1b(graph, batch, UNLIMITED)
-    assert steady.settled
+    assert steady.repeats
     assert steady.cycle_ns == steady.cycle * batch * (batch + backward)
     result = evaluate_simulated(graph, Schedule("nf1b", batch, UNLIMITED), Platform.flat(workers, 10**9))
     expected = [batch + (workers - s) * (backward + 1) for s in range(1, workers + 1)]
@@ -51,7 +51,7 @@ def test_a_settled_run_goes_on_as_it_did(seed):
     plan = random_simulated_plan(rng, "nf1b")
     graph, schedule = graph_of(plan), plan.schedule
     steady = steady_nf1b(graph, schedule.microbatches, schedule.limit)
-    assert steady.settled
+    assert steady.repeats
     batch, count = schedule.microbatches, steady.timeline.program.microbatches
     longer = simulate(nf1b(graph, 3 * count, batch, schedule.limit))
     entries = [row[0] for row in longer.start_ns[::batch]]
@@ -78,7 +78,7 @@ def nearly_equal():
 def test_an_unsettled_run_is_charged_all_that_the_limit_admits():
     graph, platform = nearly_equal()
     steady = steady_nf1b(graph, 7, 8)
-    assert not steady.settled
+    assert not steady.repeats
     result = evaluate_simulated(graph, Schedule("nf1b", 7, 8), platform)
     assert [use.in_flight for use in result.devices] == [(56,)] * 7 + [(7,)]
     seen = held(steady.timeline)

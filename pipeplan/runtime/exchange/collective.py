@@ -16,7 +16,7 @@ from torch import Tensor
 from ...errors import RunFailed
 from ..device import Exchange
 from ..lowering.instructions import Edge
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .links import Group, Links
 from .transport import exchanging
@@ -38,14 +38,14 @@ def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
         raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(everybodys[0]) - 1}")
 
 
-def replica_groups(script: Script, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
+def replica_groups(lowered: LoweredRun, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
     """Return the process group of each replicated stage."""
-    groups = stage_groups(script, [(s,) for s in range(len(script.plan.allocation.stages))], exchange, timeout)
+    groups = stage_groups(lowered, [(s,) for s in range(len(lowered.plan.allocation.stages))], exchange, timeout)
     return {s: group for (s,), group in groups.items()}
 
 
 def stage_groups(
-    script: Script, sets: Iterable[tuple[int, ...]], exchange: Exchange, timeout: timedelta
+    lowered: LoweredRun, sets: Iterable[tuple[int, ...]], exchange: Exchange, timeout: timedelta
 ) -> dict[tuple[int, ...], Group]:
     """Return the process group of the ranks of each of ``sets`` of stages, if they are several.
 
@@ -56,7 +56,7 @@ def stage_groups(
     made: dict[tuple[int, ...], Group] = {}
     with exchanging("the making of groups that sum gradients"):
         for stages in sets:
-            ranks = tuple(sorted({rank for s in stages for rank in script.ranks_of(s)}))
+            ranks = tuple(sorted({rank for s in stages for rank in lowered.ranks_of(s)}))
             if len(ranks) > 1:
                 if ranks not in made:
                     made[ranks] = dist.new_group(list(ranks), timeout, backend)
@@ -64,14 +64,14 @@ def stage_groups(
     return groups
 
 
-def pipeline_group(script: Script, rank: int, timeout: timedelta) -> Group:
+def pipeline_group(lowered: LoweredRun, rank: int, timeout: timedelta) -> Group:
     """Return the process group in which ``rank`` sends and receives: its row of the grid of pipelines and replicas.
 
     Where stages have different numbers of replicas there are no separate rows, and the group is everybody's. All ranks
     make all groups, in one order, as torch wants it.
     """
-    stages = [script.ranks_of(s) for s in range(len(script.plan.allocation.stages))]
-    rows = list(zip(*stages, strict=True)) if len(set(map(len, stages))) == 1 else [range(len(script.devices))]
+    stages = [lowered.ranks_of(s) for s in range(len(lowered.plan.allocation.stages))]
+    rows = list(zip(*stages, strict=True)) if len(set(map(len, stages))) == 1 else [range(len(lowered.devices))]
     own = None
     with exchanging("the making of pipeline groups"):
         for row in rows:
@@ -95,15 +95,15 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
-def transfer_times(script: Script, rank: int, specs: Mapping[Edge, TensorSpec], links: Links) -> dict[Edge, int]:
+def transfer_times(lowered: LoweredRun, rank: int, specs: Mapping[Edge, TensorSpec], links: Links) -> dict[Edge, int]:
     """Measure how long the tensors of each cut take one way: half of the fastest ping-pong between the first replicas.
 
     The fastest, because a busy machine delays single ones at random. Cuts are measured one after the other; the
     sender of each returns its times.
     """
     found: dict[Edge, int] = {}
-    for s in range(len(script.plan.allocation.stages) - 1):
-        here, there = script.ranks_of(s)[0], script.ranks_of(s + 1)[0]
+    for s in range(len(lowered.plan.allocation.stages) - 1):
+        here, there = lowered.ranks_of(s)[0], lowered.ranks_of(s + 1)[0]
         if here == there or rank not in (here, there):
             continue
         tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype, device=links.device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
-from ..lowering.repeats import Listing, Upcoming
+from ..lowering.repeats import Repeated, Upcoming
 from ..model.network import TensorSpec
 from .transport import exchanging
 
@@ -36,7 +36,7 @@ class GlooTransport:
         self._specs = specs
         self._stages = stages
         self._ahead = ahead
-        receives = Listing.of(instructions).where(lambda x: isinstance(x, Receive))
+        receives = Repeated.of(instructions).where(lambda x: isinstance(x, Receive))
         edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
         self._coming = {edge: Upcoming(receives.where(partial(_comes_along, edge))) for edge in edges}
         self._posted: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}

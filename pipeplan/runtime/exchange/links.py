@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..device import Exchange, moved, new_stream, on_host, settle
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
 from .transport import Transport, exchanging
@@ -69,7 +69,7 @@ class Links:
 
 
 def open_links(
-    script: Script, rank: int, exchange: Exchange, device: torch.device, timeout: timedelta, backend: str = "nccl"
+    lowered: LoweredRun, rank: int, exchange: Exchange, device: torch.device, timeout: timedelta, backend: str = "nccl"
 ) -> Links:
     """Make what ``exchange`` needs; all ranks together, for all make all groups in one order, as torch wants it.
 
@@ -77,7 +77,9 @@ def open_links(
     """
     if exchange != "nccl":
         return Links(exchange, device, timeout)
-    found = {(r, x.peer) for r, orders in enumerate(script.instructions) for x in orders.kinds() if isinstance(x, Send)}
+    found = {
+        (r, x.peer) for r, orders in enumerate(lowered.instructions) for x in orders.kinds() if isinstance(x, Send)
+    }
     pairs: dict[Pair, Group] = {}
     with exchanging("the connecting of GPUs"):
         for pair in sorted(found):

@@ -1,4 +1,4 @@
-"""What a run would do, told without starting it: the commands that start it on a cluster, and every rank's program."""
+"""How is a run started on a cluster, and what would every rank do? Told without starting it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ...errors import BadInput
 from ...integers import ceil_div
 from ...problem import Platform
 from .instructions import Agree, Backward, Forward, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update
-from .lowered_run import Script
+from .lowered_run import LoweredRun
 
 PORT = 29500
 
 
-def torchrun_line(script: Script, arguments: Sequence[str]) -> str:
+def torchrun_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
     """Return the command that starts ``pipeplan`` with ``arguments`` on every node of the plan's platform."""
-    nodes, per_node = nodes_of(script.plan.platform, script.devices)
+    nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node={per_node} -m pipeplan {shlex.join(arguments)}"
     return (
@@ -25,9 +25,9 @@ def torchrun_line(script: Script, arguments: Sequence[str]) -> str:
     )
 
 
-def slurm_line(script: Script, arguments: Sequence[str]) -> str:
+def slurm_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
     """Return the line for an ``sbatch`` script that does the same: one torchrun on every node."""
-    nodes, per_node = nodes_of(script.plan.platform, script.devices)
+    nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
     first = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
     return (
         f"srun --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={per_node} torchrun --nnodes={nodes} "
@@ -52,7 +52,7 @@ def nodes_of(platform: Platform, devices: Sequence[int]) -> tuple[int, int]:
     return sum(count > 0 for count in counts), used.pop()
 
 
-def program_lines(script: Script, most: int | None = None) -> list[str]:
+def program_lines(lowered: LoweredRun, most: int | None = None) -> list[str]:
     """Return each rank's program in one line, cut after ``most`` instructions.
 
     ``1F3v2`` is stage 1's forward of microbatch 3 with version 2 of its weights, ``0f3>1`` stage 0's send of its
@@ -61,7 +61,7 @@ def program_lines(script: Script, most: int | None = None) -> list[str]:
     ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7.
     """
     lines = []
-    for rank, (device, instructions) in enumerate(zip(script.devices, script.instructions, strict=True)):
+    for rank, (device, instructions) in enumerate(zip(lowered.devices, lowered.instructions, strict=True)):
         words = [word(x) for x in instructions[:most]]
         if most is not None and len(instructions) > most:
             words.append(f"... ({len(instructions)} in all)")

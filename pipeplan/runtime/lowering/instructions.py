@@ -1,4 +1,4 @@
-"""Instructions: what one rank does, in order, with the version of every pass and the place of every update decided.
+"""What does one rank do, in order? Instructions, with the version of every pass and the place of every update.
 
 Made from the program alone, before the run and without torch; the executor only walks the list.
 """

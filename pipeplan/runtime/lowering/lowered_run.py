@@ -1,4 +1,4 @@
-"""What a run will do, decided from the plan alone: ranks, every rank's instructions, and what should come of it.
+"""What will a run of a plan do? Its ranks, every rank's instructions, and what should come of it.
 
 Without torch, so that a plan that cannot be run is refused before any process starts.
 """
@@ -35,7 +35,7 @@ from .instructions import (
     lowered,
     with_tied_sums,
 )
-from .repeats import Listing, Part, continued
+from .repeats import Repeat, Repeated, continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Script:
+class LoweredRun:
     """A run of ``plan`` over ``steps`` updates from position ``first`` on, each from ``interval`` microbatches.
 
     ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
@@ -70,7 +70,7 @@ class Script:
     devices: tuple[int, ...]
     program: Program
     timeline: Timeline
-    instructions: tuple[Listing, ...]
+    instructions: tuple[Repeated, ...]
     segments: tuple[tuple[int, int], ...]
     tied: tuple[tuple[int, ...], ...] = ()
     renews: bool = False
@@ -176,10 +176,10 @@ class Script:
         return [self.devices.index(device) for device in self.plan.allocation.stages[stage].devices]
 
 
-def prepare(
+def lower_run(
     plan: Plan, steps: int, *, every: int | None = None, first: Position = FROM_THE_START, evaluates: bool = False
-) -> Script:
-    """Return the script of a run of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
+) -> LoweredRun:
+    """Return the lowered run of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
 
     With ``every`` a checkpoint is written after each update whose number it divides, and after the last; the pipeline
     drains before it. BadInput says what cannot be run, or not yet. The simulation proves that the order doesn't
@@ -212,17 +212,17 @@ def prepare(
             program = timeline.program
         return program, timeline, lowered(timeline, policy, interval, ranks)
 
-    made: dict[int, tuple[Program, Timeline, list[Listing]]] = {}
+    made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
     for length in sorted(set(lengths), reverse=True):
         if policy.drains:
             program, timeline, lists = lists_of(interval)
             if plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
                 lists = [agreed(instructions) for instructions in lists]
             lists = [with_tied_sums(x, tied, on[device]) for x, device in zip(lists, devices, strict=True)]
-            made[length] = program, timeline, [Listing([Part(tuple(x), length, interval, 1)]) for x in lists]
+            made[length] = program, timeline, [Repeated([Repeat(tuple(x), length, interval, 1)]) for x in lists]
         else:
             made[length] = _endless(plan, graph, lists_of, interval, length * interval)
-    joined: list[list[Part]] = [[] for _ in devices]
+    joined: list[list[Repeat]] = [[] for _ in devices]
     segments = []
     step, microbatch = first.step, first.microbatch
     for length in lengths:
@@ -233,11 +233,11 @@ def prepare(
         microbatch += length * interval
         if every is not None:
             for parts in joined:
-                parts.append(Part((Save(step),)))
+                parts.append(Repeat((Save(step),)))
     if evaluates:
         joined = [[_forward_alone(part, first.step) for part in parts] for parts in joined]
     program, timeline, _ = made[max(lengths)]
-    return Script(
+    return LoweredRun(
         plan=plan,
         graph=graph,
         steps=steps - first.step,
@@ -246,7 +246,7 @@ def prepare(
         devices=devices,
         program=program,
         timeline=timeline,
-        instructions=tuple(map(Listing, joined)),
+        instructions=tuple(map(Repeated, joined)),
         segments=tuple(segments),
         tied=tied,
         renews=policy.renews,
@@ -261,7 +261,7 @@ def _endless(
     lists_of: Callable[[int], tuple[Program, Timeline, list[list[Instruction]]]],
     interval: int,
     microbatches: int,
-) -> tuple[Program, Timeline, list[Listing]]:
+) -> tuple[Program, Timeline, list[Repeated]]:
     """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
 
     A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand for
@@ -272,7 +272,7 @@ def _endless(
     pattern = plan.pattern
     if pattern is None:
         program, timeline, lists = lists_of(microbatches)
-        return program, timeline, list(map(Listing.of, lists))
+        return program, timeline, list(map(Repeated.of, lists))
     replicas = lcm(*(resource.replicas for resource in graph.resources))
     again = lcm(interval, replicas)  # microbatches of one round
     held = 2 * most_in_flight(graph, starts_of(pattern), pattern.period_ns) + replicas + again
@@ -289,7 +289,7 @@ def _endless(
                 return program, timeline, listings
         count *= 2
     program, timeline, lists = lists_of(microbatches)
-    return program, timeline, list(map(Listing.of, lists))
+    return program, timeline, list(map(Repeated.of, lists))
 
 
 def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
@@ -302,7 +302,7 @@ def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
     return len(gaps) == 1
 
 
-def _forward_alone(part: Part, version: int) -> Part:
+def _forward_alone(part: Repeat, version: int) -> Repeat:
     """Return the part of a run that evaluates, all with one version."""
     return replace(part, instructions=tuple(forwards(part.instructions, 0)), versions=0, version=version)
 

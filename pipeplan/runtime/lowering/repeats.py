@@ -1,4 +1,4 @@
-"""Listings: long lists of instructions that repeat themselves, kept as what repeats and how often.
+"""How are long lists of instructions kept that repeat themselves? As what repeats, and how often.
 
 A program in its steady state does the same for every few microbatches, with microbatches and versions counted on. So a
 rank's instructions take as much memory as its fill, one round of the steady state and its drain, however long it runs.
@@ -17,7 +17,7 @@ from .instructions import Backward, Forward, Instruction, later
 
 
 @dataclass(frozen=True)
-class Part:
+class Repeat:
     """``instructions`` that come ``times`` times, first with ``microbatch`` and ``version`` added to theirs.
 
     Each time after that ``microbatches`` and ``versions`` more are added.
@@ -43,17 +43,17 @@ class Part:
         )
 
 
-class Listing(Sequence[Instruction]):
+class Repeated(Sequence[Instruction]):
     """The instructions of ``parts`` one after the other; they are made when they are asked for."""
 
-    def __init__(self, parts: Sequence[Part] = ()) -> None:
+    def __init__(self, parts: Sequence[Repeat] = ()) -> None:
         self.parts = tuple(part for part in parts if len(part))
         self._ends = list(accumulate(map(len, self.parts)))
 
     @staticmethod
-    def of(instructions: Sequence[Instruction]) -> Listing:
+    def of(instructions: Sequence[Instruction]) -> Repeated:
         """Return ``instructions`` themselves if they are a listing, or one that holds them."""
-        return instructions if isinstance(instructions, Listing) else Listing([Part(tuple(instructions))])
+        return instructions if isinstance(instructions, Repeated) else Repeated([Repeat(tuple(instructions))])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -79,26 +79,22 @@ class Listing(Sequence[Instruction]):
                 for x in part.instructions:
                     yield later(x, microbatch, version)
 
-    def later(self, microbatches: int, versions: int) -> Listing:
+    def later(self, microbatches: int, versions: int) -> Repeated:
         """Return the listing with microbatches and versions counted on by so many."""
-        return Listing(
+        return Repeated(
             [replace(x, microbatch=x.microbatch + microbatches, version=x.version + versions) for x in self.parts]
         )
 
-    def then(self, other: Sequence[Instruction]) -> Listing:
-        """Return the listing with ``other`` after it."""
-        return Listing([*self.parts, *Listing.of(other).parts])
-
-    def where(self, holds: Callable[[Instruction], bool]) -> Listing:
+    def where(self, holds: Callable[[Instruction], bool]) -> Repeated:
         """Return those for which ``holds``, which must not ask for microbatches or versions."""
-        return Listing([replace(x, instructions=tuple(filter(holds, x.instructions))) for x in self.parts])
+        return Repeated([replace(x, instructions=tuple(filter(holds, x.instructions))) for x in self.parts])
 
     def short(self) -> list[Instruction]:
         """Return the instructions with every part at most twice, and what follows counted on by so much less."""
         taken: list[Instruction] = []
         microbatches = versions = 0  # left out so far
         for part in self.parts:
-            taken += Listing([replace(part, times=min(part.times, 2))]).later(-microbatches, -versions)
+            taken += Repeated([replace(part, times=min(part.times, 2))]).later(-microbatches, -versions)
             left = max(part.times - 2, 0)
             microbatches, versions = microbatches + left * part.microbatches, versions + left * part.versions
         return taken
@@ -124,7 +120,7 @@ class Listing(Sequence[Instruction]):
 class Upcoming:
     """What of a listing is still to come."""
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Repeated) -> None:
         self._listing, self._next = listing, 0
 
     def __bool__(self) -> bool:
@@ -138,7 +134,7 @@ class Upcoming:
 
 def continued(
     shorter: Sequence[Instruction], longer: Sequence[Instruction], microbatches: int, versions: int, times: int
-) -> Listing | None:
+) -> Repeated | None:
     """Return ``shorter`` with ``times`` rounds of ``microbatches`` and ``versions`` more; None if it has no such round.
 
     ``longer`` is ``shorter`` with one round more, which tells where the round stands: after what both begin with. What
@@ -152,10 +148,10 @@ def continued(
     body = tuple(longer[begin : begin + size])
     if [later(x, microbatches, versions) for x in shorter[begin - size : begin]] != list(body):
         return None  # the round before is another
-    return Listing(
+    return Repeated(
         [
-            Part(tuple(shorter[:begin])),
-            Part(body, times, microbatches, versions),
-            Part(tuple(shorter[begin:]), 1, 0, 0, times * microbatches, times * versions),
+            Repeat(tuple(shorter[:begin])),
+            Repeat(body, times, microbatches, versions),
+            Repeat(tuple(shorter[begin:]), 1, 0, 0, times * microbatches, times * versions),
         ]
     )

@@ -9,12 +9,12 @@ from itertools import zip_longest
 from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 from .times import Activity, RankMeasurement, Samples, covers, median, medians, settled
 
 
 def calibrated(
-    script: Script,
+    lowered: LoweredRun,
     occupied: Mapping[tuple[Activity, int], int],
     latency_ns: Mapping[Edge, int],
     waits_ns: Sequence[int],
@@ -27,21 +27,21 @@ def calibrated(
     don't wait for each other. ``waits_ns`` are each stage's waits at updates: a drained mini-batch ends with them,
     otherwise backwards are charged their share.
     """
-    program, decides = script.program, script.by_arrival
+    program, decides = lowered.program, lowered.by_arrival
     graph = program.graph
-    policy = replace(graph.policy, accumulate=script.interval)
+    policy = replace(graph.policy, accumulate=lowered.interval)
     stages = []
     for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
         step = occupied["UPDATE", s]
-        share = update_share_ns(policy, step + (0 if script.drains else waits_ns[s]), replicas)
+        share = update_share_ns(policy, step + (0 if lowered.drains else waits_ns[s]), replicas)
         stages.append(
             replace(
                 cost,
                 forward_ns=occupied["F", s],
                 backward_ns=occupied["B", s] + int(share),
                 sync_period_ns=0,
-                update_ns=waits_ns[s] + (0 if policy.coarsening is None else step) if script.drains else 0,
+                update_ns=waits_ns[s] + (0 if policy.coarsening is None else step) if lowered.drains else 0,
                 update_share_ns=int(share),
             )
         )
@@ -82,7 +82,7 @@ class HandOver:
     count: int
 
 
-def handed_over(script: Script, measurements: Sequence[RankMeasurement]) -> dict[Edge, HandOver]:
+def handed_over(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[Edge, HandOver]:
     """Return how long hand-overs took on each edge where a receiver waited before the send began."""
     sends = {
         (t.activity, t.stage, t.microbatch): t
@@ -91,7 +91,7 @@ def handed_over(script: Script, measurements: Sequence[RankMeasurement]) -> dict
         if t.activity in ("SEND_F", "SEND_B")
     }
     found: dict[Edge, list[tuple[int, int]]] = {}
-    first = settled(script)
+    first = settled(lowered)
     for x in measurements:
         for t in x.times:
             if t.activity not in ("WAIT_F", "WAIT_B") or t.microbatch < first:
@@ -103,21 +103,21 @@ def handed_over(script: Script, measurements: Sequence[RankMeasurement]) -> dict
                 found.setdefault(edge, []).append((t.end_ns - send.start_ns, max(0, t.end_ns - send.end_ns)))
     return {
         edge: HandOver(
-            median(whole for whole, _ in pairs) // covers(script, edge[0]),
-            median(after for _, after in pairs) // covers(script, edge[0]),
+            median(whole for whole, _ in pairs) // covers(lowered, edge[0]),
+            median(after for _, after in pairs) // covers(lowered, edge[0]),
             len(pairs),
         )
         for edge, pairs in found.items()
     }
 
 
-def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
+def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
     """Return how long a microbatch's passes and updates occupy each stage's process in the settled part (medians).
 
     That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
     sending of its result and what lies between; an update with the telling of it.
     """
-    first = settled(script)
+    first = settled(lowered)
     samples: Samples = {}
     early: Samples = {}
     for x in measurements:
@@ -144,10 +144,10 @@ def occupied(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tu
         for (activity, stage, m), ns in spent.items():
             counts = activity == "UPDATE" or first <= m
             (samples if counts else early).setdefault((activity, stage), []).append(ns)
-    return medians(script, ("F", "B", "UPDATE"), samples, early)
+    return medians(lowered, ("F", "B", "UPDATE"), samples, early)
 
 
-def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) -> list[int]:
+def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:
     """Return how long an update keeps each stage's processes waiting, beside the optimizer's work (medians in ns).
 
     That is for sums of gradients, as long as nothing else is done meanwhile, and for the agreement of all ranks. Of
@@ -175,8 +175,8 @@ def waits_at_updates(script: Script, measurements: Sequence[RankMeasurement]) ->
         for key, ns in waited.items():
             sums.setdefault(key, []).append(ns)
     agreement = median(map(min, agreements.values()))
-    firsts = {script.stages_of(rank)[0] for rank in range(len(script.devices))}
+    firsts = {lowered.stages_of(rank)[0] for rank in range(len(lowered.devices))}
     return [
         median(min(found) for (stage, _), found in sums.items() if stage == s) + (agreement if s in firsts else 0)
-        for s in range(len(script.graph.stages))
+        for s in range(len(lowered.graph.stages))
     ]

@@ -16,7 +16,7 @@ from ...cost.stage_graph import StageGraph
 from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, waits_at_updates
 from .times import Activity, OpTime, RankMeasurement, Samples, medians, settled
 
@@ -139,14 +139,14 @@ class RunReport:
         return tuple(statistics.fmean(self.losses[t * size : (t + 1) * size]) for t in range(self.steps))
 
 
-def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunReport:
-    """Return the report of a run of ``script`` from what its ranks measured, in rank order."""
-    plan, graph = script.plan, script.graph
+def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> RunReport:
+    """Return the report of a run of ``lowered`` from what its ranks measured, in rank order."""
+    plan, graph = lowered.plan, lowered.graph
     losses = {m: loss for x in measurements for m, loss in sorted(x.losses.items())}
-    steps = len(losses) // script.interval
-    durations = _durations(script, measurements)
-    busy = occupied(script, measurements)
-    handed = handed_over(script, measurements)
+    steps = len(losses) // lowered.interval
+    durations = _durations(lowered, measurements)
+    busy = occupied(lowered, measurements)
+    handed = handed_over(lowered, measurements)
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     stages = tuple(
         StageTimes(
@@ -159,25 +159,25 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
             data_ns=durations["DATA", s],
             exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
-            planned_versions=max(most_versions(script.instructions[rank].short(), s) for rank in script.ranks_of(s)),
+            planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
         )
         for s, cost in enumerate(graph.stages)
     )
-    uses = run_uses(script.timeline, plan.platform)
-    measured, mean = _periods(script, measurements)
+    uses = run_uses(lowered.timeline, plan.platform)
+    measured, mean = _periods(lowered, measurements)
     everything = [time for x in measurements for time in x.times]
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
     assert everything, "a run has operations"
     passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
-    again = calibrated(script, busy, latency_ns, waits_at_updates(script, measurements)) if passes else None
+    again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
         batch=plan.chain.microbatch,
         seconds=max(spans) / 1e9,
-        planned_period_ns=script.planned_period_ns,
-        calibrated_period_ns=None if again is None else script.period_of(simulate(again)),
+        planned_period_ns=lowered.planned_period_ns,
+        calibrated_period_ns=None if again is None else lowered.period_of(simulate(again)),
         measured_period_ns=measured,
         mean_period_ns=mean,
         losses=tuple(losses[m] for m in sorted(losses)),
@@ -189,7 +189,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
                 planned_bytes=uses[device].activation_bytes,
                 measured_bytes=measurements[rank].peak_activation_bytes,
             )
-            for rank, device in enumerate(script.devices)
+            for rank, device in enumerate(lowered.devices)
             if passes
         ),
         transfers=tuple(
@@ -204,7 +204,7 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
         times=tuple(x.times for x in measurements),
         memory=tuple(
             DeviceMemory(device, rank, uses[device].peak_bytes, peak)
-            for rank, device in enumerate(script.devices)
+            for rank, device in enumerate(lowered.devices)
             if (peak := measurements[rank].peak_device_bytes) is not None
         ),
         hardware=tuple(x.device for x in measurements),
@@ -215,10 +215,10 @@ def make_report(script: Script, measurements: Sequence[RankMeasurement]) -> RunR
                 rank,
                 planned_bytes=uses[device].weights_bytes,
                 measured_bytes=measurements[rank].state_bytes,
-                planned_host_bytes=_host_bytes(graph, script.stages_of(rank)),
+                planned_host_bytes=_host_bytes(graph, lowered.stages_of(rank)),
                 measured_host_bytes=measurements[rank].host_bytes,
             )
-            for rank, device in enumerate(script.devices)
+            for rank, device in enumerate(lowered.devices)
             if measurements[rank].state_bytes
         ),
         skipped=measurements[0].skipped,
@@ -239,9 +239,9 @@ def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
     return 0 if position is None else graph.operations[position].duration_ns
 
 
-def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
+def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
     """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
-    first = settled(script)
+    first = settled(lowered)
     samples: Samples = {}
     early: Samples = {}
     updates: Counter[tuple[int, int, int]] = Counter()  # one has a part for each chunk of the gradient
@@ -254,10 +254,10 @@ def _durations(script: Script, measurements: Sequence[RankMeasurement]) -> dict[
             (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
     for (_, stage, _), duration in updates.items():
         samples.setdefault(("UPDATE", stage), []).append(duration)
-    return medians(script, ("F", "B", "DATA", "UPDATE"), samples, early)
+    return medians(lowered, ("F", "B", "DATA", "UPDATE"), samples, early)
 
 
-def _periods(script: Script, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:
+def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:
     """Return median and mean time per microbatch in the steady state, seen where microbatches leave the pipeline.
 
     Windows span whole updates and whole rounds of the replicas, so both ends of each are read from one clock, and
@@ -265,22 +265,22 @@ def _periods(script: Script, measurements: Sequence[RankMeasurement]) -> tuple[f
     left out.
     """
     gaps: list[float] = []
-    if script.drains:
-        marks = _marks(measurements, "UPDATE", script.ranks_of(0)[0])
-        warm = script.first.step + 1
-        for first, size in script.segments:
-            start = script.minibatch(Forward(0, first, 0))
-            versions = range(max(start + 1, warm), start + size // script.interval)
-            gaps += [(marks[v + 1] - marks[v]) / script.interval for v in versions if v in marks and v + 1 in marks]
+    if lowered.drains:
+        marks = _marks(measurements, "UPDATE", lowered.ranks_of(0)[0])
+        warm = lowered.first.step + 1
+        for first, size in lowered.segments:
+            start = lowered.minibatch(Forward(0, first, 0))
+            versions = range(max(start + 1, warm), start + size // lowered.interval)
+            gaps += [(marks[v + 1] - marks[v]) / lowered.interval for v in versions if v in marks and v + 1 in marks]
         gaps = gaps[1:] or gaps
     else:
         marks = {}
-        for rank in script.ranks_of(0):
+        for rank in lowered.ranks_of(0):
             marks |= _marks(measurements, "B", rank)
-        window = -(-script.interval // script.round) * script.round
-        for first, count in script.segments:
-            begin = first + max(count // 4, min(script.filled, count // 2))
-            end = first + count - script.filled - window  # then the drain begins
+        window = -(-lowered.interval // lowered.round) * lowered.round
+        for first, count in lowered.segments:
+            begin = first + max(count // 4, min(lowered.filled, count // 2))
+            end = first + count - lowered.filled - window  # then the drain begins
             gaps += [
                 (marks[m + window] - marks[m]) / window for m in range(begin, end) if m in marks and m + window in marks
             ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..lowering.instructions import Edge
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 
 Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"]
 Samples = dict[tuple[Activity, int], list[int]]  # what an activity of a stage took, in ns, each time
@@ -64,14 +64,14 @@ class RankMeasurement:
     forgotten: int = 0
 
 
-def covers(script: Script, activity: Activity) -> int:
+def covers(lowered: LoweredRun, activity: Activity) -> int:
     """Return how many microbatches an operation of this kind is for; times are reported for one of them."""
-    return script.program.batch if activity == "B" else 1
+    return lowered.program.batch if activity == "B" else 1
 
 
-def settled(script: Script) -> int:
+def settled(lowered: LoweredRun) -> int:
     """Return the first microbatch that counts: the first ones' accounting takes time of its own."""
-    return script.first.microbatch + max(script.microbatches // 4, min(script.filled, script.microbatches - 1))
+    return lowered.first.microbatch + max(lowered.microbatches // 4, min(lowered.filled, lowered.microbatches - 1))
 
 
 def median(values: Iterable[int]) -> int:
@@ -81,11 +81,11 @@ def median(values: Iterable[int]) -> int:
 
 
 def medians(
-    script: Script, kinds: Iterable[Activity], samples: Samples, early: Samples
+    lowered: LoweredRun, kinds: Iterable[Activity], samples: Samples, early: Samples
 ) -> dict[tuple[Activity, int], int]:
     """Return the median of each kind of activity of each stage, per microbatch; of its ``early`` ones if no others."""
     return {
-        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(script, kind)
+        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(lowered, kind)
         for kind in kinds
-        for s in range(len(script.graph.stages))
+        for s in range(len(lowered.graph.stages))
     }

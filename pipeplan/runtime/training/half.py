@@ -46,7 +46,7 @@ def half_type(plan: Plan, options: HalfOptions) -> torch.dtype | None:
             raise BadInput("plan: its precision is fp32; --half and --loss-scale are for mixed precision")
         return None
     dtype = TYPES[options.half] if options.half else getattr(torch, plan.chain.dtype)
-    assert isinstance(dtype, torch.dtype), "prepare refuses profiles of other types"
+    assert isinstance(dtype, torch.dtype), "lower_run refuses profiles of other types"
     if dtype == torch.float16 and not weight_policy(plan.policy).drains:
         raise BadInput(
             f"plan: --weights {plan.policy.weights} cannot skip an update on all stages at once, as fp16 needs when a "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...plan import Stage
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 from ..model.loaded import LoadedModel, ModelLayer
 
 
@@ -16,7 +16,7 @@ from ..model.loaded import LoadedModel, ModelLayer
 class Rank:
     """Rank ``number`` of a ``lowered`` run, on ``device``; the stages of ``model`` that it runs share nothing."""
 
-    lowered: Script
+    lowered: LoweredRun
     number: int
     device: torch.device
     model: LoadedModel

@@ -17,7 +17,7 @@ from ...errors import BadInput
 from ...problem import Chain, connected
 from ..exchange.replica_sum import ChunkSum, Group, added
 from ..exchange.transport import exchanging
-from ..lowering.lowered_run import Script
+from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Recorder
 from ..model.loaded import LoadedModel
 from ..model.network import tied_layers
@@ -88,10 +88,10 @@ def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
     return {layer: min(layers) for layers in connected(pairs) for layer in layers}
 
 
-def ties_of(script: Script, model: LoadedModel) -> list[Tie]:
+def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
     """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks."""
     places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
-    for s, stage in enumerate(script.plan.allocation.stages):
+    for s, stage in enumerate(lowered.plan.allocation.stages):
         for i, layer in enumerate(model.of(stage), stage.start):
             for name, parameter in layer.module.named_parameters():
                 if parameter.requires_grad:
@@ -99,12 +99,12 @@ def ties_of(script: Script, model: LoadedModel) -> list[Tie]:
     return [Tie(stages) for stages in places.values() if len(stages) > 1]
 
 
-def separated(script: Script, rank: int, model: LoadedModel) -> LoadedModel:
+def separated(lowered: LoweredRun, rank: int, model: LoadedModel) -> LoadedModel:
     """Return ``model`` with stages of ``rank`` that share nothing: a later one has copies of its layers."""
     layers = list(model.layers)
     seen: set[nn.Parameter] = set()
-    for s in script.stages_of(rank):
-        stage = script.plan.allocation.stages[s]
+    for s in lowered.stages_of(rank):
+        stage = lowered.plan.allocation.stages[s]
         modules = model.modules(stage)
         parameters = {parameter for module in modules for parameter in module.parameters()}
         if parameters & seen:
@@ -114,9 +114,9 @@ def separated(script: Script, rank: int, model: LoadedModel) -> LoadedModel:
     return replace(model, layers=tuple(layers), roots=())  # what has been copied can go
 
 
-def copies_added(script: Script, s: int, ties: Iterable[Tie]) -> int:
+def copies_added(lowered: LoweredRun, s: int, ties: Iterable[Tie]) -> int:
     """Return how many gradients are added up, at most, for a weight of stage ``s``."""
-    replicas = [stage.replicas for stage in script.plan.allocation.stages]
+    replicas = [stage.replicas for stage in lowered.plan.allocation.stages]
     return max([replicas[s], *(sum(replicas[x] for x in tie.stages) for tie in ties if s in tie.places)])
 
 

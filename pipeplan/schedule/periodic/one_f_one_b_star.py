@@ -24,8 +24,8 @@ def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
     for operation in graph.operations:
         starts.append(now)
         now += operation.duration_ns
-    for i, life in enumerate(lifetimes(graph, period)):  # the path is a palindrome: i's partner is the i-th from behind
-        starts[-1 - i] = starts[i] + life - graph.operations[-1 - i].duration_ns
+    for i, (life, (_, back)) in enumerate(zip(lifetimes(graph, period), graph.round_trips, strict=True)):
+        starts[-1 - i] = starts[i] + life - back.duration_ns
     if not memory_fits(graph, starts, period):
         return None
     policy = graph.policy

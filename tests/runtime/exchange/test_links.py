@@ -18,7 +18,7 @@ from pipeplan.runtime.exchange.links import open_links
 from pipeplan.runtime.job import Job
 from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send
-from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.phases import run_rank
@@ -42,7 +42,7 @@ def plan_named(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_both_ends_of_a_pair_issue_in_the_same_order(name):
     """And nothing would deadlock if every message and sum blocked its ranks until all had come."""
-    script = prepare(plan_named(name), 4)
+    script = lower_run(plan_named(name), 4)
     queues = [[x for x in orders if isinstance(x, Send | Receive | Reduce)] for orders in script.instructions]
     while any(queues):
         heads = {rank: queue[0] for rank, queue in enumerate(queues) if queue}
@@ -83,7 +83,7 @@ def run_over(exchange, plan, folder, **options):
     job = Job(plan, spec, asked)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
-    world = len(prepare(plan, 1).devices)
+    world = len(lower_run(plan, 1).devices)
     processes, pipes = [], []
     try:
         for rank in range(world):

@@ -5,14 +5,14 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule, Stage
 from pipeplan.problem import Device, Level, Platform, Policy
 from pipeplan.runtime.lowering.dry_run import nodes_of, program_lines, slurm_line, torchrun_line
-from pipeplan.runtime.lowering.lowered_run import Position, prepare
+from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 
 TWO = [Stage(0, 1, (0,)), Stage(1, 2, (1,))]
 
 
 def script_of(**options):
     plan = plan_of(chain_of([(1, 2), (1, 2)]), TWO, Policy("flush", accumulate=1), Schedule("flush", 1))
-    return prepare(plan, 2, **options)
+    return lower_run(plan, 2, **options)
 
 
 def test_programs_in_short():

@@ -27,8 +27,8 @@ from pipeplan.runtime.lowering.instructions import (
     sentence,
     version_uses,
 )
-from pipeplan.runtime.lowering.lowered_run import prepare
-from pipeplan.runtime.lowering.repeats import Listing, Part
+from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.repeats import Repeat, Repeated
 from pipeplan.schedule.pattern import device_uses, in_flight, make_pattern, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
@@ -135,7 +135,7 @@ def test_replicas_sum_and_update_at_one_place_of_the_total_order():
 
 def test_repeated_counts_microbatches_and_versions_on():
     body = [Forward(0, 1, 0), Send("F", 0, 1, 1), Backward(0, 1, 0), Reduce(0, 1), Update(0, 1)]
-    assert list(Listing([Part(tuple(body), 2, 2, 1)]))[5:] == [
+    assert list(Repeated([Repeat(tuple(body), 2, 2, 1)]))[5:] == [
         Forward(0, 3, 1),
         Send("F", 0, 3, 1),
         Backward(0, 3, 1),
@@ -263,7 +263,7 @@ def test_devices_of_planned_replicas_have_room_for_their_versions():
             plan = make_plan(problem.with_policy(policy), "contiguous").plan
         except Infeasible:
             continue
-        script = prepare(plan, 24)
+        script = lower_run(plan, 24)
         graph, uses = script.graph, evaluate(plan).devices
         for rank, device in enumerate(script.devices):
             (s,) = script.stages_of(rank)
@@ -336,7 +336,7 @@ def plan_of(chain, stages, policy, schedule=ENDLESS):
 
 def test_prepare_maps_ranks_to_used_devices():
     stages = [Stage(0, 1, (1,)), Stage(1, 2, (3,))]
-    script = prepare(plan_of(chain_of([(1, 2), (1, 2)]), stages, Policy("2bw", accumulate=1)), 3)
+    script = lower_run(plan_of(chain_of([(1, 2), (1, 2)]), stages, Policy("2bw", accumulate=1)), 3)
     assert script.devices == (1, 3)
     assert script.microbatches == 3
     assert [script.stages_of(rank) for rank in (0, 1)] == [[0], [1]]
@@ -347,7 +347,7 @@ def test_prepare_maps_ranks_to_used_devices():
 def test_prepare_of_a_drained_schedule_repeats_its_mini_batch():
     chain = chain_of([(1, 2), (1, 2)])
     plan = plan_of(chain, TWO_STAGES, Policy("flush", accumulate=2), Schedule("flush", 2))
-    script = prepare(plan, 3)
+    script = lower_run(plan, 3)
     assert script.drains
     assert script.program.microbatches == 2
     assert [x.version for x in script.instructions[0] if isinstance(x, Update)] == [1, 2, 3]
@@ -358,7 +358,7 @@ def test_mixed_precision_agrees_once_on_the_updates_of_all_stages():
     chain = replace(chain_of([(1, 2), (1, 2)]), dtype="bfloat16")
     plan = plan_of(chain, (Stage(0, 1, (0, 1)), Stage(1, 2, (2,))), Policy("flush", accumulate=2, precision="mixed"))
     plan = replace(plan, schedule=Schedule("flush", 2))
-    script = prepare(plan, 2)
+    script = lower_run(plan, 2)
     for instructions in script.instructions:
         ends = [
             i for i, x in enumerate(instructions) if isinstance(x, Forward | Backward) and i + 1 < len(instructions)
@@ -387,13 +387,13 @@ def test_mixed_precision_agrees_once_on_the_updates_of_all_stages():
 def test_what_cannot_be_run_is_refused(change, words):
     plan = plan_of(chain_of([(1, 2), (1, 2)]), TWO_STAGES, Policy("2bw", accumulate=1))
     with pytest.raises(BadInput, match=words):
-        prepare(replace(plan, **change), 1)
+        lower_run(replace(plan, **change), 1)
 
 
 def test_steps_must_be_positive():
     plan = plan_of(chain_of([(1, 2), (1, 2)]), TWO_STAGES, Policy("2bw", accumulate=1))
     with pytest.raises(BadInput, match="steps: 0"):
-        prepare(plan, 0)
+        lower_run(plan, 0)
 
 
 def test_vertical_sync_has_policies_of_its_own():

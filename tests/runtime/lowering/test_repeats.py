@@ -10,7 +10,7 @@ from test_instructions import chain_of
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
-from pipeplan.runtime.lowering import lowered_run as preparing
+from pipeplan.runtime.lowering import lowered_run as lowering
 from pipeplan.runtime.lowering.instructions import (
     Backward,
     Forward,
@@ -21,13 +21,13 @@ from pipeplan.runtime.lowering.instructions import (
     most_versions,
     version_uses,
 )
-from pipeplan.runtime.lowering.lowered_run import prepare
-from pipeplan.runtime.lowering.repeats import Listing, Part, Upcoming, continued
+from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.repeats import Repeat, Repeated, Upcoming, continued
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 BODY = (Forward(0, 0, 0), Send("F", 0, 0, 1), Receive("B", 0, 0, 1), Backward(0, 0, 0), Update(0, 1))
-LISTING = Listing([Part(BODY[:1]), Part(BODY, 3, 2, 1, 5, 7), Part((Save(9),))])
+REPEATED = Repeated([Repeat(BODY[:1]), Repeat(BODY, 3, 2, 1, 5, 7), Repeat((Save(9),))])
 LISTED = [
     Forward(0, 0, 0),
     *(
@@ -41,25 +41,25 @@ LISTED = [
 
 
 def test_a_listing_is_what_it_lists():
-    assert list(LISTING) == [LISTING[i] for i in range(len(LISTING))] == LISTED
-    assert LISTING[-1] == Save(9)
-    assert LISTING[3:5] == LISTED[3:5]
+    assert list(REPEATED) == [REPEATED[i] for i in range(len(REPEATED))] == LISTED
+    assert REPEATED[-1] == Save(9)
+    assert REPEATED[3:5] == LISTED[3:5]
     with pytest.raises(IndexError):
-        LISTING[len(LISTED)]
-    assert list(LISTING.where(lambda x: isinstance(x, Send))) == [x for x in LISTED if isinstance(x, Send)]
-    assert LISTING.uses(0) == version_uses(LISTED, 0)
-    assert list(LISTING.kinds()) == [BODY[0], *BODY, Save(9)]
-    assert LISTING.short() == [*LISTED[:11], Save(8)]
-    coming, came = Upcoming(LISTING), []
+        REPEATED[len(LISTED)]
+    assert list(REPEATED.where(lambda x: isinstance(x, Send))) == [x for x in LISTED if isinstance(x, Send)]
+    assert REPEATED.uses(0) == version_uses(LISTED, 0)
+    assert list(REPEATED.kinds()) == [BODY[0], *BODY, Save(9)]
+    assert REPEATED.short() == [*LISTED[:11], Save(8)]
+    coming, came = Upcoming(REPEATED), []
     while coming:
         came.append(coming.popleft())
     assert came == LISTED
 
 
 def test_what_does_not_go_on_as_before_is_no_round():
-    shorter = list(Listing([Part(BODY, 4, 1, 1)]))
-    longer = list(Listing([Part(BODY, 5, 1, 1)]))
-    assert list(continued(shorter, longer, 1, 1, 3)) == list(Listing([Part(BODY, 7, 1, 1)]))
+    shorter = list(Repeated([Repeat(BODY, 4, 1, 1)]))
+    longer = list(Repeated([Repeat(BODY, 5, 1, 1)]))
+    assert list(continued(shorter, longer, 1, 1, 3)) == list(Repeated([Repeat(BODY, 7, 1, 1)]))
     assert continued(shorter, longer[:-1], 1, 1, 3) is None
     assert continued(shorter, longer, 2, 1, 3) is None
     assert continued(shorter, shorter, 1, 1, 3) is None
@@ -90,11 +90,11 @@ def random_plan(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_long_run_is_put_together_from_a_short_one(seed, monkeypatch):
     plan = random_plan(seed)
-    steps = 900 // prepare(plan, 1).interval
-    monkeypatch.setattr(preparing, "LEAST", 10)
-    short = prepare(plan, steps, every=steps * 2 // 3)
-    monkeypatch.setattr(preparing, "LEAST", 10**6)
-    full = prepare(plan, steps, every=steps * 2 // 3)
+    steps = 900 // lower_run(plan, 1).interval
+    monkeypatch.setattr(lowering, "LEAST", 10)
+    short = lower_run(plan, steps, every=steps * 2 // 3)
+    monkeypatch.setattr(lowering, "LEAST", 10**6)
+    full = lower_run(plan, steps, every=steps * 2 // 3)
     assert full.program.microbatches > 500
     for rank, (one, other) in enumerate(zip(short.instructions, full.instructions, strict=True)):
         assert list(one) == list(other)
@@ -104,8 +104,8 @@ def test_a_long_run_is_put_together_from_a_short_one(seed, monkeypatch):
 
 
 def test_most_long_runs_are_put_together(monkeypatch):
-    monkeypatch.setattr(preparing, "LEAST", 10)
-    found = [prepare(plan, 4000 // prepare(plan, 1).interval).program for plan in map(random_plan, range(12))]
+    monkeypatch.setattr(lowering, "LEAST", 10)
+    found = [lower_run(plan, 4000 // lower_run(plan, 1).interval).program for plan in map(random_plan, range(12))]
     assert sum(program.microbatches < 2000 for program in found) >= 9
 
 
@@ -118,7 +118,7 @@ def test_a_run_of_a_million_microbatches_takes_no_longer_to_prepare():
     )
     pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, stages))
     plan = Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("x"), Schedule())
-    script = prepare(plan, 250_000)
+    script = lower_run(plan, 250_000)
     assert script.program.microbatches < 1000
     assert sum(len(part.instructions) for listing in script.instructions for part in listing.parts) < 30_000
     assert len(script.instructions[0]) == 10**6 * 4 + 250_000

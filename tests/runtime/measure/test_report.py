@@ -10,7 +10,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.report.run import print_run
-from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime, RankMeasurement
 from pipeplan.runtime.measure.trace_file import measured_trace
@@ -26,7 +26,7 @@ def script_of(policy, schedule, steps, times=((100, 200), (100, 200)), output=0,
     platform = Platform.flat(2, 10**12, 10**9)
     pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, STAGES))
     plan = Plan(chain, platform, policy, Allocation(STAGES), pattern, (), Provenance("by hand"), schedule)
-    return prepare(plan, steps)
+    return lower_run(plan, steps)
 
 
 def replayed(script, factor, update=0):

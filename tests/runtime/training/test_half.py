@@ -13,7 +13,7 @@ from pipeplan import zoo
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import prepare
+from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale, half_type
@@ -115,7 +115,7 @@ def test_a_transformer_trains_as_in_one_process(dtype, scale, checkpoint, tmp_pa
     assert largest_difference(torch.load(tmp_path / "s"), state) <= 1e-6
     assert (report.skipped, report.loss_scale) == (skipped, last)
     assert losses[-1] < losses[0]
-    timeline = prepare(plan, 1).timeline
+    timeline = lower_run(plan, 1).timeline
     for device, kept in zip(report.activations, report.states, strict=True):
         lane = next(i for i, lane in enumerate(timeline.program.lanes) if lane.device == device.device)
         measured = device.measured_bytes + kept.measured_bytes + lane_use(timeline, lane).buffer_bytes
