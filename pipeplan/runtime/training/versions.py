@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..device import CPU
 from .buckets import Bucket, FlatGradient, cut_into_buckets
 from .optimizers import MakeOptimizer, MakeSchedule
-from .stage_optimizer import BucketBuffers, BucketedOptimizer, StageOptimizer, nothing
+from .stage_optimizer import BucketBuffers, BucketedOptimizer, Rates, StageOptimizer, WholeOptimizer, nothing
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Versions:
         self._spare: list[list[Tensor]] = []
         self.own = sum(leaf not in tied for leaf in leaves)  # weights that no other stage has, which come first
         self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket, len(leaves) - self.own)
-        self.optimizer = (
-            StageOptimizer(masters, make_optimizer, make_schedule, self._mixed, keeping.observed)
+        rates = Rates(masters, make_optimizer, make_schedule)
+        self.optimizer: StageOptimizer = (
+            WholeOptimizer(masters, rates, self._mixed, keeping.observed)
             if keeping.bucket is None or not leaves
             else BucketedOptimizer(
                 masters,
-                make_optimizer,
-                make_schedule,
+                rates,
                 self._mixed,
                 keeping.observed,
                 device,
