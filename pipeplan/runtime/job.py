@@ -65,23 +65,23 @@ class Job:
         """Where checkpoints are written; an evaluation writes none."""
         return None if self.options.evaluates else self.options.checkpoint
 
-    def script(self) -> Script:
+    def lowered(self) -> Script:
         """Return what the ranks will do; BadInput for what cannot be run."""
         options = self.options
         first = FROM_THE_START if self.resume is None else self.resume.position
         steps = options.steps + first.step if options.evaluates else options.steps
         # a checkpoint at the end alone is a segment as long as the run
         every = None if self.folder is None else options.every or steps
-        script = prepare(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
+        lowered = prepare(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
         self._check()
         if options.engine == "torch":
-            refuse_for_torch(script)
-        return script
+            refuse_for_torch(lowered)
+        return lowered
 
-    def timeout_s(self, script: Script) -> float:
+    def timeout_s(self, lowered: Script) -> float:
         """Return how long a rank waits for another one."""
         asked = self.options.timeout_s
-        return max(LEAST_TIMEOUT_S, PATIENCE * script.graph.path_ns / 1e9) if asked is None else asked
+        return max(LEAST_TIMEOUT_S, PATIENCE * lowered.graph.path_ns / 1e9) if asked is None else asked
 
     def _check(self) -> None:
         """Raise BadInput for options that don't go with the plan, or that would do nothing."""

@@ -62,7 +62,7 @@ def run_plan(
     for attempt in range(options.max_restarts + 1):
         if options.resume or attempt:
             job = replace(job, resume=_found(job))
-        script = job.script()
+        script = job.lowered()
         try:
             if all(name in os.environ for name in TORCHRUN):
                 return _run_under_torchrun(job, script, listener)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from .buckets import Bucket, Piece
+from .buckets import Bucket, Slice
 from .optimizers import MakeOptimizer, MakeSchedule
 
 ELEMENTWISE = (
@@ -172,7 +172,7 @@ class BucketBuffers:
 class BucketedOptimizer:
     """One step for each of ``buckets``; with ``offload`` masters of 16-bit weights and state on the host.
 
-    The optimizer must be elementwise. It sees the pieces of one bucket as its weights; what it remembers of them is
+    The optimizer must be elementwise. It sees the slices of one bucket as its weights; what it remembers of them is
     kept in tensors of the weights' shapes, so that no other bucket size makes a difference. Device memory beside
     weights and gradient: one bucket of each thing that is on the host, and of the gradient in 32 bits.
     """
@@ -215,47 +215,47 @@ class BucketedOptimizer:
         assert self.rates.optimizer is not None, "otherwise there are no buckets"
         bucket = self._buckets[part]
         offset = 0
-        stepped: list[tuple[Piece, int, nn.Parameter]] = []
+        stepped: list[tuple[Slice, int, nn.Parameter]] = []
         for group in self.rates.optimizer.param_groups:
             group["params"] = []
         self.rates.optimizer.state.clear()
-        for piece in bucket.pieces:
-            gradient = gradients[piece.index]
-            master = self._masters[piece.index]
-            parameter = nn.Parameter(self._fetched("weights", piece.of(master.data), offset, self._mixed))
+        for span in bucket.slices:
+            gradient = gradients[span.index]
+            master = self._masters[span.index]
+            parameter = nn.Parameter(self._fetched("weights", span.of(master.data), offset, self._mixed))
             if gradient is not None:
-                found = piece.of(gradient if gradient.is_contiguous() else gradient.contiguous())
+                found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
                 if self._mixed:
-                    copy = self._buffer("gradient", master.dtype, offset, piece.size)
+                    copy = self._buffer("gradient", master.dtype, offset, span.size)
                     found = copy.copy_(found).mul_(1 / scale)
                 parameter.grad = found
-                state = self._fetched_state(piece, offset)
+                state = self._fetched_state(span, offset)
                 if state:
                     self.rates.optimizer.state[parameter] = state
             self.rates.optimizer.param_groups[self._group[master]]["params"].append(parameter)
-            stepped.append((piece, offset, parameter))
-            offset += piece.size
+            stepped.append((span, offset, parameter))
+            offset += span.size
         self.rates.optimizer.step()
-        for piece, _, parameter in stepped:
-            master = self._masters[piece.index]
-            _returned(piece.of(master.data), parameter.data)
+        for span, _, parameter in stepped:
+            master = self._masters[span.index]
+            _returned(span.of(master.data), parameter.data)
             if self._mixed:
-                piece.of(weights[piece.index]).copy_(parameter.data)
-            self._keep(piece, self.rates.optimizer.state.get(parameter, {}))
+                span.of(weights[span.index]).copy_(parameter.data)
+            self._keep(span, self.rates.optimizer.state.get(parameter, {}))
         self._observed()
 
-    def _fetched_state(self, piece: Piece, offset: int) -> dict[str, Any]:
+    def _fetched_state(self, span: Slice, offset: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, value in self._state[piece.index].items():
+        for key, value in self._state[span.index].items():
             if _is_large(value):
-                state[key] = self._fetched(key, piece.of(value), offset, True)
+                state[key] = self._fetched(key, span.of(value), offset, True)
             else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
 
-    def _keep(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        """Take back what the optimizer remembers of a piece; the next piece of the weight begins as this one did."""
-        kept, after = self._state[piece.index], self._next.setdefault(piece.index, {})
+    def _keep(self, span: Slice, state: Mapping[str, Any]) -> None:
+        """Take back what the optimizer remembers of a slice; the next slice of the weight begins as this one did."""
+        kept, after = self._state[span.index], self._next.setdefault(span.index, {})
         for key, value in state.items():
             if value is None:
                 continue
@@ -263,10 +263,10 @@ class BucketedOptimizer:
                 after[key] = value
                 continue
             if key not in kept and key not in after:
-                shape = self._masters[piece.index].shape
+                shape = self._masters[span.index].shape
                 whole = torch.empty(shape, dtype=value.dtype, device=value.device if not self._offload else "meta")
                 after[key] = self._on_host(whole) if self._offload else whole
-            _returned(piece.of(kept[key] if key in kept else after[key]), value)
+            _returned(span.of(kept[key] if key in kept else after[key]), value)
 
     def finish(self) -> None:
         """End an update: counts and the schedule go on."""

@@ -7,7 +7,7 @@ optimizer's until an update would overwrite weights that are still needed; then 
 
 With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
 version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
-the forward but looks them up (see ``renewal``).
+the forward but looks them up (:mod:`.newest_weights`).
 """
 
 from __future__ import annotations

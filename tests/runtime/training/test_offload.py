@@ -42,11 +42,11 @@ def test_buckets_cover_every_element_once_and_never_mix_types():
         buckets = cut_into_buckets(weights, size)
         seen = [[0] * x.numel() for x in weights]
         for bucket in buckets:
-            assert sum(piece.size for piece in bucket.pieces) == bucket.size == bucket.stop - bucket.start
-            for piece in bucket.pieces:
-                assert weights[piece.index].dtype == bucket.dtype
-                for element in range(piece.start, piece.stop):
-                    seen[piece.index][element] += 1
+            assert sum(span.size for span in bucket.slices) == bucket.size == bucket.stop - bucket.start
+            for span in bucket.slices:
+                assert weights[span.index].dtype == bucket.dtype
+                for element in range(span.start, span.stop):
+                    seen[span.index][element] += 1
         assert all(count == 1 for one in seen for count in one)
         sizes = [bucket.size for bucket in buckets if bucket.dtype == torch.float32]
         limit = 23 if size is None else size
