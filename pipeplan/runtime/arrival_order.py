@@ -15,7 +15,7 @@ from .executor import RankWork
 from .lowering.instructions import Backward, Forward, Instruction, Pass, Receive, Send
 
 
-class Mail(Protocol):
+class Inbox(Protocol):
     """What tells of messages as they come."""
 
     def news(self, until_ns: int | None) -> list[Message]:
@@ -25,7 +25,7 @@ class Mail(Protocol):
 def arrival_order(
     instructions: Sequence[Instruction],
     work: RankWork,
-    mail: Mail,
+    inbox: Inbox,
     decide: Decide,
     limit: int,
     most_held: Mapping[int, int],
@@ -60,7 +60,7 @@ def arrival_order(
         indices = list(group)
         if not work.allows(instructions[indices[0]]):
             return
-        yield from _MiniBatch(instructions, indices, work, mail, decide, most_held, position, clock).order(limit)
+        yield from _MiniBatch(instructions, indices, work, inbox, decide, most_held, position, clock).order(limit)
 
 
 Place = tuple[Pass, int, int]  # kind, stage, microbatch
@@ -74,13 +74,13 @@ class _MiniBatch:
         instructions: Sequence[Instruction],
         indices: Sequence[int],
         work: RankWork,
-        mail: Mail,
+        inbox: Inbox,
         decide: Decide,
         most_held: Mapping[int, int],
         position: Mapping[tuple[StepKind, int], int],
         clock: Callable[[], int],
     ) -> None:
-        self._work, self._mail, self._decide, self._position, self._clock = work, mail, decide, position, clock
+        self._work, self._inbox, self._decide, self._position, self._clock = work, inbox, decide, position, clock
         self._room = dict(most_held)
         self._passes: dict[Place, int] = {}  # those that have not run
         self._sends: dict[Place, int] = {}
@@ -120,7 +120,7 @@ class _MiniBatch:
 
     def _next(self) -> Arrival:
         """Return what the rule chooses among what has come, waiting until it chooses something."""
-        news = self._mail.news(0)
+        news = self._inbox.news(0)
         while True:
             for message in news:
                 kind, sender = message.edge
@@ -130,7 +130,7 @@ class _MiniBatch:
             if chosen is not None:
                 return chosen
             self._work.progress(next(iter(self._passes.values())))
-            news = self._mail.news(min((a.at_ns for a in self._announced if a.at_ns > now), default=None))
+            news = self._inbox.news(min((a.at_ns for a in self._announced if a.at_ns > now), default=None))
 
     def _follow(self, place: Place, sent: bool) -> None:
         """Announce what a pass makes possible on this rank."""

@@ -36,7 +36,7 @@ class Launcher:
     local_rank: int = 0
 
 
-class Gate:
+class MiniBatchGate:
     """Lets instructions through until the launcher refuses a mini-batch."""
 
     def __init__(self, lowered: LoweredRun, may_begin: Callable[[int], bool]) -> None:

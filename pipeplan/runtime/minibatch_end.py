@@ -1,4 +1,4 @@
-"""What a rank does at updates and checkpoints, beside its passes: agree with the others, save, and tell of losses."""
+"""What does a rank do at the end of a mini-batch? It agrees with the others, saves, and tells of losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .training.state import training_state
 from .training.tied import copies_added
 
 
-class Milestones:
+class MiniBatchEnd:
     """One rank's part in what its run comes to between mini-batches; ``tell`` hears of updates of the last stage."""
 
     def __init__(

@@ -28,13 +28,13 @@ from .exchange.collective import (
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
-from .launcher import Gate, Launcher
+from .launcher import Launcher, MiniBatchGate
 from .lowering.lowered_run import LoweredRun
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
 from .measure.times import RankMeasurement
 from .meeting import Masters, Meeting, by_threads, meet
-from .minibatch_end import Milestones
+from .minibatch_end import MiniBatchEnd
 from .model.fitting import check_buffers, check_model, fitted
 from .model.loaded import LoadedModel
 from .model.loading import load_model, load_weights
@@ -126,18 +126,18 @@ def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
     """Walk the rank's instructions; return when everything happened."""
     lowered, recorder, links = rank.lowered, meeting.recorder, meeting.links
     instructions, depth = lowered.instructions[rank.number], len(lowered.plan.allocation.stages)
-    gate = Gate(lowered, launcher.may_begin)
-    milestones = Milestones(job, rank, meeting, stages, launcher.done)
-    mail = _mail(job, rank, meeting) if by_threads(job, lowered) else None
+    gate = MiniBatchGate(lowered, launcher.may_begin)
+    end = MiniBatchEnd(job, rank, meeting, stages, launcher.done)
+    inbox = _inbox(job, rank, meeting) if by_threads(job, lowered) else None
     work = RankWork(
         stages=stages.runners,
         last=depth - 1,
         transport=links.transport(rank.number, instructions, meeting.specs, depth)
-        if mail is None
-        else links.through_host(mail),
+        if inbox is None
+        else links.through_host(inbox),
         data=lambda microbatch: _sample(rank.model, job, microbatch, rank.device),
         updates=stages.updates,
-        agree=milestones.agree,
+        agree=end.agree,
         reduce_tied=TiedSums(
             rank.model, stages.ties, stages.runners, meeting.tied_groups, recorder, stages.scaling
         ).reduce,
@@ -145,25 +145,25 @@ def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
         # hooks that are there anyway can account everything
         accounted=lowered.last.microbatch if lowered.renews else lowered.first.microbatch + lowered.filled,
         allows=gate.allows,
-        save=milestones.save,
-        updated=milestones.updated,
+        save=end.save,
+        updated=end.updated,
         evaluates=job.options.evaluates,
         recorder=recorder,
     )
-    milestones.scale_losses()
+    end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     begin_peak(rank.device)
     barrier()
     if job.options.engine == "torch":
-        times = execute_on_torch(rank, stages.runners, work.data, milestones.updated, links, recorder)
+        times = execute_on_torch(rank, stages.runners, work.data, end.updated, links, recorder)
     else:
         order = None
-        if mail is not None and lowered.limit is not None:
+        if inbox is not None and lowered.limit is not None:
             order = arrival_order(
                 instructions,
                 work,
-                mail,
+                inbox,
                 lowered.rule(rank.number),
                 lowered.limit,
                 lowered.most_held(rank.number),
@@ -171,12 +171,12 @@ def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
                 lowered.program.position,
             )
         times = execute(instructions, work, order)
-    if gate.refused is not None and gate.refused != milestones.saved:
-        milestones.save(gate.refused)
+    if gate.refused is not None and gate.refused != end.saved:
+        end.save(gate.refused)
     return times
 
 
-def _mail(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
+def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
     lowered = rank.lowered
     room = 1 if lowered.limit is None else lowered.limit * lowered.plan.allocation.stages[0].replicas
     timeout_s = job.timeout_s(lowered)

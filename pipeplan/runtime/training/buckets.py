@@ -1,4 +1,4 @@
-"""Weights cut into buckets: neighbouring pieces of flattened tensors, stepped and summed together."""
+"""Which elements of the weights are stepped and summed together? Buckets of slices of flattened weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Slice:
     """Elements ``[start, stop)`` of the flattened weight ``index``."""
 
     index: int
@@ -19,11 +19,11 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Elements of the piece."""
+        """Elements of the slice."""
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the piece of a contiguous ``tensor`` of the weight's shape, as a view."""
+        """Return the slice of a contiguous ``tensor`` of the weight's shape, as a view."""
         return tensor.view(-1)[self.start : self.stop]
 
 
@@ -32,7 +32,7 @@ class Bucket:
     """Pieces of weights of one type, which lie at elements ``[start, stop)`` of all weights of that type in a row."""
 
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    slices: tuple[Slice, ...]
     start: int
     stop: int
 
@@ -56,20 +56,20 @@ def cut_into_buckets(weights: Sequence[Tensor], size: int | None, apart: int = 0
         start = begun.get(dtype, 0)
         total = begun[dtype] = start + sum(count for _, count in own)
         limit = total - start if size is None else size
-        pieces: list[Piece] = []
+        slices: list[Slice] = []
         room = limit
         for index, count in own:
             position = 0
             while position < count:
                 taken = min(room, count - position)
-                pieces.append(Piece(index, position, position + taken))
+                slices.append(Slice(index, position, position + taken))
                 position += taken
                 room -= taken
                 if not room:
-                    buckets.append(Bucket(dtype, tuple(pieces), start, start + limit))
-                    start, pieces, room = start + limit, [], limit
-        if pieces:
-            buckets.append(Bucket(dtype, tuple(pieces), start, total))
+                    buckets.append(Bucket(dtype, tuple(slices), start, start + limit))
+                    start, slices, room = start + limit, [], limit
+        if slices:
+            buckets.append(Bucket(dtype, tuple(slices), start, total))
     return tuple(buckets)
 
 
@@ -84,11 +84,11 @@ class FlatGradient:
         self.flats: dict[torch.dtype, Tensor] = {}
         views: dict[int, Tensor] = {}
         for bucket in cut_into_buckets(weights, None):
-            device = weights[bucket.pieces[0].index].device
+            device = weights[bucket.slices[0].index].device
             flat = self.flats[bucket.dtype] = torch.zeros(bucket.size, dtype=bucket.dtype, device=device)
-            parts = torch.split(flat, [piece.size for piece in bucket.pieces])
-            for piece, part in zip(bucket.pieces, parts, strict=True):
-                views[piece.index] = part.view(weights[piece.index].shape)
+            parts = torch.split(flat, [span.size for span in bucket.slices])
+            for span, part in zip(bucket.slices, parts, strict=True):
+                views[span.index] = part.view(weights[span.index].shape)
         for index, weight in enumerate(weights):
             views.setdefault(index, torch.zeros_like(weight))  # without elements
         self.views = [views[index] for index in range(len(weights))]

@@ -1,11 +1,11 @@
-"""Backward passes with other weights than the forward's, on the activations that the forward has stored (TiMePReSt).
+"""How can a backward use newer weights than its forward did? On the activations that the forward stored (TiMePReSt).
 
 Autograd keeps the tensors that a backward reads. While a forward runs here, it keeps of each weight only which one it
 is; the backward reads that weight anew, in the version that is installed by then. Everything else is kept as it was,
 so gradients are those of old activations and new weights. That has a meaning where the backward reads weights
 themselves, as in linear, convolution, normalisation, attention and recurrent layers; a layer that keeps something made
 from its weights alone, such as a normalised or a converted copy, would go on with the old ones; such layers are refused
-(see ``copies``).
+(:mod:`..model.weight_copies`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One stage on one rank: forwards and backwards of microbatches, with recomputed segments and several in flight.
+"""How does a stage run microbatches? Forward and backward, several in flight, some of its layers recomputed.
 
 A stage is cut into pieces: runs of stored layers and recomputed segments. Each piece has a graph of its own, so a
 backward goes piece by piece and frees each as soon as it is done, which is how the memory model counts (ALGORITHMS

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from .buckets import Bucket, Piece
+from .buckets import Bucket, Slice
 from .optimizers import MakeOptimizer, MakeSchedule
 
 ELEMENTWISE = (
@@ -51,98 +51,103 @@ def check_elementwise(make_optimizer: MakeOptimizer, why: str) -> None:
         )
 
 
-class StageOptimizer:
-    """One step over all weights: the full-precision ``masters``, their optimizer and its learning-rate schedule.
-
-    ``mixed`` says that gradients and weights outside have 16 bits; ``observed`` hears when memory is at its fullest.
-    """
-
-    offload = False
+class Rates:
+    """What both ways to step share: the optimizer of ``masters``, if there are any, and its learning-rate schedule."""
 
     def __init__(
-        self,
-        masters: Sequence[nn.Parameter],
-        make_optimizer: MakeOptimizer,
-        make_schedule: MakeSchedule | None,
-        mixed: bool,
-        observed: Callable[[], None],
+        self, masters: Sequence[nn.Parameter], make_optimizer: MakeOptimizer, make_schedule: MakeSchedule | None
     ) -> None:
-        self._observed = observed
-        self.masters = list(masters)
-        self.mixed = mixed
-        self._optimizer = make_optimizer(self.masters) if self.masters else None
-        self._schedule = make_schedule(self._optimizer) if self._optimizer and make_schedule else None
+        self.optimizer = make_optimizer(list(masters)) if masters else None
+        self._schedule = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
 
-    @property
-    def parts(self) -> int:
-        """The number of steps that an update is made in."""
-        return 1 if self._optimizer else 0
-
-    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
-        """Step with ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
-        assert self._optimizer is not None, "otherwise there are no parts"
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            if gradient is not None and self.mixed:
-                gradient = gradient.to(master.dtype).mul_(1 / scale)
-            master.grad = gradient
-        self._optimizer.step()
-        if self.mixed:
-            for master, weight in zip(self.masters, weights, strict=True):
-                weight.copy_(master.data)
-        self._observed()
-        for master in self.masters:
-            master.grad = None
-
-    def finish(self) -> None:
-        """End an update: the schedule goes on."""
+    def advance(self) -> None:
+        """Let the schedule go on after an update."""
         if self._schedule is not None:
             self._schedule.step()
-
-    def state_of(self, index: int) -> dict[str, Any]:
-        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
-        state = {} if self._optimizer is None else self._optimizer.state.get(self.masters[index], {})
-        return {key: value for key, value in state.items() if value is not None}
-
-    def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Let the optimizer remember ``state`` of the weight at ``index``, next to it."""
-        if self._optimizer is not None and state:
-            master = self.masters[index]
-            self._optimizer.state[master] = {key: self._at_home(key, x, master.device) for key, x in state.items()}
-
-    def _at_home(self, key: str, value: Any, home: torch.device) -> Any:
-        """Return an entry of the state where the optimizer wants it: a counter where it counts."""
-        assert self._optimizer is not None, "only optimizers have state"
-        group = self._optimizer.param_groups[0]
-        counts_there = group.get("capturable") or group.get("fused")
-        return value.to(home) if isinstance(value, Tensor) and (key != "step" or counts_there) else value
-
-    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield what the optimizer keeps, and whether it is in host memory for want of room on the device."""
-        for index, master in enumerate(self.masters):
-            yield master.data, False
-            if master.grad is not None:
-                yield master.grad, False
-            yield from ((value, False) for value in self.state_of(index).values() if _is_large(value))
 
     @property
     def groups(self) -> list[dict[str, Any]] | None:
         """The optimizer's options as they are now, without weights; None for a stage that trains nothing."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             return None
-        return [{key: x for key, x in group.items() if key != "params"} for group in self._optimizer.param_groups]
+        return [{key: x for key, x in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
     @property
     def schedule(self) -> dict[str, Any] | None:
         """The state of the learning-rate schedule, None without one."""
         return None if self._schedule is None else self._schedule.state_dict()
 
-    def restore_rates(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
+    def restore(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
         """Go on with the options and the schedule of another run's optimizer."""
-        if self._optimizer is not None and groups is not None:
-            for group, before in zip(self._optimizer.param_groups, groups, strict=True):
+        if self.optimizer is not None and groups is not None:
+            for group, before in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(before)
         if self._schedule is not None and schedule is not None:
             self._schedule.load_state_dict(schedule)
+
+    def at_home(self, key: str, value: Any, home: torch.device) -> Any:
+        """Return an entry of the optimizer's state where it wants it: a counter where it counts."""
+        assert self.optimizer is not None, "only optimizers have state"
+        group = self.optimizer.param_groups[0]
+        counts_there = group.get("capturable") or group.get("fused")
+        return value.to(home) if isinstance(value, Tensor) and (key != "step" or counts_there) else value
+
+
+class WholeOptimizer:
+    """One step over all ``masters``. ``mixed`` says that gradients and weights outside have 16 bits.
+
+    ``observed`` hears when memory is at its fullest.
+    """
+
+    def __init__(
+        self, masters: Sequence[nn.Parameter], rates: Rates, mixed: bool, observed: Callable[[], None]
+    ) -> None:
+        self.rates = rates
+        self._masters, self._mixed, self._observed = list(masters), mixed, observed
+
+    @property
+    def parts(self) -> int:
+        """The number of steps that an update is made in: 1, if anything is trained."""
+        return 1 if self.rates.optimizer else 0
+
+    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
+        """Step all weights with ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
+        assert self.rates.optimizer is not None, "otherwise there are no parts"
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            if gradient is not None and self._mixed:
+                gradient = gradient.to(master.dtype).mul_(1 / scale)
+            master.grad = gradient
+        self.rates.optimizer.step()
+        if self._mixed:
+            for master, weight in zip(self._masters, weights, strict=True):
+                weight.copy_(master.data)
+        self._observed()
+        for master in self._masters:
+            master.grad = None
+
+    def finish(self) -> None:
+        """End an update: the schedule goes on."""
+        self.rates.advance()
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
+        state = {} if self.rates.optimizer is None else self.rates.optimizer.state.get(self._masters[index], {})
+        return {key: value for key, value in state.items() if value is not None}
+
+    def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Let the optimizer remember ``state`` of the weight at ``index``, next to it."""
+        if self.rates.optimizer is not None and state:
+            master = self._masters[index]
+            known = {key: self.rates.at_home(key, x, master.device) for key, x in state.items()}
+            self.rates.optimizer.state[master] = known
+
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield what the optimizer keeps, all next to the weights."""
+        for index, master in enumerate(self._masters):
+            yield master.data, False
+            if master.grad is not None:
+                yield master.grad, False
+            yield from ((value, False) for value in self.state_of(index).values() if _is_large(value))
 
 
 class BucketBuffers:
@@ -164,10 +169,10 @@ class BucketBuffers:
         yield from self._tensors.values()
 
 
-class BucketedOptimizer(StageOptimizer):
-    """The same in one step for each of ``buckets``; with ``offload`` masters of 16-bit weights and state on the host.
+class BucketedOptimizer:
+    """One step for each of ``buckets``; with ``offload`` masters of 16-bit weights and state on the host.
 
-    The optimizer must be elementwise. It sees the pieces of one bucket as its weights; what it remembers of them is
+    The optimizer must be elementwise. It sees the slices of one bucket as its weights; what it remembers of them is
     kept in tensors of the weights' shapes, so that no other bucket size makes a difference. Device memory beside
     weights and gradient: one bucket of each thing that is on the host, and of the gradient in 32 bits.
     """
@@ -175,8 +180,7 @@ class BucketedOptimizer(StageOptimizer):
     def __init__(
         self,
         masters: Sequence[nn.Parameter],
-        make_optimizer: MakeOptimizer,
-        make_schedule: MakeSchedule | None,
+        rates: Rates,
         mixed: bool,
         observed: Callable[[], None],
         device: torch.device,
@@ -184,21 +188,22 @@ class BucketedOptimizer(StageOptimizer):
         offload: bool,
         buffers: BucketBuffers,
     ) -> None:
-        super().__init__(masters, make_optimizer, make_schedule, mixed, observed)
-        self.offload = offload
+        self.rates = rates
+        self._masters, self._mixed, self._observed = list(masters), mixed, observed
+        self._offload = offload
         self._device = device
         self._buckets = buckets
         self._room = max((bucket.size for bucket in buckets), default=0)
         self._buffers = buffers
         self._state: list[dict[str, Any]] = [{} for _ in masters]
         self._next: dict[int, dict[str, Any]] = {}  # counts, and what is new, of each weight after this update
-        groups = self._optimizer.param_groups if self._optimizer else []
+        groups = self.rates.optimizer.param_groups if self.rates.optimizer else []
         self._group = {parameter: g for g, group in enumerate(groups) for parameter in group["params"]}
         if offload and mixed:
-            for master in self.masters:
+            for master in self._masters:
                 master.data = self._on_host(master.data)
-        for index, master in enumerate(self.masters):  # some optimizers begin with a state
-            self.restore_state(index, self._optimizer.state.pop(master, {}) if self._optimizer else {})
+        for index, master in enumerate(self._masters):  # some optimizers begin with a state
+            self.restore_state(index, self.rates.optimizer.state.pop(master, {}) if self.rates.optimizer else {})
 
     @property
     def parts(self) -> int:
@@ -206,51 +211,51 @@ class BucketedOptimizer(StageOptimizer):
         return len(self._buckets)
 
     def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
-        """Step bucket ``part`` with its part of ``gradients`` divided by ``scale``; see :class:`StageOptimizer`."""
-        assert self._optimizer is not None, "otherwise there are no buckets"
+        """Step bucket ``part`` of ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
+        assert self.rates.optimizer is not None, "otherwise there are no buckets"
         bucket = self._buckets[part]
         offset = 0
-        stepped: list[tuple[Piece, int, nn.Parameter]] = []
-        for group in self._optimizer.param_groups:
+        stepped: list[tuple[Slice, int, nn.Parameter]] = []
+        for group in self.rates.optimizer.param_groups:
             group["params"] = []
-        self._optimizer.state.clear()
-        for piece in bucket.pieces:
-            gradient = gradients[piece.index]
-            master = self.masters[piece.index]
-            parameter = nn.Parameter(self._fetched("weights", piece.of(master.data), offset, self.mixed))
+        self.rates.optimizer.state.clear()
+        for span in bucket.slices:
+            gradient = gradients[span.index]
+            master = self._masters[span.index]
+            parameter = nn.Parameter(self._fetched("weights", span.of(master.data), offset, self._mixed))
             if gradient is not None:
-                found = piece.of(gradient if gradient.is_contiguous() else gradient.contiguous())
-                if self.mixed:
-                    copy = self._buffer("gradient", master.dtype, offset, piece.size)
+                found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
+                if self._mixed:
+                    copy = self._buffer("gradient", master.dtype, offset, span.size)
                     found = copy.copy_(found).mul_(1 / scale)
                 parameter.grad = found
-                state = self._fetched_state(piece, offset)
+                state = self._fetched_state(span, offset)
                 if state:
-                    self._optimizer.state[parameter] = state
-            self._optimizer.param_groups[self._group[master]]["params"].append(parameter)
-            stepped.append((piece, offset, parameter))
-            offset += piece.size
-        self._optimizer.step()
-        for piece, _, parameter in stepped:
-            master = self.masters[piece.index]
-            _returned(piece.of(master.data), parameter.data)
-            if self.mixed:
-                piece.of(weights[piece.index]).copy_(parameter.data)
-            self._keep(piece, self._optimizer.state.get(parameter, {}))
+                    self.rates.optimizer.state[parameter] = state
+            self.rates.optimizer.param_groups[self._group[master]]["params"].append(parameter)
+            stepped.append((span, offset, parameter))
+            offset += span.size
+        self.rates.optimizer.step()
+        for span, _, parameter in stepped:
+            master = self._masters[span.index]
+            _returned(span.of(master.data), parameter.data)
+            if self._mixed:
+                span.of(weights[span.index]).copy_(parameter.data)
+            self._keep(span, self.rates.optimizer.state.get(parameter, {}))
         self._observed()
 
-    def _fetched_state(self, piece: Piece, offset: int) -> dict[str, Any]:
+    def _fetched_state(self, span: Slice, offset: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, value in self._state[piece.index].items():
+        for key, value in self._state[span.index].items():
             if _is_large(value):
-                state[key] = self._fetched(key, piece.of(value), offset, True)
+                state[key] = self._fetched(key, span.of(value), offset, True)
             else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
 
-    def _keep(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        """Take back what the optimizer remembers of a piece; the next piece of the weight begins as this one did."""
-        kept, after = self._state[piece.index], self._next.setdefault(piece.index, {})
+    def _keep(self, span: Slice, state: Mapping[str, Any]) -> None:
+        """Take back what the optimizer remembers of a slice; the next slice of the weight begins as this one did."""
+        kept, after = self._state[span.index], self._next.setdefault(span.index, {})
         for key, value in state.items():
             if value is None:
                 continue
@@ -258,19 +263,19 @@ class BucketedOptimizer(StageOptimizer):
                 after[key] = value
                 continue
             if key not in kept and key not in after:
-                shape = self.masters[piece.index].shape
-                whole = torch.empty(shape, dtype=value.dtype, device=value.device if not self.offload else "meta")
-                after[key] = self._on_host(whole) if self.offload else whole
-            _returned(piece.of(kept[key] if key in kept else after[key]), value)
+                shape = self._masters[span.index].shape
+                whole = torch.empty(shape, dtype=value.dtype, device=value.device if not self._offload else "meta")
+                after[key] = self._on_host(whole) if self._offload else whole
+            _returned(span.of(kept[key] if key in kept else after[key]), value)
 
     def finish(self) -> None:
         """End an update: counts and the schedule go on."""
         for index, after in self._next.items():
             self._state[index].update(after)
         self._next.clear()
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
-        super().finish()
+        if self.rates.optimizer is not None:
+            self.rates.optimizer.state.clear()
+        self.rates.advance()
 
     def state_of(self, index: int) -> dict[str, Any]:
         """Return what the optimizer remembers of the weight at ``index``."""
@@ -280,26 +285,28 @@ class BucketedOptimizer(StageOptimizer):
         """Let the optimizer remember ``state`` of the weight at ``index``."""
         for key, value in state.items():
             if _is_large(value):
-                shaped = value.view(self.masters[index].shape)
-                self._state[index][key] = self._on_host(shaped) if self.offload else shaped.to(self._device)
+                shaped = value.view(self._masters[index].shape)
+                self._state[index][key] = self._on_host(shaped) if self._offload else shaped.to(self._device)
             else:
-                self._state[index][key] = self._at_home(key, value, self._device)
+                self._state[index][key] = self.rates.at_home(key, value, self._device)
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield what the optimizer keeps, and whether it is in host memory for want of room on the device."""
-        for master in self.masters:
-            yield master.data, self.offload and self.mixed
+        for master in self._masters:
+            yield master.data, self._offload and self._mixed
         for state in (*self._state, *self._next.values()):
-            yield from ((value, self.offload) for value in state.values() if _is_large(value))
-        if self._optimizer is not None:  # one bucket of it while it is stepped, in the buffers but for the first time
-            states = self._optimizer.state.values()
-            if self.offload:
+            yield from ((value, self._offload) for value in state.values() if _is_large(value))
+        if (
+            self.rates.optimizer is not None
+        ):  # one bucket of it while it is stepped, in the buffers but for the first time
+            states = self.rates.optimizer.state.values()
+            if self._offload:
                 yield from ((x, False) for state in states for x in state.values() if _is_large(x))
         yield from ((buffer, False) for buffer in self._buffers.tensors())
 
     def _fetched(self, name: str, home: Tensor, offset: int, moves: bool) -> Tensor:
         """Return ``home``, or its values in a buffer on the device where it isn't kept there."""
-        if not (self.offload and moves):
+        if not (self._offload and moves):
             return home
         return self._buffer(name, home.dtype, offset, home.numel()).copy_(home, non_blocking=True)
 
@@ -310,6 +317,9 @@ class BucketedOptimizer(StageOptimizer):
         """Return a copy in host memory, which a GPU can read without the processor's help; of meta tensors the room."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
         return host if tensor.is_meta else host.copy_(tensor)
+
+
+StageOptimizer = WholeOptimizer | BucketedOptimizer  # either steps the full-precision weights of a stage, in its parts
 
 
 def _returned(home: Tensor, value: Tensor) -> None:

@@ -68,7 +68,8 @@ def training_state(rank: Rank, runners: Mapping[int, StageModule], scaling: Scal
     )
     first = next(training, None)  # rates are the same on all stages
     if first in rank.first_of:
-        state |= rates_entry(runners[first].versions.optimizer.groups, runners[first].versions.optimizer.schedule)
+        rates = runners[first].versions.optimizer.rates
+        state |= rates_entry(rates.groups, rates.schedule)
         if scaling is not None:
             state[SCALE] = torch.tensor([scaling.current.scale, scaling.current.good], dtype=torch.float64)
     return state
@@ -91,7 +92,7 @@ def restore(checkpoint: Checkpoint, rank: Rank, runners: Mapping[int, StageModul
             entries = optimizer_entries(loaded, name)
             runner.versions.optimizer.restore_state(index, deepcopy(entries) if name in given else entries)
             given.add(name)
-        runner.versions.optimizer.restore_rates(*rates_of(loaded))
+        runner.versions.optimizer.rates.restore(*rates_of(loaded))
         runner.versions.take_masters()
     if scaling is not None and SCALE in loaded:
         scale, good = loaded[SCALE].tolist()

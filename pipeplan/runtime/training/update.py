@@ -34,7 +34,7 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
     """
     assert versions.flat is not None, "replicated stages have flat gradients"
     runs: list[list[int]] = []
-    summed = [bucket for bucket in versions.buckets if bucket.pieces[0].index < versions.own]
+    summed = [bucket for bucket in versions.buckets if bucket.slices[0].index < versions.own]
     for index, bucket in enumerate(summed):
         fits = runs and versions.buckets[runs[-1][0]].dtype == bucket.dtype
         if fits and (coarsening is None or len(runs[-1]) < coarsening):

@@ -7,7 +7,7 @@ optimizer's until an update would overwrite weights that are still needed; then 
 
 With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
 version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
-the forward but looks them up (see ``renewal``).
+the forward but looks them up (:mod:`.newest_weights`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..device import CPU
 from .buckets import Bucket, FlatGradient, cut_into_buckets
 from .optimizers import MakeOptimizer, MakeSchedule
-from .stage_optimizer import BucketBuffers, BucketedOptimizer, StageOptimizer, nothing
+from .stage_optimizer import BucketBuffers, BucketedOptimizer, Rates, StageOptimizer, WholeOptimizer, nothing
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Versions:
         self._spare: list[list[Tensor]] = []
         self.own = sum(leaf not in tied for leaf in leaves)  # weights that no other stage has, which come first
         self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket, len(leaves) - self.own)
-        self.optimizer = (
-            StageOptimizer(masters, make_optimizer, make_schedule, self._mixed, keeping.observed)
+        rates = Rates(masters, make_optimizer, make_schedule)
+        self.optimizer: StageOptimizer = (
+            WholeOptimizer(masters, rates, self._mixed, keeping.observed)
             if keeping.bucket is None or not leaves
             else BucketedOptimizer(
                 masters,
-                make_optimizer,
-                make_schedule,
+                rates,
                 self._mixed,
                 keeping.observed,
                 device,

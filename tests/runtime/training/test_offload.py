@@ -23,7 +23,8 @@ from pipeplan.runtime.training.stage_optimizer import (
     ELEMENTWISE,
     BucketBuffers,
     BucketedOptimizer,
-    StageOptimizer,
+    Rates,
+    WholeOptimizer,
     nothing,
 )
 
@@ -40,11 +41,11 @@ def test_buckets_cover_every_element_once_and_never_mix_types():
         buckets = cut_into_buckets(weights, size)
         seen = [[0] * x.numel() for x in weights]
         for bucket in buckets:
-            assert sum(piece.size for piece in bucket.pieces) == bucket.size == bucket.stop - bucket.start
-            for piece in bucket.pieces:
-                assert weights[piece.index].dtype == bucket.dtype
-                for element in range(piece.start, piece.stop):
-                    seen[piece.index][element] += 1
+            assert sum(span.size for span in bucket.slices) == bucket.size == bucket.stop - bucket.start
+            for span in bucket.slices:
+                assert weights[span.index].dtype == bucket.dtype
+                for element in range(span.start, span.stop):
+                    seen[span.index][element] += 1
         assert all(count == 1 for one in seen for count in one)
         sizes = [bucket.size for bucket in buckets if bucket.dtype == torch.float32]
         limit = 23 if size is None else size
@@ -59,10 +60,12 @@ def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
     schedule = schedule_maker(parse_choice("StepLR,step_size=2,gamma=0.5", "here"))
     torch.manual_seed(0)
     values = [torch.randn(3, 17), torch.randn(131), torch.randn(1), torch.randn(5, 2, 3)]
-    plain = StageOptimizer([nn.Parameter(x.clone()) for x in values], make, schedule, False, nothing)
-    masters = [nn.Parameter(x.clone()) for x in values]
+    whole, masters = ([nn.Parameter(x.clone()) for x in values] for _ in range(2))
+    plain = WholeOptimizer(whole, Rates(whole, make, schedule), False, nothing)
     buckets = cut_into_buckets(values, size)
-    parts = BucketedOptimizer(masters, make, schedule, False, nothing, CPU, buckets, True, BucketBuffers())
+    parts = BucketedOptimizer(
+        masters, Rates(masters, make, schedule), False, nothing, CPU, buckets, True, BucketBuffers()
+    )
     for _ in range(5):
         gradients = [torch.randn(x.shape) for x in values]
         gradients[2] = None  # a weight that no pass has used
@@ -70,13 +73,13 @@ def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
             for part in range(optimizer.parts):
                 optimizer.step(part, gradients, 1.0, [])
             optimizer.finish()
-    for index, (one, other) in enumerate(zip(plain.masters, parts.masters, strict=True)):
+    for index, (one, other) in enumerate(zip(whole, masters, strict=True)):
         assert torch.equal(one, other)
         before, after = plain.state_of(index), parts.state_of(index)
         assert before.keys() == after.keys()
         assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
-    assert plain.groups == parts.groups
-    assert plain.schedule == parts.schedule
+    assert plain.rates.groups == parts.rates.groups
+    assert plain.rates.schedule == parts.rates.schedule
 
 
 LAYOUTS = {
