@@ -306,38 +306,6 @@ def share_seconds(model: Transformer, grid: Grid, peak: float, share: float) -> 
     return batch_flops(model, grid.batch, grid.checkpoint is not None) / (grid.gpus * peak * share)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTime:
-    """Predicted seconds of one batch: ``pipeline`` of which ``idle`` the average GPU waits, then ``all_reduce``."""
-
-    pipeline: float
-    idle: float
-    all_reduce: float
-
-    @property
-    def total(self) -> float:
-        """Seconds from the first forward to the last gradient."""
-        return self.pipeline + self.all_reduce
-
-
-def predicted_time(model: Transformer, grid: Grid, peak: float, efficiency: float, bandwidth: int) -> BatchTime:
-    """Predict a batch's time where kernels reach ``efficiency`` of ``peak`` flop/s, without counting messages.
-
-    m microbatches take the sum of all stages plus (m - 1) times the slowest, which is the last, that has the head: the
-    more stages, the more the others wait for it. Then the all-reduce of an even share of the gradients, which is what
-    Myelin's measurements follow (0.62 s and 4.32 s, section V-B); the optimizer's steps overlap with it.
-    """
-    recompute = grid.checkpoint is not None
-    layer, head = layer_flops(model, grid.microbatch, recompute), head_flops(model, grid.microbatch)
-    flops = [count * layer for count in stage_layers(model.layers, grid.inter)]
-    flops[-1] += head
-    rate = peak * efficiency
-    pipeline = (sum(flops) + (grid.microbatches - 1) * max(flops)) / rate
-    busy = grid.microbatches * sum(flops) / grid.inter / rate
-    exchange = all_reduce_ns(even_share(model, grid, MIXED).gradient_bytes, grid.data, bandwidth)
-    return BatchTime(pipeline, pipeline - busy, exchange / 1e9)
-
-
 def training_days(model: Transformer, grid: Grid, tokens: int, batch_seconds: float) -> float:
     """Return the days of ``tokens`` tokens: tokens * t / (b s) (Myelin section VI-D, whose 3e10^11 means 3e11)."""
     return tokens * batch_seconds / (grid.batch * model.sequence) / 86400

@@ -20,7 +20,7 @@ from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
-from .grid.problem import Config
+from .grid.problem import GridConfig
 from .incumbent import Incumbent, Propose, Settings, run_search
 from .limits import ENOUGH, LimitSearch
 from .pipelines import Pipelines
@@ -175,7 +175,7 @@ def _grids(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
         pipelines = len(problem.platform) // stages if problem.replicas else 1
         if count % pipelines:
             continue
-        groups = Config(stages, pipelines, 1).groups()
+        groups = GridConfig(stages, pipelines, 1).groups()
         grid = Pipelines(problem, groups, count // pipelines, incumbent.limits.schedule.limit)
         grid.bound(incumbent.best_ns)
         if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:

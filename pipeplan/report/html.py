@@ -12,7 +12,7 @@ from ..planner.simulation import Simulation
 from ..schedule.kinds import kind_of
 from ..schedule.memory import activation_steps
 from ..units import format_bytes, format_devices, format_ns
-from .gantt import NAMES, Row, plan_window, timeline_rows, working_devices
+from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .page import SCRIPT, STYLE
 from .tables import alone_ns, bound_class, machine
 
@@ -153,7 +153,7 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return f"{stage.start}-{stage.stop - 1}  {names if len(names) <= 60 else names[:59] + '…'}"
 
 
-def _legend(rows: Sequence[Row]) -> str:
+def _legend(rows: Sequence[GanttRow]) -> str:
     found = {(bar.kind, bar.chunk > 0) for row in rows for bar in row.bars}
     spans = [
         f'<span><i style="background:var(--{kind}{"2" if later else ""})"></i>{name}'
@@ -165,7 +165,7 @@ def _legend(rows: Sequence[Row]) -> str:
     return f'<div class="legend">{"".join(spans)}</div>'
 
 
-def _chart(name: str, rows: Sequence[Row], start_ns: int, end_ns: int, labels: bool) -> str:
+def _chart(name: str, rows: Sequence[GanttRow], start_ns: int, end_ns: int, labels: bool) -> str:
     """One SVG with coordinates in per cent of its width, so that zooming it stretches bars and not letters."""
     span = max(1, end_ns - start_ns)
     shapes = []

@@ -11,7 +11,7 @@ from rich.table import Table
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
 from ..units import format_bytes, format_ns
-from .gantt import Row, draw, panels, plan_window, timeline_rows
+from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .tables import console, headline, make_table
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
@@ -151,9 +151,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _shown(rows: Sequence[Row], links: bool) -> list[Row]:
+def _shown(rows: Sequence[GanttRow], links: bool) -> list[GanttRow]:
     return [row for row in rows if links or row.device is not None]
 
 
-def _shared(rows: Sequence[Row]) -> str:
+def _shared(rows: Sequence[GanttRow]) -> str:
     return ", small letters a GPU's later stages" if any(bar.chunk for row in rows for bar in row.bars) else ""

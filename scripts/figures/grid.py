@@ -28,7 +28,7 @@ from pipeplan.papers.transformer_chain import transformer_chain
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import Profiles
 from pipeplan.planner.grid.plan import segment_length
-from pipeplan.planner.grid.problem import Config, Found, GridProblem
+from pipeplan.planner.grid.problem import Found, GridConfig, GridProblem
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipeline_time import batch_time
@@ -90,7 +90,7 @@ def published(asked: GridProblem, name: str) -> Found | None:
     inter, data, size = TABLE_2[name]
     best = None
     for placement in ("stage", "pipeline"):
-        config = Config(inter, data, size, True, placement)
+        config = GridConfig(inter, data, size, True, placement)
         problem, groups = asked.of(config), config.groups()
         counts = stage_layers(TRANSFORMERS[name].layers, inter)
         for ac in range(1, max(counts) + 1):

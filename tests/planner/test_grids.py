@@ -17,7 +17,7 @@ from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import Config, GridProblem, configs, why_not, work_bound
+from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, why_not, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipelines import limits
@@ -136,7 +136,7 @@ def test_offload_is_chosen_only_where_memory_asks_for_it():
 def test_pipelines_inside_servers_send_over_the_servers_own_links():
     platform = Platform((Platform.flat(1, 80 * GB).devices * 8), (Level(4, 10**11), Level(2, 10**9)))
     chain = even(weights=10**6, output=10**8)
-    across, inside = (Config(4, 2, 1, False, placement).groups() for placement in ("stage", "pipeline"))
+    across, inside = (GridConfig(4, 2, 1, False, placement).groups() for placement in ("stage", "pipeline"))
     assert across[0] == (0, 1)
     assert inside[0] == (0, 4)
     slow, fast = (
@@ -174,7 +174,7 @@ def test_the_work_bound_is_met_by_even_stages_without_transfers():
     assert outcome.best.config.stages == 4
     assert outcome.best.batch_ns == (16 + 4 - 1) * 12 * MS == outcome.bound_ns
     assert work_bound(asked, outcome.best.config) <= outcome.best.batch_ns
-    assert work_bound(asked, Config(1, 1, 1)) == 16 * 48 * MS
+    assert work_bound(asked, GridConfig(1, 1, 1)) == 16 * 48 * MS
 
 
 def test_limits_fixed_numbers_of_pipelines_and_interrupts():

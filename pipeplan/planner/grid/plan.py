@@ -11,7 +11,7 @@ from ...errors import BadInput, Infeasible
 from ...plan import Allocation, Plan, Provenance, Schedule, Stage
 from ..incumbent import Settings
 from ..plan import Planned
-from .problem import GridProblem, Outcome, Row, configs, why_not
+from .problem import GridProblem, GridRow, Outcome, configs, why_not
 from .search import search_grids
 
 ALGORITHM = "grid"
@@ -57,13 +57,13 @@ def _options(asked: GridProblem, outcome: Outcome, effort: str) -> dict[str, Any
         "data_parallel": asked.pipelines or "auto",
         "limit": asked.limit,
         "effort": effort,
-        "grid": _figures(Row(outcome.best.config.stages, outcome.best.config.pipelines, outcome.best, None)),
+        "grid": _figures(GridRow(outcome.best.config.stages, outcome.best.config.pipelines, outcome.best, None)),
         "bound_ns": outcome.bound_ns,
         "grids": [_figures(row) for row in outcome.rows],
     }
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def _figures(row: GridRow) -> dict[str, Any]:
     figures: dict[str, Any] = {"inter": row.stages, "data": row.pipelines}
     if row.found is not None:
         found = row.found

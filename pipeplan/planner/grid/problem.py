@@ -23,7 +23,7 @@ COARSENING = 4  # buckets per chunk: two and four are best in Myelin's Figure 8
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GridConfig:
     """``pipelines`` of ``stages`` stages fed ``microbatch`` samples at a time, optimizer state on the host or not.
 
     ``placement`` says whose devices are neighbours in the platform's order: those of one stage, so that all-reduces
@@ -69,7 +69,7 @@ class GridProblem:
     limit: int | None = None
     pipelines: int | None = None
 
-    def of(self, config: Config) -> Problem:
+    def of(self, config: GridConfig) -> Problem:
         """Return the problem under a configuration: its microbatches, updates and optimizer state."""
         microbatches = self.batch // config.microbatch
         policy = replace(self.problem.policy, accumulate=microbatches, offload=config.offload)
@@ -118,7 +118,7 @@ def grid_problem(
 class Found:
     """A configuration with its stages, the limit on microbatches in a pipeline, and the time of a batch."""
 
-    config: Config
+    config: GridConfig
     stages: tuple[Stage, ...]
     limit: int
     batch_ns: int
@@ -126,7 +126,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GridRow:
     """One grid in the table: the best that was found for it (``found``), or why there is nothing (``reason``).
 
     ``bound_ns``: no plan of the grid takes less, None where none exists.
@@ -148,7 +148,7 @@ class Outcome:
     """
 
     best: Found | None
-    rows: tuple[Row, ...]
+    rows: tuple[GridRow, ...]
     bound_ns: int
     stopped: str | None = None
 
@@ -171,7 +171,7 @@ def _too_long(asked: GridProblem, inter: int, size: int) -> str | None:
     return too_long(4 * inter - 2, Schedule("message-driven", asked.batch // size))
 
 
-def configs(asked: GridProblem) -> Iterator[Config]:
+def configs(asked: GridProblem) -> Iterator[GridConfig]:
     """Yield every configuration of at most all GPUs that the batch and the network allow, memory apart."""
     platform = asked.problem.platform
     placements: tuple[Placement, ...] = ("stage", "pipeline") if len(platform.levels) > 1 else ("stage",)
@@ -183,10 +183,10 @@ def configs(asked: GridProblem) -> Iterator[Config]:
                 if asked.batch % (data * size) == 0 and _too_long(asked, inter, size) is None:
                     for offload in asked.offloads:
                         for placement in placements if inter > 1 and data > 1 else placements[:1]:
-                            yield Config(inter, data, size, offload, placement)
+                            yield GridConfig(inter, data, size, offload, placement)
 
 
-def work_bound(asked: GridProblem, config: Config) -> int:
+def work_bound(asked: GridProblem, config: GridConfig) -> int:
     """Return a time below which no plan of a configuration runs the batch, from its work alone.
 
     With U(s) and P(s) of ``partition.drained`` a batch takes at least M U(s) + P(s) for every stage s. Work in all is
