@@ -15,7 +15,6 @@ from fractions import Fraction
 from math import sqrt
 
 from ..cost.memory_model import gradient_bytes, held_bytes, host_bytes, weights_bytes
-from ..cost.time_model import ring_all_reduce_ns
 from ..errors import BadInput
 from ..integers import ceil_div
 from ..problem import Policy
@@ -275,7 +274,7 @@ def _memory(policy: Policy, parameters: int, activations: int, buffers: int) -> 
     )
 
 
-# Time: flops, pipelines, all-reduce.
+# Time: flops, days.
 def batch_flops(model: Transformer, samples: int, recompute: bool = True) -> int:
     """Return the flops of training on ``samples`` samples: 96 b s l h^2 (1 + s/(6h) + V/(16 l h)), exactly.
 
@@ -294,11 +293,6 @@ def layer_flops(model: Transformer, samples: int, recompute: bool = True) -> int
 def head_flops(model: Transformer, samples: int) -> int:
     """Return the flops of the head's forward and backward."""
     return 6 * samples * model.sequence * model.hidden * model.vocabulary
-
-
-def all_reduce_ns(gradient: int, data: int, bandwidth: int) -> int:
-    """Return the time of a ring all-reduce of ``gradient`` bytes over ``data`` GPUs: 2 (m-1)/m bytes / bandwidth."""
-    return ring_all_reduce_ns(gradient, data, bandwidth)
 
 
 def share_seconds(model: Transformer, grid: Grid, peak: float, share: float) -> float:

@@ -23,8 +23,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeplan.papers.transformer import MIXED, Grid, layer_flops, predicted_time, share_seconds, stage_layers
-from pipeplan.papers.transformer_chain import transformer_chain
+from unprofiled import predicted_time, transformer_chain
+
+from pipeplan.papers.transformer import MIXED, Grid, layer_flops, share_seconds, stage_layers
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import Profiles
 from pipeplan.planner.grid.plan import segment_length
