@@ -15,9 +15,9 @@ from ..schedule.gpipe import gpipe
 from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
-from .by_simulation import MINI_BATCH_PER_DEVICE
 from .incumbent import Settings
 from .plan import make_plan
+from .simulated import MINI_BATCH_PER_DEVICE
 
 GPIPE = "gpipe"
 

@@ -86,7 +86,7 @@ def plan_window(plan: Plan) -> Window:
         timeline = plan_timeline(plan)
         title = f"one mini-batch of {timeline.program.microbatches} microbatches, {schedule.kind}"
         return Window(timeline_rows(timeline), 0, timeline.makespan_ns, title)
-    batch = schedule.microbatches or 1
+    batch = schedule.mini_batch
     steady = find_steady(graph_of(plan), batch, schedule.limit or len(plan.allocation.stages))
     entries = [row[0] for row in steady.timeline.start_ns[::batch]]
     count = min(steady.cycle, len(entries) - 1, MOST_SHOWN)
