@@ -15,9 +15,10 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
+from pipeplan.planner.explain import why_no_grid
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, why_not, work_bound
+from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipelines import limits
@@ -97,7 +98,7 @@ def test_every_grid_of_all_gpus_has_a_time_or_a_reason():
     assert reasons[6, 1] == "6 stages are more than the network's 3 layers"
     assert reasons[3, 2] is None
     assert outcome.rows[2].found.batch_ns >= outcome.rows[2].bound_ns
-    assert why_not(ask(even(3), Platform.flat(6, 40 * GB), 8, (3,)), 3, 2) == (
+    assert why_no_grid(ask(even(3), Platform.flat(6, 40 * GB), 8, (3,)), 3, 2) == (
         "the 4 samples of each pipeline are no multiple of microbatches of 3"
     )
 

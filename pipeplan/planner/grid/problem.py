@@ -75,6 +75,10 @@ class GridProblem:
         policy = replace(self.problem.policy, accumulate=microbatches, offload=config.offload)
         return replace(self.problem, chain=self.profiles.at(config.microbatch), policy=policy)
 
+    def too_long(self, stages: int, microbatch: int) -> str | None:
+        """Return in words why no plan of so many stages and such microbatches is judged, or None."""
+        return too_long(4 * stages - 2, Schedule("message-driven", self.batch // microbatch))
+
 
 def grid_problem(
     problem: Problem,
@@ -153,24 +157,6 @@ class Outcome:
     stopped: str | None = None
 
 
-def why_not(asked: GridProblem, inter: int, data: int) -> str | None:
-    """Return why no configuration has this grid, whatever the memory; None when some do."""
-    layers = len(asked.problem.chain)
-    if inter > layers:
-        return f"{inter} stages are more than the network's {layers} layers"
-    if asked.batch % data:
-        return f"a batch of {asked.batch} cannot be shared by {data} pipelines"
-    fitting = [size for size in asked.sizes if asked.batch // data % size == 0]
-    if not fitting:
-        sizes = ", ".join(map(str, asked.sizes))
-        return f"the {asked.batch // data} samples of each pipeline are no multiple of microbatches of {sizes}"
-    return _too_long(asked, inter, max(fitting))
-
-
-def _too_long(asked: GridProblem, inter: int, size: int) -> str | None:
-    return too_long(4 * inter - 2, Schedule("message-driven", asked.batch // size))
-
-
 def configs(asked: GridProblem) -> Iterator[GridConfig]:
     """Yield every configuration of at most all GPUs that the batch and the network allow, memory apart."""
     platform = asked.problem.platform
@@ -180,7 +166,7 @@ def configs(asked: GridProblem) -> Iterator[GridConfig]:
             if inter * data > len(platform):
                 continue
             for size in asked.sizes:
-                if asked.batch % (data * size) == 0 and _too_long(asked, inter, size) is None:
+                if asked.batch % (data * size) == 0 and asked.too_long(inter, size) is None:
                     for offload in asked.offloads:
                         for placement in placements if inter > 1 and data > 1 else placements[:1]:
                             yield GridConfig(inter, data, size, offload, placement)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ...units import format_ns
-from ..explain import shortfall
+from ..explain import grid_shortfall, why_no_grid
 from ..incumbent import Settings
 from ..pipelines import Pipelines, Proposal
-from .problem import Found, GridConfig, GridProblem, GridRow, Outcome, configs, why_not, work_bound
+from .problem import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
 
 _PROBES = 2  # splits of each configuration at first
 _NEAR = 0.06  # how much slower than the best a configuration may be to get more
@@ -194,22 +194,11 @@ class _Search:
         own = [c for c in self.grids if (c.stages, c.pipelines) == (inter, data)]
         alive = [c for c in own if not self.grids[c].unfit]
         if not own:
-            return GridRow(inter, data, None, None, why_not(self.asked, inter, data))
+            return GridRow(inter, data, None, None, why_no_grid(self.asked, inter, data))
         if not alive:
-            return GridRow(inter, data, None, None, self._too_large(own))
+            return GridRow(inter, data, None, None, grid_shortfall(self.asked, own))
         bound = min(self.grids[c].bound_ns for c in alive)
         fitting = [c for c in alive if self.grids[c].best is not None]
         if not fitting:
             return GridRow(inter, data, None, bound, "not searched")
         return GridRow(inter, data, self._found(min(fitting, key=self._time)), bound)
-
-    def _too_large(self, own: Sequence[GridConfig]) -> str:
-        config = min(own, key=lambda c: (c.microbatch, not c.offload))
-        problem = self.asked.of(config)
-        platform = problem.platform
-        alone = replace(
-            problem,
-            platform=replace(platform, devices=tuple(platform.slowest(group) for group in config.groups())),
-            replicas=False,
-        )
-        return shortfall(alone)
