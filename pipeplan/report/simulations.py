@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -73,7 +74,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
         )
     out.print()
-    out.print(_device_table(simulation))
+    out.print(_device_table(simulation, figures["devices"]))
     if figures["links"]:
         table = _table("link", "use")
         for row in figures["links"]:
@@ -127,11 +128,11 @@ def print_schedules(
         out.print(f"{refusal.schedule}: not possible: {escape(refusal.reason)}")
 
 
-def _device_table(simulation: Simulation) -> Table:
+def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:
     """One row per GPU; the predicted peak is the plan's, for its own pattern."""
     own = simulation.own
     table = _table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
-    for row in simulation.figures()["devices"]:
+    for row in devices:
         table.add_row(
             str(row["device"]),
             f"{row['busy_ns'] / max(1, simulation.timeline.makespan_ns):.1%}",
