@@ -100,6 +100,11 @@ class Schedule:
     microbatches: int | None = None
     limit: int | None = None
 
+    @property
+    def mini_batch(self) -> int:
+        """Microbatches of a mini-batch; 1 where the schedule knows none."""
+        return self.microbatches or 1
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:

@@ -48,7 +48,7 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
         makespan = flush_makespan_ns(simulate(unroll(graph, plan.pattern, plan.schedule.microbatches)))
     return Evaluation(
         graph=graph,
-        period_ns=period if makespan is None else ceil_div(makespan, plan.schedule.microbatches or 1),
+        period_ns=period if makespan is None else ceil_div(makespan, plan.schedule.mini_batch),
         makespan_ns=makespan,
         devices=tuple(device_uses(graph, starts, period, plan.platform)),
         most_in_flight=most_in_flight(graph, starts, period),
@@ -67,11 +67,11 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
     makespan = None
     find_steady = KINDS[schedule.kind].steady
     if find_steady is not None:
-        steady = find_steady(graph, schedule.microbatches or 1, schedule.limit or len(graph.stages))
+        steady = find_steady(graph, schedule.mini_batch, schedule.limit or len(graph.stages))
         timeline, period = steady.timeline, steady.period_ns
         uses = run_uses(timeline, platform) if steady.repeats else _admitted_uses(steady, platform)
     else:
-        count = schedule.microbatches or 1
+        count = schedule.mini_batch
         timeline = simulate(program_of_kind(graph, schedule, None, count))
         makespan = flush_makespan_ns(timeline)
         period = ceil_div(makespan, count)

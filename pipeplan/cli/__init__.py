@@ -1,4 +1,4 @@
-"""The command line: one thin command each, imported only when it is used, so that ``--help`` is instant."""
+"""What can be asked on the command line? One thin command each, imported only when used, so ``--help`` is instant."""
 
 from __future__ import annotations
 

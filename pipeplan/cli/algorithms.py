@@ -1,4 +1,4 @@
-"""``pipeplan algorithms``: what ``--algorithm`` offers."""
+"""``pipeplan algorithms``: what does ``--algorithm`` offer?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan check``: judge a plan."""
+"""``pipeplan check``: is a plan right?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan compare``: algorithms side by side over GPUs and memories."""
+"""``pipeplan compare``: which algorithm finds the best plan, over GPUs and memories?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan diff``: two profiles of one network, and what a plan made from the first is worth on the second."""
+"""``pipeplan diff``: how do two profiles of a network differ, and what is a plan from the first worth on the second?"""
 
 from __future__ import annotations
 

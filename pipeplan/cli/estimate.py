@@ -1,4 +1,4 @@
-"""``pipeplan estimate``: memory and time of training a large transformer, from its sizes alone."""
+"""``pipeplan estimate``: what memory and time does training a large transformer take, from its sizes alone?"""
 
 from __future__ import annotations
 

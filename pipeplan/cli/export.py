@@ -1,4 +1,4 @@
-"""``pipeplan export``: a plan in the terms of another runtime."""
+"""``pipeplan export``: what is a plan in the terms of another runtime?"""
 
 from __future__ import annotations
 

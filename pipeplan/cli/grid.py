@@ -1,4 +1,4 @@
-"""``pipeplan grid``: stages x equal pipelines that share every batch; ``plan --data-parallel`` is a short way to it."""
+"""``pipeplan grid``: how many stages x pipelines share a batch? ``plan --data-parallel`` leads here too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models and data that a user names: ``zoo:NAME[,option=value...]`` or ``module:function`` of their own.
+"""Which model and data does a user name? ``zoo:NAME[,option=value...]`` or ``module:function`` of their own.
 
 Only what is typed is imported, never what a file names.
 """

@@ -1,4 +1,4 @@
-"""Options that several commands share: where the profile and the platform come from, and what a plan may use."""
+"""Where do profile and platform come from, and what may a plan use? Options that several commands share."""
 
 from __future__ import annotations
 

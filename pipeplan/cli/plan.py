@@ -1,4 +1,4 @@
-"""``pipeplan plan``: partition, schedule, bound, judge, and print or write the plan."""
+"""``pipeplan plan``: which plan is best? Partition, schedule, bound, judge, and print or write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan profile``: what each layer of a torch model costs on this machine, or on a GPU that isn't here."""
+"""``pipeplan profile``: what does each layer of a torch model cost, on this machine or on a GPU that isn't here?"""
 
 from __future__ import annotations
 

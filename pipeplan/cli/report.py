@@ -1,4 +1,4 @@
-"""``pipeplan report``: one HTML page that shows a plan."""
+"""``pipeplan report``: what is there to see of a plan, on one HTML page?"""
 
 from __future__ import annotations
 

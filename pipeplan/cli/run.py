@@ -1,4 +1,4 @@
-"""``pipeplan run``: train a model from a plan on torch processes."""
+"""``pipeplan run``: how does training go under a plan? On torch processes."""
 
 from __future__ import annotations
 

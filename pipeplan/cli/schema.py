@@ -1,4 +1,4 @@
-"""``pipeplan schema``: the JSON Schema of a file."""
+"""``pipeplan schema``: what may a file say? Its JSON Schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command searches for a plan: by this clock, with lines of progress; and where the plan goes then."""
+"""How does a command search for a plan, and where does it go then? By this clock, with lines of progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan show``: one period of a plan in the terminal, or as a picture."""
+"""``pipeplan show``: what does one period of a plan look like, in the terminal or as a picture?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan simulate``: fill, steady state and drain of a plan, under its own schedule or any other."""
+"""``pipeplan simulate``: how does a plan fill, run and drain, under its own schedule or any other?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipeplan timeprest``: what TiMePReSt's schedule does to the weights and the memory, in unit time."""
+"""``pipeplan timeprest``: what does TiMePReSt's schedule do to weights and memory, in unit time?"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Studies of the papers that pipeplan implements."""
+"""What do the papers say that pipeplan implements, computed anew? Studies."""

@@ -30,7 +30,7 @@ MOST_PARTS = 4  # of a time point, in a staircase in characters
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Box:
     """One pass on ``worker`` (from 0), [start, end) in ns: of a microbatch forward, or of a mini-batch backward.
 
     ``mini_batch`` counts from 1. ``version`` is that of the weights which the pass uses.
@@ -50,7 +50,7 @@ class Cell:
         return self.mini_batch % 2 if self.kind == "F" else 1
 
 
-def cells(analysis: Analysis) -> Iterator[Cell]:
+def cells(analysis: Analysis) -> Iterator[Box]:
     """Yield every pass of the run as the paper labels it: ``3C`` microbatch C of mini-batch 3, ``3`` its backward."""
     timeline, program = analysis.timeline, analysis.timeline.program
     for worker, lane in enumerate(program.lanes):
@@ -59,7 +59,7 @@ def cells(analysis: Analysis) -> Iterator[Cell]:
             mini_batch, place = divmod(step.microbatch, program.batch)
             label = f"{mini_batch + 1}{letters(place) if kind == 'F' else ''}"
             version = analysis.version[step]
-            yield Cell(worker, timeline.begin_ns(step), timeline.end_ns(step), kind, mini_batch + 1, label, version)
+            yield Box(worker, timeline.begin_ns(step), timeline.end_ns(step), kind, mini_batch + 1, label, version)
 
 
 def letters(place: int) -> str:

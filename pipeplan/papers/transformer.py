@@ -15,7 +15,6 @@ from fractions import Fraction
 from math import sqrt
 
 from ..cost.memory_model import gradient_bytes, held_bytes, host_bytes, weights_bytes
-from ..cost.time_model import ring_all_reduce_ns
 from ..errors import BadInput
 from ..integers import ceil_div
 from ..problem import Policy
@@ -275,7 +274,7 @@ def _memory(policy: Policy, parameters: int, activations: int, buffers: int) -> 
     )
 
 
-# Time: flops, pipelines, all-reduce.
+# Time: flops, days.
 def batch_flops(model: Transformer, samples: int, recompute: bool = True) -> int:
     """Return the flops of training on ``samples`` samples: 96 b s l h^2 (1 + s/(6h) + V/(16 l h)), exactly.
 
@@ -296,46 +295,9 @@ def head_flops(model: Transformer, samples: int) -> int:
     return 6 * samples * model.sequence * model.hidden * model.vocabulary
 
 
-def all_reduce_ns(gradient: int, data: int, bandwidth: int) -> int:
-    """Return the time of a ring all-reduce of ``gradient`` bytes over ``data`` GPUs: 2 (m-1)/m bytes / bandwidth."""
-    return ring_all_reduce_ns(gradient, data, bandwidth)
-
-
 def share_seconds(model: Transformer, grid: Grid, peak: float, share: float) -> float:
     """Return the seconds of a batch at ``share`` of the GPUs' ``peak`` flop/s over all of it (Myelin section VI-D)."""
     return batch_flops(model, grid.batch, grid.checkpoint is not None) / (grid.gpus * peak * share)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTime:
-    """Predicted seconds of one batch: ``pipeline`` of which ``idle`` the average GPU waits, then ``all_reduce``."""
-
-    pipeline: float
-    idle: float
-    all_reduce: float
-
-    @property
-    def total(self) -> float:
-        """Seconds from the first forward to the last gradient."""
-        return self.pipeline + self.all_reduce
-
-
-def predicted_time(model: Transformer, grid: Grid, peak: float, efficiency: float, bandwidth: int) -> BatchTime:
-    """Predict a batch's time where kernels reach ``efficiency`` of ``peak`` flop/s, without counting messages.
-
-    m microbatches take the sum of all stages plus (m - 1) times the slowest, which is the last, that has the head: the
-    more stages, the more the others wait for it. Then the all-reduce of an even share of the gradients, which is what
-    Myelin's measurements follow (0.62 s and 4.32 s, section V-B); the optimizer's steps overlap with it.
-    """
-    recompute = grid.checkpoint is not None
-    layer, head = layer_flops(model, grid.microbatch, recompute), head_flops(model, grid.microbatch)
-    flops = [count * layer for count in stage_layers(model.layers, grid.inter)]
-    flops[-1] += head
-    rate = peak * efficiency
-    pipeline = (sum(flops) + (grid.microbatches - 1) * max(flops)) / rate
-    busy = grid.microbatches * sum(flops) / grid.inter / rate
-    exchange = all_reduce_ns(even_share(model, grid, MIXED).gradient_bytes, grid.data, bandwidth)
-    return BatchTime(pipeline, pipeline - busy, exchange / 1e9)
 
 
 def training_days(model: Transformer, grid: Grid, tokens: int, batch_seconds: float) -> float:

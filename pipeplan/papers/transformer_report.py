@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from ..cost.time_model import ring_all_reduce_ns
 from ..problem import Policy
 from ..report.tables import NARROW, console, make_table
 from ..units import format_bandwidth, format_bytes
@@ -18,7 +19,6 @@ from ..zoo.sizes import Transformer
 from .transformer import (
     Grid,
     Memory,
-    all_reduce_ns,
     batch_flops,
     even_share,
     held_layers,
@@ -84,7 +84,7 @@ def estimate_figures(question: Question) -> dict[str, Any]:
         "time": {
             "flops_per_batch": batch_flops(model, grid.batch, grid.checkpoint is not None),
             "all_reduce_bytes": share.gradient_bytes,
-            "all_reduce_ns": all_reduce_ns(share.gradient_bytes, grid.data, question.bandwidth),
+            "all_reduce_ns": ring_all_reduce_ns(share.gradient_bytes, grid.data, question.bandwidth),
             "bandwidth_bytes_per_second": question.bandwidth,
             "tokens": question.tokens,
             "batches": question.tokens / (grid.batch * model.sequence),

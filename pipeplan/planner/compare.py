@@ -15,15 +15,15 @@ from ..schedule.gpipe import gpipe
 from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
-from .by_simulation import MINI_BATCH_PER_DEVICE
 from .incumbent import Settings
 from .plan import make_plan
+from .simulated import MINI_BATCH_PER_DEVICE
 
 GPIPE = "gpipe"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Reached:
     """What one algorithm reached: its scheduled period (None: no plan) and what it claimed before scheduling, in ns."""
 
     algorithm: str
@@ -34,13 +34,13 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OnePlatform:
     """One platform: its number of GPUs, the memory of each (bytes), the bound of class ``any`` (ns), a cell each."""
 
     gpus: int
     memory_bytes: int
     bound_ns: int
-    cells: tuple[Cell, ...]
+    cells: tuple[Reached, ...]
 
     @property
     def best_ns(self) -> int | None:
@@ -57,7 +57,7 @@ def compare(
     clock: Callable[[], float],
     settings: Settings | None = None,
     effort: str = "normal",
-) -> Iterator[Row]:
+) -> Iterator[OnePlatform]:
     """Yield a row for each number of GPUs and memory, as soon as it is done.
 
     The network and its bandwidth come from ``problem``'s platform, which must have one level. Algorithms are the
@@ -70,18 +70,20 @@ def compare(
             platform = Platform((Device(memory),) * count, (replace(level, count=count),), problem.platform.full_duplex)
             here = replace(problem, platform=platform)
             cells = tuple(_cell(here, name, clock, settings, effort) for name in algorithms)
-            yield Row(count, memory, any_bound(here).period_ns, cells)
+            yield OnePlatform(count, memory, any_bound(here).period_ns, cells)
 
 
-def _cell(problem: Problem, algorithm: str, clock: Callable[[], float], settings: Settings | None, effort: str) -> Cell:
+def _cell(
+    problem: Problem, algorithm: str, clock: Callable[[], float], settings: Settings | None, effort: str
+) -> Reached:
     began = clock()
     if algorithm == GPIPE:
-        return Cell(algorithm, gpipe_period_ns(problem), None, clock() - began)
+        return Reached(algorithm, gpipe_period_ns(problem), None, clock() - began)
     try:
         found = make_plan(problem, algorithm, settings=settings, effort=effort)
     except Infeasible:
-        return Cell(algorithm, None, None, clock() - began)
-    return Cell(
+        return Reached(algorithm, None, None, clock() - began)
+    return Reached(
         algorithm,
         found.evaluation.period_ns,
         found.plan.provenance.claimed_period_ns,

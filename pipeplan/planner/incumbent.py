@@ -7,7 +7,7 @@ GPUs decide as they go there is no pattern, and the simulated run decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -132,6 +132,13 @@ class Incumbent:
             self.settings.progress(f"best so far {found.cost / 1e6:.3f} ms{bound}")
         return True
 
+    def try_all(self, allocations: Iterable[Allocation]) -> None:
+        """Try allocations in turn until the caller's time is up."""
+        for allocation in allocations:
+            if self.expired:
+                return
+            self.try_(allocation)
+
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
         pattern, status = self._schedule(graph)
         if pattern is not None:
@@ -193,13 +200,13 @@ class Incumbent:
         return result.pattern, result.status
 
 
-Propose = Callable[[Problem, Incumbent], None]
+Propose = Callable[[Incumbent], None]  # tries allocations of the incumbent's problem
 
 
-def run_search(propose: Propose, problem: Problem, incumbent: Incumbent, dispensable: bool = False) -> str | None:
+def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False) -> str | None:
     """Let ``propose`` feed the incumbent; return why it stopped early, or None. A ``dispensable`` one may end empty."""
     try:
-        propose(problem, incumbent)
+        propose(incumbent)
     except KeyboardInterrupt:
         if incumbent.best is None and not dispensable:
             raise

@@ -34,7 +34,7 @@ def cost_and_excess(graph: StageGraph, schedule: Schedule, platform: Platform) -
     fits where the fullest device lacks nothing or less.
     """
     if KINDS[schedule.kind].by_arrival:
-        return batch_on(graph, platform, schedule.microbatches or 1, schedule.limit or 1)
+        return batch_on(graph, platform, schedule.mini_batch, schedule.limit or 1)
     result = evaluate_simulated(graph, schedule, platform)
     return result.period_ns, max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
@@ -58,7 +58,7 @@ class LimitSearch:
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
         floor = graph.period_floor_ns
-        return (self.schedule.microbatches or 1) * (floor - 1) if self.kind.drains else floor
+        return self.schedule.mini_batch * (floor - 1) if self.kind.drains else floor
 
     def choose(self, graph: StageGraph) -> ChosenLimit | None:
         """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.

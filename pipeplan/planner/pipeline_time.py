@@ -49,10 +49,10 @@ def batch_time(
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     pipelines = graph.resources[0].replicas
     if whole:
-        count, run = microbatches, _Run(graph, microbatches * pipelines, limit * pipelines)
+        count, run = microbatches, _PipelineRun(graph, microbatches * pipelines, limit * pipelines)
     else:
         count = min(microbatches, max(32, rounds * limit))
-        run = _Run(graph, count, limit, alike=True)
+        run = _PipelineRun(graph, count, limit, alike=True)
     rest = 0
     if count < microbatches:
         first, window = count // 4, count // 2
@@ -74,7 +74,7 @@ def batch_on(graph: StageGraph, platform: Platform, microbatches: int, limit: in
     The latter are of the device that lacks most, negative where all have room; ``limit`` counts for each replica of the
     first stage.
     """
-    run = _Run(graph, microbatches, limit * graph.resources[graph.stages[0].resource].replicas)
+    run = _PipelineRun(graph, microbatches, limit * graph.resources[graph.stages[0].resource].replicas)
     over = (
         run.peak_bytes(lane) - platform.devices[device].memory_bytes
         for resource, lanes in zip(graph.resources, run.lanes, strict=True)
@@ -84,7 +84,7 @@ def batch_on(graph: StageGraph, platform: Platform, microbatches: int, limit: in
     return updates_end_ns(graph, run.done), max(over)
 
 
-class _Run:
+class _PipelineRun:
     """One simulation. Lanes are the devices in order, then the links; ``lanes`` lists those of each resource.
 
     What a lane may run next waits in two queues: what no message brings (the first stage's forwards, the last one's

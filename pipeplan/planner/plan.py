@@ -16,15 +16,16 @@ from ..check.validate import check, class_violations
 from ..cost.stage_graph import stage_graph
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
-from ..partition.contiguous.contiguous import feasible, longest_period_ns, on_lowest_devices
+from ..partition.contiguous.contiguous import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
-from .by_simulation import longer_periods, plan_drained, plan_nf1b
 from .explain import why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .portfolio import EFFORTS, propose_contiguous, search
+from .proposals import synced
+from .simulated import plan_drained, plan_nf1b
 
 AUTO = "auto"
 
@@ -63,12 +64,13 @@ def make_plan(
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
     if row.drains:
-        problem, incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit)
+        incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit)
     elif row.simulated is not None:
-        problem, incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
+        incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:
         relaxed = widen and problem.policy.vertical_sync
-        problem, incumbent, status = _plan_pattern(problem, _synced(propose) if relaxed else propose, settings)
+        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings)
+    problem = incumbent.problem
     if incumbent.best is None:
         if incumbent.limits is not None:
             raise Infeasible(why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken))
@@ -117,13 +119,13 @@ def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
 
 def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     if algorithm == AUTO:
-        return lambda problem, incumbent: search(problem, incumbent, EFFORTS[effort])
+        return lambda incumbent: search(incumbent, EFFORTS[effort])
 
-    def propose(problem: Problem, incumbent: Incumbent) -> None:
+    def propose(incumbent: Incumbent) -> None:
         if algorithm == "contiguous":
-            found = propose_contiguous(problem, incumbent)
+            found = propose_contiguous(incumbent)
         else:
-            found = ALGORITHMS[algorithm].partition(problem, **options)
+            found = ALGORITHMS[algorithm].partition(incumbent.problem, **options)
         for allocation in found:
             incumbent.try_(allocation)
             if incumbent.expired:
@@ -132,7 +134,7 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     return propose
 
 
-def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Problem, Incumbent, str | None]:
+def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Incumbent, str | None]:
     """Plan for the shortest period; decide ``accumulate`` from what the best plan has in flight and plan again with it.
 
     Fewer updates per microbatch only make stages cheaper, so the first plan stays feasible in the second round, which
@@ -141,17 +143,18 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
     if problem.policy.accumulate is None and problem.policy.weights != "2bw":
         problem = problem.with_policy(replace(problem.policy, accumulate=1))
     incumbent = Incumbent(problem, settings)
-    status = run_search(propose, problem, incumbent)
+    status = run_search(propose, incumbent)
     if problem.policy.accumulate is not None or incumbent.best is None:
-        return problem, incumbent, status
+        return incumbent, status
     decided = problem.with_policy(replace(problem.policy, accumulate=_depth(problem, incumbent.best)))
     if not _updates_cost_time(problem):
-        return decided, incumbent, status
+        incumbent.problem = decided
+        return incumbent, status
     again = Incumbent(decided, settings)
     if status != "interrupted":
-        status = run_search(propose, decided, again) or status
+        status = run_search(propose, again) or status
     again.try_(incumbent.best.allocation)
-    return decided, again, status
+    return again, status
 
 
 def _updates_cost_time(problem: Problem) -> bool:
@@ -164,34 +167,6 @@ def _depth(problem: Problem, best: Scheduled) -> int:
     assert best.pattern is not None
     graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
     return most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
-
-
-def _on_less_memory(problem: Problem, share: int) -> Problem:
-    """Return the problem on devices with ``share`` sixteenths of their memory."""
-    platform = problem.platform
-    devices = tuple(replace(device, memory_bytes=device.memory_bytes * share // 16) for device in platform.devices)
-    return replace(problem, platform=replace(platform, devices=devices))
-
-
-def _synced(propose: Propose) -> Propose:
-    """Return ``propose``, then contiguous plans of periods up to that of the best, and for less memory; a heuristic.
-
-    Partitioners see one stage at a time, but under vertical sync the first one decides how many versions all keep. So
-    their split may run only at a long period where others, made for a longer one or with room to spare, fit.
-    """
-
-    def proposed(problem: Problem, incumbent: Incumbent) -> None:
-        propose(problem, incumbent)
-        longest = incumbent.best_ns or longest_period_ns(problem)
-        for period in longer_periods(any_bound(problem).period_ns, longest, 16):
-            if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
-                return
-            for share in range(16, 8, -2):
-                found = feasible(_on_less_memory(problem, share), period)
-                if found is not None:
-                    incumbent.try_(found)
-
-    return proposed
 
 
 def _tidy(problem: Problem, allocation: Allocation) -> Allocation:

@@ -15,7 +15,6 @@ from ..partition.contiguous.contiguous import contiguous
 from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..plan import Allocation, Bound
-from ..problem import Problem
 from .incumbent import Incumbent
 
 
@@ -34,11 +33,12 @@ class SearchEffort:
 EFFORTS = {"quick": SearchEffort(0, 0, 60), "normal": SearchEffort(8, 800, 3), "high": SearchEffort(24, 20000, 60)}
 
 
-def search(problem: Problem, incumbent: Incumbent, effort: SearchEffort) -> None:
+def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     """Propose allocations to ``incumbent`` until its best meets the bound of class ``any`` or ``effort`` is spent.
 
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
+    problem = incumbent.problem
     bound = any_bound(problem).period_ns
     if incumbent.periodic:
         incumbent.floor_ns = bound
@@ -46,23 +46,24 @@ def search(problem: Problem, incumbent: Incumbent, effort: SearchEffort) -> None
     def done() -> bool:
         return incumbent.expired or (incumbent.best_ns is not None and incumbent.best_ns <= bound)
 
-    for allocation in propose_contiguous(problem, incumbent):
+    for allocation in propose_contiguous(incumbent):
         incumbent.try_(allocation)
     if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
-    for allocation in _one_special(problem, incumbent, effort.periods):
+    for allocation in _one_special(incumbent, effort.periods):
         incumbent.try_(allocation)
         if done():
             return
-    for start in _starts(problem, incumbent):
+    for start in _starts(incumbent):
         local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done)
 
 
-def _starts(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
+def _starts(incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield where local search starts: the best so far, or else the evenest split over single devices.
 
     Its moves recompute whole stages, so with segments it starts from the best plan without partial ones as well.
     """
+    problem = incumbent.problem
     if incumbent.best is None:
         yield from islice(balance(problem), 1)
         return
@@ -74,12 +75,12 @@ def _starts(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
                 yield allocation
 
 
-def propose_contiguous(problem: Problem, incumbent: Incumbent) -> Iterator[Allocation]:
+def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield the best contiguous allocation and leave with ``incumbent`` the bound that its search has proved.
 
     Where segments are too many for a proof, the exact optimum of whole-stage recomputation is proposed as well.
     """
-    proved = False
+    problem, proved = incumbent.problem, False
     for allocation in contiguous(problem):
         assert allocation.lower_bound_ns is not None
         incumbent.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns))
@@ -92,7 +93,7 @@ def propose_contiguous(problem: Problem, incumbent: Incumbent) -> Iterator[Alloc
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
 
 
-def _one_special(problem: Problem, incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
+def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     """Yield MadPipe's allocations at periods between its lower bound and the incumbent, the most hopeful first.
 
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
@@ -100,6 +101,7 @@ def _one_special(problem: Problem, incumbent: Incumbent, periods: int) -> Iterat
     """
     if not periods:
         return
+    problem = incumbent.problem
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens

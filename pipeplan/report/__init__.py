@@ -1,1 +1,1 @@
-"""What people look at: tables, Gantt charts, traces, plots."""
+"""What do people look at? Tables, Gantt charts, traces, plots."""

@@ -7,13 +7,13 @@ from math import exp, log
 
 from rich.markup import escape
 
-from ..planner.compare import Cell, Row
+from ..planner.compare import OnePlatform, Reached
 from ..problem import Problem
 from .tables import console, make_table
 
 
 def print_rows(
-    problem: Problem, rows: Sequence[Row], assumptions: Sequence[str] = (), width: int | None = None
+    problem: Problem, rows: Sequence[OnePlatform], assumptions: Sequence[str] = (), width: int | None = None
 ) -> None:
     """Print periods in ms, one row per platform and one column per algorithm, and a line of means.
 
@@ -41,14 +41,14 @@ def print_rows(
     out.print(table)
 
 
-def _shown(cell: Cell, row: Row) -> str:
+def _shown(cell: Reached, row: OnePlatform) -> str:
     if cell.period_ns is None:
         return "-"
     text = f"{'dp ' if cell.data_parallel else ''}{cell.period_ns / 1e6:.2f}"
     return f"[bold]{text}[/bold]" if cell.period_ns == row.best_ns else text
 
 
-def _mean_ratio(column: Sequence[Cell], rows: Sequence[Row]) -> str:
+def _mean_ratio(column: Sequence[Reached], rows: Sequence[OnePlatform]) -> str:
     ratios = [
         cell.period_ns / row.best_ns
         for cell, row in zip(column, rows, strict=True)

@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..schedule.memory import activation_steps
 from ..units import format_ns
-from .gantt import NAMES, Row, plan_window, timeline_rows, working_devices
+from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .tables import headline
 
 COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
@@ -100,7 +100,7 @@ def make_figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
 
-def _draw(axes: Any, rows: Sequence[Row], start_ns: int, end_ns: int) -> None:
+def _draw(axes: Any, rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> None:
     count = sum(len(row.bars) for row in rows)
     edge = 0.3 if count <= MOST_EDGES else 0
     if count > MOST_BARS:

@@ -53,7 +53,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GanttRow:
     """What one device or link does; ``device`` is None for a link."""
 
     name: str
@@ -65,7 +65,7 @@ class Row:
 class Window:
     """What shows a plan: rows of bars, the part of them to draw, and what that is, in words."""
 
-    rows: Sequence[Row]
+    rows: Sequence[GanttRow]
     start_ns: int
     end_ns: int
     title: str
@@ -86,7 +86,7 @@ def plan_window(plan: Plan) -> Window:
         timeline = plan_timeline(plan)
         title = f"one mini-batch of {timeline.program.microbatches} microbatches, {schedule.kind}"
         return Window(timeline_rows(timeline), 0, timeline.makespan_ns, title)
-    batch = schedule.microbatches or 1
+    batch = schedule.mini_batch
     steady = find_steady(graph_of(plan), batch, schedule.limit or len(plan.allocation.stages))
     entries = [row[0] for row in steady.timeline.start_ns[::batch]]
     count = min(steady.cycle, len(entries) - 1, MOST_SHOWN)
@@ -108,7 +108,7 @@ def plan_window(plan: Plan) -> Window:
     return Window(shifted, 0, end - begin, title)
 
 
-def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[Row], int, int]:
+def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, int]:
     """Return (rows, start, end) of as many steady periods as the most replicas, so that each GPU is seen."""
     graph, period = graph_of(plan), pattern.period_ns
     end = period * max(resource.replicas for resource in graph.resources)
@@ -127,11 +127,11 @@ def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[Row], int, int]:
                         bars.append(Bar(begin, stop, op.kind, op.stage, m, chunk.get(op.stage, 0)))
             device = None if resource.is_link else resource.devices[replica]
             name = resource.name if device is None else f"GPU {device}"
-            rows.append(Row(name, tuple(sorted(bars, key=lambda bar: bar.start_ns)), device))
+            rows.append(GanttRow(name, tuple(sorted(bars, key=lambda bar: bar.start_ns)), device))
     return sorted(rows, key=lambda row: (row.device is None, row.device or 0)), 0, end
 
 
-def timeline_rows(timeline: Timeline) -> list[Row]:
+def timeline_rows(timeline: Timeline) -> list[GanttRow]:
     """Return the rows of a simulated run, GPUs first."""
     program = timeline.program
     chunk: dict[int, int] = {}
@@ -146,7 +146,7 @@ def timeline_rows(timeline: Timeline) -> list[Row]:
             place = 0 if lane.device is None else chunk[work.stage]
             begin = timeline.begin_ns(step)
             bars.append(Bar(begin, timeline.end_ns(step), work.kind, work.stage, step.microbatch, place))
-        rows.append(Row(lane.name if lane.device is None else f"GPU {lane.device}", tuple(bars), lane.device))
+        rows.append(GanttRow(lane.name if lane.device is None else f"GPU {lane.device}", tuple(bars), lane.device))
     return rows
 
 
@@ -156,7 +156,7 @@ def working_devices(timeline: Timeline) -> list[tuple[int, int]]:
     return [(i, lane.device) for i, lane in enumerate(lanes) if lane.device is not None and lane.steps]
 
 
-def rows_data(rows: Sequence[Row], start_ns: int, end_ns: int) -> dict[str, Any]:
+def rows_data(rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> dict[str, Any]:
     """Return a chart as plain data: window and rows of operations."""
     return {
         "start_ns": start_ns,
@@ -205,7 +205,7 @@ def panels(timeline: Timeline, columns: int) -> list[tuple[str, int, int]]:
     ]
 
 
-def draw(rows: Sequence[Row], start_ns: int, end_ns: int, width: int) -> list[Text]:
+def draw(rows: Sequence[GanttRow], start_ns: int, end_ns: int, width: int) -> list[Text]:
     """Return one line of ``width`` columns for each row, the window [start_ns, end_ns) drawn to scale.
 
     A bar shows its kind and microbatch (``F12``) where there is room, filled with its kind's sign, so that it reads

@@ -1,4 +1,4 @@
-"""The table of hybrid grids: what each would take for a batch, or what rules it out."""
+"""What would each hybrid grid take for a batch, or what rules it out? The table of ``pipeplan grid``."""
 
 from __future__ import annotations
 

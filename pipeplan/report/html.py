@@ -12,9 +12,9 @@ from ..planner.simulation import Simulation
 from ..schedule.kinds import kind_of
 from ..schedule.memory import activation_steps
 from ..units import format_bytes, format_devices, format_ns
-from .gantt import NAMES, Row, plan_window, timeline_rows, working_devices
+from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .page import SCRIPT, STYLE
-from .tables import alone_ns, bound_class, machine
+from .tables import alone_ns, bound_class, machine, stage_figures
 
 ROW_PIXELS = 20
 LABEL_PIXELS = 7.0  # per character, on a chart about 1200 pixels wide
@@ -87,8 +87,8 @@ def _head(plan: Plan, result: Evaluation) -> str:
         (f"{alone / result.period_ns:.2f}x", "as fast as one GPU (if that had the memory)"),
     ]
     if plan.lower_bounds:
-        best = max(bound.period_ns for bound in plan.lower_bounds)
-        cards.append((f"{result.period_ns / best - 1:.2%}", "above the best lower bound"))
+        least = min(gap(result.period_ns, bound) for bound in plan.lower_bounds)
+        cards.append((f"{least:.2%}", "above the best lower bound"))
     shown = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
     return (
         f"<h1>{escape(chain.name)} on {len(platform)} GPUs</h1>"
@@ -119,9 +119,7 @@ def _stages(plan: Plan, result: Evaluation) -> str:
     head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", "in flight")
     memory = ("weights GB", "activations GB", "buffers GB", "peak GB", "of GB")
     rows = []
-    for s, stage in enumerate(plan.allocation.stages):
-        cost, use = result.graph.stages[s], result.devices[stage.devices[0]]
-        together = result.graph.stages_on(cost.resource)
+    for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
         sizes = (use.weights_bytes, use.activation_bytes, use.buffer_bytes, use.peak_bytes, use.memory_bytes)
         cells = [
             str(s),
@@ -130,12 +128,12 @@ def _stages(plan: Plan, result: Evaluation) -> str:
             f"{cost.forward_ns / 1e6:.3f}",
             f"{cost.backward_ns / 1e6:.3f}",
             f"{sum(stop - start for start, stop in stage.checkpoint)} of {stage.stop - stage.start}",
-            str(use.in_flight[together.index(s)]),
+            str(in_flight),
         ]
-        if together[0] == s:
+        if first == s:
             cells += [f"{size / 1e9:.3f}" for size in sizes]
         else:
-            cells += [f"with stage {together[0]}", "", "", "", ""]
+            cells += [f"with stage {first}", "", "", "", ""]
         rows.append(
             "<tr>"
             + "".join(f"<td{' class=left' if i in (1, 2) else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells))
@@ -153,7 +151,7 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return f"{stage.start}-{stage.stop - 1}  {names if len(names) <= 60 else names[:59] + '…'}"
 
 
-def _legend(rows: Sequence[Row]) -> str:
+def _legend(rows: Sequence[GanttRow]) -> str:
     found = {(bar.kind, bar.chunk > 0) for row in rows for bar in row.bars}
     spans = [
         f'<span><i style="background:var(--{kind}{"2" if later else ""})"></i>{name}'
@@ -165,7 +163,7 @@ def _legend(rows: Sequence[Row]) -> str:
     return f'<div class="legend">{"".join(spans)}</div>'
 
 
-def _chart(name: str, rows: Sequence[Row], start_ns: int, end_ns: int, labels: bool) -> str:
+def _chart(name: str, rows: Sequence[GanttRow], start_ns: int, end_ns: int, labels: bool) -> str:
     """One SVG with coordinates in per cent of its width, so that zooming it stretches bars and not letters."""
     span = max(1, end_ns - start_ns)
     shapes = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,7 +12,7 @@ from rich.table import Table
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
 from ..units import format_bytes, format_ns
-from .gantt import Row, draw, panels, plan_window, timeline_rows
+from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .tables import console, headline, make_table
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
@@ -73,7 +74,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
         )
     out.print()
-    out.print(_device_table(simulation))
+    out.print(_device_table(simulation, figures["devices"]))
     if figures["links"]:
         table = _table("link", "use")
         for row in figures["links"]:
@@ -127,11 +128,11 @@ def print_schedules(
         out.print(f"{refusal.schedule}: not possible: {escape(refusal.reason)}")
 
 
-def _device_table(simulation: Simulation) -> Table:
+def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:
     """One row per GPU; the predicted peak is the plan's, for its own pattern."""
     own = simulation.own
     table = _table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
-    for row in simulation.figures()["devices"]:
+    for row in devices:
         table.add_row(
             str(row["device"]),
             f"{row['busy_ns'] / max(1, simulation.timeline.makespan_ns):.1%}",
@@ -151,9 +152,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _shown(rows: Sequence[Row], links: bool) -> list[Row]:
+def _shown(rows: Sequence[GanttRow], links: bool) -> list[GanttRow]:
     return [row for row in rows if links or row.device is not None]
 
 
-def _shared(rows: Sequence[Row]) -> str:
+def _shared(rows: Sequence[GanttRow]) -> str:
     return ", small letters a GPU's later stages" if any(bar.chunk for row in rows for bar in row.bars) else ""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..check.evaluate import Evaluation, evaluate, gap
+from ..cost.stage_graph import StageCost
 from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Platform
 from ..schedule.kinds import kind_of
+from ..schedule.pattern import DeviceUse
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
 
 LAYER_WIDTH = 36  # columns of a layer's name, at most
@@ -141,6 +143,17 @@ def _state(plan: Plan) -> str:
 NARROW = 110  # columns below which the table leaves out what the peak is made of
 
 
+def stage_figures(plan: Plan, result: Evaluation) -> Iterator[tuple[Stage, StageCost, DeviceUse, int, int]]:
+    """Yield each stage, its cost, what its device holds, its microbatches in flight, and the first stage on the device.
+
+    What the device holds is said once, at that first stage.
+    """
+    for s, stage in enumerate(plan.allocation.stages):
+        cost, use = result.graph.stages[s], result.devices[stage.devices[0]]
+        together = result.graph.stages_on(cost.resource)
+        yield stage, cost, use, use.in_flight[together.index(s)], together[0]
+
+
 def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
     unit, size = ("GB", 10**9) if max(use.peak_bytes for use in result.devices) >= 10**9 else ("MB", 10**6)
@@ -149,14 +162,11 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
         *where, "forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of",
         left=where, space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
     )  # fmt: skip
-    for s, stage in enumerate(plan.allocation.stages):
-        cost = result.graph.stages[s]
-        use = result.devices[stage.devices[0]]
-        on_device = result.graph.stages_on(cost.resource)
+    for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
         sizes = [use.weights_bytes, use.activation_bytes, use.buffer_bytes] if parts else []
         memory = [f"{count / size:.2f}" for count in (*sizes, use.peak_bytes, use.memory_bytes)]
-        if on_device[0] != s:  # the device's figures stand at its first stage
-            memory = [""] * len(parts) + ["see", str(on_device[0])]
+        if first != s:
+            memory = [""] * len(parts) + ["see", str(first)]
         table.add_row(
             str(s),
             escape(_layers(plan, stage)) if parts else f"{stage.start}-{stage.stop - 1}",
@@ -164,7 +174,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),
-            str(use.in_flight[on_device.index(s)]),
+            str(in_flight),
             *memory,
         )
     return table

@@ -1,4 +1,4 @@
-"""GPipe: all forwards of a mini-batch, then all backwards, then the update."""
+"""What runs when under GPipe? All forwards of a mini-batch, then all backwards, then the update."""
 
 from __future__ import annotations
 

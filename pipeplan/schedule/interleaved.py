@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: every device holds several chunks of the model, so that the pipeline fills in smaller steps."""
+"""What runs when under interleaved 1F1B? Each device holds several chunks, so the pipeline fills in smaller steps."""
 
 from __future__ import annotations
 

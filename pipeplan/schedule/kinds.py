@@ -99,11 +99,11 @@ class Kind:
 
 
 def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
-    return schedule.microbatches or 1
+    return schedule.mini_batch
 
 
 def _steady_mini_batches(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
-    batch, limit = schedule.microbatches or 1, schedule.limit or len(graph.stages)
+    batch, limit = schedule.mini_batch, schedule.limit or len(graph.stages)
     return batch * max(ceil(64 / batch), 8 * limit)
 
 
@@ -119,12 +119,12 @@ def _known(pattern: Pattern | None) -> Pattern:
 
 
 def _drained_run(schedule: Schedule, operations: int) -> tuple[int, str]:
-    count = schedule.microbatches or 1
+    count = schedule.mini_batch
     return count * operations, f"a mini-batch of {count} microbatches"
 
 
 def _shortest_steady_run(schedule: Schedule, operations: int) -> tuple[int, str]:
-    count, limit = schedule.microbatches or 1, schedule.limit or 1
+    count, limit = schedule.mini_batch, schedule.limit or 1
     return 4 * limit * (count + 1) * (operations // 2), (
         f"mini-batches of {count} microbatches, {limit} admitted at once,"
     )
@@ -232,7 +232,7 @@ def program_of_kind(graph: StageGraph, schedule: Schedule, pattern: Pattern | No
     simulated = KINDS[schedule.kind].simulated
     if simulated is None or simulated.build is None:
         return unroll(graph, _known(pattern), microbatches)
-    own = {"batch": schedule.microbatches or 1, "limit": schedule.limit}
+    own = {"batch": schedule.mini_batch, "limit": schedule.limit}
     return simulated.build(graph, microbatches, **{name: own[name] for name in simulated.options})
 
 

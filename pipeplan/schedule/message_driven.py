@@ -1,4 +1,4 @@
-"""Message-driven pipelines: every device runs what arrives, in the order in which it arrives (Myelin, AxoNN)."""
+"""What runs when where every device runs what arrives, in the order in which it arrives? (Myelin, AxoNN)"""
 
 from __future__ import annotations
 

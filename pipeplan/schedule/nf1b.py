@@ -1,4 +1,4 @@
-"""nF1B: the forwards of a mini-batch one microbatch at a time, its backward as one (TiMePReSt)."""
+"""What runs when under nF1B? A mini-batch's forwards one microbatch at a time, its backward as one (TiMePReSt)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1F1B: a few forwards ahead, then one forward and one backward in turn. PipeDream's schedule, and 1F1B with flush."""
+"""What runs when under 1F1B? A few forwards ahead, then one forward, one backward in turn; PipeDream's, or flushed."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ def simulate(program: Program, duration_ns: Times | None = None) -> Timeline:
     work but share one network. A lane that decides hears of steps as soon as their arrival is known. Raises
     PipeplanError when the order deadlocks.
     """
-    return _Run(program, duration_ns).timeline()
+    return _ProgramRun(program, duration_ns).timeline()
 
 
-class _Run:
+class _ProgramRun:
     """One simulation: for each step its earliest start so far and how many of its predecessors have not started.
 
     Once the last of them has, the step's arrival is known. In a lane with a fixed order the previous step is one of

@@ -1,4 +1,4 @@
-"""Staircases: schedules given by a unit-time slot for each pass of a microbatch through a stage."""
+"""When does each pass of a microbatch run, if a staircase of unit-time slots says it for every stage?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZBV: two chunks per device, placed down and up like a V, and a split backward: no bubble with 1F1B's memory."""
+"""What runs when under ZBV? Two chunks per device, down and up like a V, split backward: no bubble, 1F1B's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: the backward is split, and the weight gradients, which nothing waits for, fill the bubbles."""
+"""What runs when if the backward is split, and weight gradients, which nothing waits for, fill the bubbles?"""
 
 from __future__ import annotations
 

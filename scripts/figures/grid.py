@@ -23,12 +23,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeplan.papers.transformer import MIXED, Grid, layer_flops, predicted_time, share_seconds, stage_layers
-from pipeplan.papers.transformer_chain import transformer_chain
+from unprofiled import predicted_time, transformer_chain
+
+from pipeplan.papers.transformer import MIXED, Grid, layer_flops, share_seconds, stage_layers
 from pipeplan.plan import Stage
 from pipeplan.planner.grid.microbatches import Profiles
 from pipeplan.planner.grid.plan import segment_length
-from pipeplan.planner.grid.problem import Config, Found, GridProblem
+from pipeplan.planner.grid.problem import Found, GridConfig, GridProblem
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipeline_time import batch_time
@@ -90,7 +91,7 @@ def published(asked: GridProblem, name: str) -> Found | None:
     inter, data, size = TABLE_2[name]
     best = None
     for placement in ("stage", "pipeline"):
-        config = Config(inter, data, size, True, placement)
+        config = GridConfig(inter, data, size, True, placement)
         problem, groups = asked.of(config), config.groups()
         counts = stage_layers(TRANSFORMERS[name].layers, inter)
         for ac in range(1, max(counts) + 1):

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeplan.papers.transformer import Grid, predicted_time, share_seconds, training_days
+from unprofiled import predicted_time
+
+from pipeplan.papers.transformer import Grid, share_seconds, training_days
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.sizes import TRANSFORMERS
 

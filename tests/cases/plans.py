@@ -14,10 +14,25 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate_simulated
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
-from pipeplan.problem import Chain, Device, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, Platform, Policy, Problem
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 WEIGHTS = ("2bw", "stash", "latest", "flush")
+
+
+def straight(layers=8, devices=4, checkpoint=()):
+    """A balanced plan, one stage per device, that recomputes the given segments."""
+    chain = Chain("straight", tuple(Layer(f"l{i}", 2, 4, 8, 1, saved_bytes=3) for i in range(layers)), 1)
+    platform = Platform.flat(devices, 10**9, 10**9)
+    policy = Policy("2bw", accumulate=16)
+    each = layers // devices
+    stages = tuple(
+        Stage(d * each, (d + 1) * each, (d,), tuple(s for s in checkpoint if d * each <= s[0] < (d + 1) * each))
+        for d in range(devices)
+    )
+    pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, stages))
+    return Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("test"))
 
 
 def reading_the_input_late(rng: random.Random, chain: Chain) -> Chain:

@@ -9,12 +9,12 @@ from math import sqrt
 import pytest
 
 from pipeplan.cost.memory_model import weights_bytes
+from pipeplan.cost.time_model import ring_all_reduce_ns
 from pipeplan.errors import BadInput
 from pipeplan.papers.transformer import (
     MIXED,
     Grid,
     activation_bytes,
-    all_reduce_ns,
     batch_flops,
     block_bytes,
     check_sizes,
@@ -25,7 +25,6 @@ from pipeplan.papers.transformer import (
     lightest_checkpoint,
     output_bytes,
     paper_checkpoint,
-    predicted_time,
     printed_activation_bytes,
     printed_held_layers,
     remedies,
@@ -35,6 +34,7 @@ from pipeplan.papers.transformer import (
     training_days,
 )
 from pipeplan.zoo.sizes import TRANSFORMERS, Transformer
+from scripts.figures.unprofiled import predicted_time
 
 OFFLOAD = replace(MIXED, offload=True)
 SUMMIT = 16 * 10**9  # bytes of a V100
@@ -295,12 +295,12 @@ def test_flops_equal_the_published_formula_exactly() -> None:
 def test_the_all_reduce_grows_from_0_62_to_4_32_seconds() -> None:
     """The bandwidth is what 0.62 s over two GPUs with 1/24 of the network each says; section V-B."""
     bandwidth = round(2 * 12e9 / 24 / 0.62)
-    assert all_reduce_ns(2 * 12 * 10**9 // 24, 2, bandwidth) / 1e9 == pytest.approx(0.62, rel=1e-6)
-    assert all_reduce_ns(2 * 12 * 10**9 // 6, 8, bandwidth) / 1e9 == pytest.approx(4.32, rel=0.01)
+    assert ring_all_reduce_ns(2 * 12 * 10**9 // 24, 2, bandwidth) / 1e9 == pytest.approx(0.62, rel=1e-6)
+    assert ring_all_reduce_ns(2 * 12 * 10**9 // 6, 8, bandwidth) / 1e9 == pytest.approx(4.32, rel=0.01)
     model = TRANSFORMERS["myelin-12b"]
     found = [predicted_time(model, Grid(i, 48 // i, 1, 2048, 2), V100, 0.5, bandwidth).all_reduce for i in (24, 6)]
     assert found == pytest.approx([0.62, 4.32], rel=0.01)
-    assert all_reduce_ns(10**9, 1, bandwidth) == 0
+    assert ring_all_reduce_ns(10**9, 1, bandwidth) == 0
 
 
 def test_days_and_share_are_each_others_inverse() -> None:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from pipeplan.papers.transformer import MIXED, Grid, batch_flops, stage_memories
-from pipeplan.papers.transformer_chain import transformer_chain
 from pipeplan.plan import Stage
 from pipeplan.planner.pipeline_time import batch_time
 from pipeplan.problem import Platform, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
+from scripts.figures.unprofiled import transformer_chain
 
 MODEL = TRANSFORMERS["myelin-12b"]
 

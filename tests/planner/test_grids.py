@@ -15,9 +15,10 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
+from pipeplan.planner.explain import why_no_grid
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import Config, GridProblem, configs, why_not, work_bound
+from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipelines import limits
@@ -97,7 +98,7 @@ def test_every_grid_of_all_gpus_has_a_time_or_a_reason():
     assert reasons[6, 1] == "6 stages are more than the network's 3 layers"
     assert reasons[3, 2] is None
     assert outcome.rows[2].found.batch_ns >= outcome.rows[2].bound_ns
-    assert why_not(ask(even(3), Platform.flat(6, 40 * GB), 8, (3,)), 3, 2) == (
+    assert why_no_grid(ask(even(3), Platform.flat(6, 40 * GB), 8, (3,)), 3, 2) == (
         "the 4 samples of each pipeline are no multiple of microbatches of 3"
     )
 
@@ -136,7 +137,7 @@ def test_offload_is_chosen_only_where_memory_asks_for_it():
 def test_pipelines_inside_servers_send_over_the_servers_own_links():
     platform = Platform((Platform.flat(1, 80 * GB).devices * 8), (Level(4, 10**11), Level(2, 10**9)))
     chain = even(weights=10**6, output=10**8)
-    across, inside = (Config(4, 2, 1, False, placement).groups() for placement in ("stage", "pipeline"))
+    across, inside = (GridConfig(4, 2, 1, False, placement).groups() for placement in ("stage", "pipeline"))
     assert across[0] == (0, 1)
     assert inside[0] == (0, 4)
     slow, fast = (
@@ -174,7 +175,7 @@ def test_the_work_bound_is_met_by_even_stages_without_transfers():
     assert outcome.best.config.stages == 4
     assert outcome.best.batch_ns == (16 + 4 - 1) * 12 * MS == outcome.bound_ns
     assert work_bound(asked, outcome.best.config) <= outcome.best.batch_ns
-    assert work_bound(asked, Config(1, 1, 1)) == 16 * 48 * MS
+    assert work_bound(asked, GridConfig(1, 1, 1)) == 16 * 48 * MS
 
 
 def test_limits_fixed_numbers_of_pipelines_and_interrupts():

@@ -17,7 +17,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.grid.problem import Config
+from pipeplan.planner.grid.problem import GridConfig
 from pipeplan.planner.limits import LimitSearch, cost_and_excess
 from pipeplan.planner.pipelines import Pipelines
 from pipeplan.planner.plan import make_plan
@@ -113,7 +113,7 @@ def test_a_message_driven_plan_is_as_good_as_the_best_split_of_any_grid(seed):
     problem = Problem(chain, platform, Policy("flush", 12))
     plan = make_plan(problem, schedule="message-driven").plan
     for stages, pipelines in ((4, 1), (3, 1), (2, 2), (1, 4), (1, 2)):
-        grid = Pipelines(problem, Config(stages, pipelines, 1).groups(), 12 // pipelines)
+        grid = Pipelines(problem, GridConfig(stages, pipelines, 1).groups(), 12 // pipelines)
         best = max(grid.try_(grid.probe()), key=lambda split: -split.result.batch_ns, default=None)
         assert best is not None
         graph = stage_graph(chain, platform, problem.policy, best.stages)

@@ -7,34 +7,17 @@ from fractions import Fraction
 
 import pytest
 from cases.chains import PUBLISHED, published
-from cases.plans import random_plan
+from cases.plans import random_plan, straight
 
 from pipeplan.check.evaluate import evaluate
-from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.plan import Allocation, Plan, Provenance, Stage
 from pipeplan.planner.other_schedules import balanced_stages, drains, program_of, schedule_stages
 from pipeplan.planner.plan import make_plan
-from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps, in_flight, lane_use
-from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import simulate
-
-
-def straight(layers=8, devices=4, checkpoint=()):
-    """A balanced plan, one stage per device, that recomputes the given segments."""
-    chain = Chain("straight", tuple(Layer(f"l{i}", 2, 4, 8, 1, saved_bytes=3) for i in range(layers)), 1)
-    platform = Platform.flat(devices, 10**9, 10**9)
-    policy = Policy("2bw", accumulate=16)
-    each = layers // devices
-    stages = tuple(
-        Stage(d * each, (d + 1) * each, (d,), tuple(s for s in checkpoint if d * each <= s[0] < (d + 1) * each))
-        for d in range(devices)
-    )
-    pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, stages))
-    return Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("test"))
 
 
 @pytest.mark.parametrize("name", schedules())

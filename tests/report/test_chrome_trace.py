@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+from cases.plans import straight
 from cases.schedules import balanced
-from test_other_schedules import straight
 
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_other_schedules import straight
+from cases.plans import straight
 
 from pipeplan.errors import BadInput
 from pipeplan.planner.simulation import simulate_plan

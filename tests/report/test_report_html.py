@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from cases.chains import published
 from cases.patience import SECONDS
-from test_other_schedules import straight
+from cases.plans import straight
 
 from pipeplan.files.plans import plan_text
 from pipeplan.planner.plan import make_plan

@@ -7,8 +7,8 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from cases.plans import straight
 from cases.schedules import balanced, vee
-from test_other_schedules import straight
 
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text

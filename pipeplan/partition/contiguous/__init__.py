@@ -1,1 +1,1 @@
-"""The exact search over contiguous allocations."""
+"""Which contiguous allocation is best? The exact search."""

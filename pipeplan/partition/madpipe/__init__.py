@@ -1,1 +1,1 @@
-"""MadPipe's dynamic programs: one device may hold several stages."""
+"""Which plan is best if one device may hold several stages? MadPipe's dynamic programs."""

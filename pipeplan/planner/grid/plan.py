@@ -9,9 +9,10 @@ from ...check.bounds import any_bound
 from ...check.validate import check
 from ...errors import BadInput, Infeasible
 from ...plan import Allocation, Plan, Provenance, Schedule, Stage
+from ..explain import why_no_grid_fits, why_not_asked
 from ..incumbent import Settings
 from ..plan import Planned
-from .problem import GridProblem, Outcome, Row, configs, why_not
+from .problem import GridProblem, GridRow, Outcome, configs
 from .search import search_grids
 
 ALGORITHM = "grid"
@@ -23,10 +24,10 @@ def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort:
     ``provenance.options`` holds the table of grids: the best figure of each, or what rules it out, and the bound.
     """
     if not any(True for _ in configs(asked)):
-        raise BadInput(_no_grid(asked))
+        raise BadInput(why_not_asked(asked))
     outcome = search_grids(asked, settings or Settings(), effort)
     if outcome.best is None:
-        raise Infeasible(_nothing_fits(outcome))
+        raise Infeasible(why_no_grid_fits(outcome))
     found = outcome.best
     problem = asked.of(found.config)
     plan = Plan(
@@ -57,13 +58,13 @@ def _options(asked: GridProblem, outcome: Outcome, effort: str) -> dict[str, Any
         "data_parallel": asked.pipelines or "auto",
         "limit": asked.limit,
         "effort": effort,
-        "grid": _figures(Row(outcome.best.config.stages, outcome.best.config.pipelines, outcome.best, None)),
+        "grid": _figures(GridRow(outcome.best.config.stages, outcome.best.config.pipelines, outcome.best, None)),
         "bound_ns": outcome.bound_ns,
         "grids": [_figures(row) for row in outcome.rows],
     }
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def _figures(row: GridRow) -> dict[str, Any]:
     figures: dict[str, Any] = {"inter": row.stages, "data": row.pipelines}
     if row.found is not None:
         found = row.found
@@ -81,17 +82,3 @@ def _figures(row: Row) -> dict[str, Any]:
     if row.reason is not None:
         figures["reason"] = row.reason
     return figures
-
-
-def _no_grid(asked: GridProblem) -> str:
-    count, data = len(asked.problem.platform), asked.pipelines
-    if data is not None and data > count:
-        return f"--data-parallel: {data} pipelines are more than the {count} GPUs"
-    return f"--batch: {why_not(asked, 1, data or 1)}"
-
-
-def _nothing_fits(outcome: Outcome) -> str:
-    if outcome.stopped is not None:
-        return f"the {outcome.stopped} ended the search before it found a grid that fits"
-    reasons = [f"{row.stages} x {row.pipelines}: {row.reason}" for row in outcome.rows if row.reason]
-    return "no grid fits: " + "; ".join(reasons)

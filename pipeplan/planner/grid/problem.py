@@ -23,7 +23,7 @@ COARSENING = 4  # buckets per chunk: two and four are best in Myelin's Figure 8
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GridConfig:
     """``pipelines`` of ``stages`` stages fed ``microbatch`` samples at a time, optimizer state on the host or not.
 
     ``placement`` says whose devices are neighbours in the platform's order: those of one stage, so that all-reduces
@@ -69,11 +69,15 @@ class GridProblem:
     limit: int | None = None
     pipelines: int | None = None
 
-    def of(self, config: Config) -> Problem:
+    def of(self, config: GridConfig) -> Problem:
         """Return the problem under a configuration: its microbatches, updates and optimizer state."""
         microbatches = self.batch // config.microbatch
         policy = replace(self.problem.policy, accumulate=microbatches, offload=config.offload)
         return replace(self.problem, chain=self.profiles.at(config.microbatch), policy=policy)
+
+    def too_long(self, stages: int, microbatch: int) -> str | None:
+        """Return in words why no plan of so many stages and such microbatches is judged, or None."""
+        return too_long(4 * stages - 2, Schedule("message-driven", self.batch // microbatch))
 
 
 def grid_problem(
@@ -118,7 +122,7 @@ def grid_problem(
 class Found:
     """A configuration with its stages, the limit on microbatches in a pipeline, and the time of a batch."""
 
-    config: Config
+    config: GridConfig
     stages: tuple[Stage, ...]
     limit: int
     batch_ns: int
@@ -126,7 +130,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GridRow:
     """One grid in the table: the best that was found for it (``found``), or why there is nothing (``reason``).
 
     ``bound_ns``: no plan of the grid takes less, None where none exists.
@@ -148,30 +152,12 @@ class Outcome:
     """
 
     best: Found | None
-    rows: tuple[Row, ...]
+    rows: tuple[GridRow, ...]
     bound_ns: int
     stopped: str | None = None
 
 
-def why_not(asked: GridProblem, inter: int, data: int) -> str | None:
-    """Return why no configuration has this grid, whatever the memory; None when some do."""
-    layers = len(asked.problem.chain)
-    if inter > layers:
-        return f"{inter} stages are more than the network's {layers} layers"
-    if asked.batch % data:
-        return f"a batch of {asked.batch} cannot be shared by {data} pipelines"
-    fitting = [size for size in asked.sizes if asked.batch // data % size == 0]
-    if not fitting:
-        sizes = ", ".join(map(str, asked.sizes))
-        return f"the {asked.batch // data} samples of each pipeline are no multiple of microbatches of {sizes}"
-    return _too_long(asked, inter, max(fitting))
-
-
-def _too_long(asked: GridProblem, inter: int, size: int) -> str | None:
-    return too_long(4 * inter - 2, Schedule("message-driven", asked.batch // size))
-
-
-def configs(asked: GridProblem) -> Iterator[Config]:
+def configs(asked: GridProblem) -> Iterator[GridConfig]:
     """Yield every configuration of at most all GPUs that the batch and the network allow, memory apart."""
     platform = asked.problem.platform
     placements: tuple[Placement, ...] = ("stage", "pipeline") if len(platform.levels) > 1 else ("stage",)
@@ -180,13 +166,13 @@ def configs(asked: GridProblem) -> Iterator[Config]:
             if inter * data > len(platform):
                 continue
             for size in asked.sizes:
-                if asked.batch % (data * size) == 0 and _too_long(asked, inter, size) is None:
+                if asked.batch % (data * size) == 0 and asked.too_long(inter, size) is None:
                     for offload in asked.offloads:
                         for placement in placements if inter > 1 and data > 1 else placements[:1]:
-                            yield Config(inter, data, size, offload, placement)
+                            yield GridConfig(inter, data, size, offload, placement)
 
 
-def work_bound(asked: GridProblem, config: Config) -> int:
+def work_bound(asked: GridProblem, config: GridConfig) -> int:
     """Return a time below which no plan of a configuration runs the batch, from its work alone.
 
     With U(s) and P(s) of ``partition.drained`` a batch takes at least M U(s) + P(s) for every stage s. Work in all is

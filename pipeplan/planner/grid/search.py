@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ...units import format_ns
-from ..explain import shortfall
+from ..explain import grid_shortfall, why_no_grid
 from ..incumbent import Settings
 from ..pipelines import Pipelines, Proposal
-from .problem import Config, Found, GridProblem, Outcome, Row, configs, why_not, work_bound
+from .problem import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
 
 _PROBES = 2  # splits of each configuration at first
 _NEAR = 0.06  # how much slower than the best a configuration may be to get more
@@ -56,10 +56,10 @@ class _Search:
         self.late = False
         self.best: Found | None = None
         self.grids = {config: self._pipelines(config) for config in configs(asked)}
-        self._open: dict[Config, None] = {}  # the last few whose tables were used
-        self._fitting: dict[Config, None] = {}  # those with a split that fits, in the order in which it was found
+        self._open: dict[GridConfig, None] = {}  # the last few whose tables were used
+        self._fitting: dict[GridConfig, None] = {}  # those with a split that fits, in the order in which it was found
 
-    def _pipelines(self, config: Config) -> Pipelines:
+    def _pipelines(self, config: GridConfig) -> Pipelines:
         asked = self.asked
         microbatches = config.microbatches(asked.batch)
         return Pipelines(asked.of(config), config.groups(), microbatches, asked.limit, work_bound(asked, config))
@@ -89,7 +89,7 @@ class _Search:
                 time = grid.best.result.batch_ns
                 of_grid[shape] = min(time, of_grid.get(shape, time))
 
-    def _hopeful(self, config: Config, besides: int | None) -> bool:
+    def _hopeful(self, config: GridConfig, besides: int | None) -> bool:
         """Whether a configuration may beat the best so far, or ``besides``, the best of its grid."""
         if self.best is None:
             return True
@@ -110,11 +110,11 @@ class _Search:
                     return
                 self._try(config, grid.splits(limit))
 
-    def _try(self, config: Config, proposals: Iterable[Proposal]) -> None:
+    def _try(self, config: GridConfig, proposals: Iterable[Proposal]) -> None:
         for _ in self.grids[config].try_(proposals):
             self._note(config)
 
-    def _note(self, config: Config) -> None:
+    def _note(self, config: GridConfig) -> None:
         """Keep the best split of a configuration if it is the best of all."""
         self._fitting[config] = None
         found = self._found(config)
@@ -126,7 +126,7 @@ class _Search:
                     f"{config.microbatch}, limit {found.limit}"
                 )
 
-    def opened(self, config: Config) -> Pipelines:
+    def opened(self, config: GridConfig) -> Pipelines:
         """Return the pipelines of a configuration, and have those that were used longest ago forget their tables."""
         self._open.pop(config, None)
         self._open[config] = None
@@ -156,16 +156,16 @@ class _Search:
         for config in self._order()[:1]:
             self.best = self._found(config)
 
-    def _time(self, config: Config) -> int:
+    def _time(self, config: GridConfig) -> int:
         best = self.grids[config].best
         assert best is not None, "one of its splits fits"
         return best.result.batch_ns
 
-    def _order(self) -> list[Config]:
+    def _order(self) -> list[GridConfig]:
         """Return the configurations of which a split fits, the fastest first."""
         return sorted((config for config in self._fitting if self.grids[config].best is not None), key=self._time)
 
-    def _found(self, config: Config) -> Found:
+    def _found(self, config: GridConfig) -> Found:
         best = self.grids[config].best
         assert best is not None, "one of its splits fits"
         return Found(config, best.stages, best.limit, best.result.batch_ns, best.result.exact)
@@ -190,26 +190,15 @@ class _Search:
         rows = tuple(self._row(inter, data) for inter, data in grids)
         return Outcome(self.best, rows, min(alive, default=0), stopped)
 
-    def _row(self, inter: int, data: int) -> Row:
+    def _row(self, inter: int, data: int) -> GridRow:
         own = [c for c in self.grids if (c.stages, c.pipelines) == (inter, data)]
         alive = [c for c in own if not self.grids[c].unfit]
         if not own:
-            return Row(inter, data, None, None, why_not(self.asked, inter, data))
+            return GridRow(inter, data, None, None, why_no_grid(self.asked, inter, data))
         if not alive:
-            return Row(inter, data, None, None, self._too_large(own))
+            return GridRow(inter, data, None, None, grid_shortfall(self.asked, own))
         bound = min(self.grids[c].bound_ns for c in alive)
         fitting = [c for c in alive if self.grids[c].best is not None]
         if not fitting:
-            return Row(inter, data, None, bound, "not searched")
-        return Row(inter, data, self._found(min(fitting, key=self._time)), bound)
-
-    def _too_large(self, own: Sequence[Config]) -> str:
-        config = min(own, key=lambda c: (c.microbatch, not c.offload))
-        problem = self.asked.of(config)
-        platform = problem.platform
-        alone = replace(
-            problem,
-            platform=replace(platform, devices=tuple(platform.slowest(group) for group in config.groups())),
-            replicas=False,
-        )
-        return shortfall(alone)
+            return GridRow(inter, data, None, bound, "not searched")
+        return GridRow(inter, data, self._found(min(fitting, key=self._time)), bound)

@@ -1,1 +1,1 @@
-"""Periodic patterns: the best one of an allocation, exactly or by an integer program."""
+"""Which periodic pattern of an allocation is best? Exactly, or by an integer program."""

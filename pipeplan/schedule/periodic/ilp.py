@@ -1,4 +1,4 @@
-"""The best periodic pattern of any assignment of stages to devices, by integer linear programming (ALGORITHMS 6).
+"""Which periodic pattern is best for any assignment of stages to devices? By integer programming (ALGORITHMS 6).
 
 Everything is divided by the period: with the frequency f = 1/T and X_v = start_v / T, the rules of a pattern are linear
 in f, X and the integer heights K, in-flight counts are linear in K, and no big constants are needed. The solver only

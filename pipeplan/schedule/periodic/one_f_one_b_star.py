@@ -1,4 +1,4 @@
-"""1F1B*: the pattern with the fewest microbatches in flight for stages that each have their devices for themselves."""
+"""Which pattern holds the fewest microbatches where stages have their devices for themselves? 1F1B*."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact finish of a schedule: from the order of the operations alone to the smallest integer period and its starts.
+"""What is the smallest integer period, with its starts, of operations in a given order? The exact finish of a schedule.
 
 An order says, for each pair u < v of operations (in path order) of one resource, by how many of the resource's periods
 v is moved to come right after u: the height K_uv <= 0 of ALGORITHMS section 6, with K_vu = 1 - K_uv. Once it is fixed,

@@ -1,10 +1,22 @@
-"""What would a profile of a GPT of these sizes say? A chain from flops and closed formulas, for planning at once."""
+"""What would a large transformer take that nobody has profiled? Time of a batch, and a chain to plan with."""
 
 from __future__ import annotations
 
-from ..problem import Chain, Layer
-from ..zoo.sizes import Transformer
-from .transformer import block_bytes, head_flops, layer_flops, output_bytes
+from dataclasses import dataclass
+
+from pipeplan.cost.time_model import ring_all_reduce_ns
+from pipeplan.papers.transformer import (
+    MIXED,
+    Grid,
+    block_bytes,
+    even_share,
+    head_flops,
+    layer_flops,
+    output_bytes,
+    stage_layers,
+)
+from pipeplan.problem import Chain, Layer
+from pipeplan.zoo.sizes import Transformer
 
 MIXED_WEIGHT_BYTES = 4  # per parameter in fp32, as profiles count them; mixed precision is the policy's
 
@@ -63,3 +75,35 @@ def transformer_chain(
         dtype="float16",
         source="computed from the network's sizes",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedTime:
+    """Predicted seconds of one batch: ``pipeline`` of which ``idle`` the average GPU waits, then ``all_reduce``."""
+
+    pipeline: float
+    idle: float
+    all_reduce: float
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first forward to the last gradient."""
+        return self.pipeline + self.all_reduce
+
+
+def predicted_time(model: Transformer, grid: Grid, peak: float, efficiency: float, bandwidth: int) -> PredictedTime:
+    """Predict a batch's time where kernels reach ``efficiency`` of ``peak`` flop/s, without counting messages.
+
+    m microbatches take the sum of all stages plus (m - 1) times the slowest, which is the last, that has the head: the
+    more stages, the more the others wait for it. Then the all-reduce of an even share of the gradients, which is what
+    Myelin's measurements follow (0.62 s and 4.32 s, section V-B); the optimizer's steps overlap with it.
+    """
+    recompute = grid.checkpoint is not None
+    layer, head = layer_flops(model, grid.microbatch, recompute), head_flops(model, grid.microbatch)
+    flops = [count * layer for count in stage_layers(model.layers, grid.inter)]
+    flops[-1] += head
+    rate = peak * efficiency
+    pipeline = (sum(flops) + (grid.microbatches - 1) * max(flops)) / rate
+    busy = grid.microbatches * sum(flops) / grid.inter / rate
+    exchange = ring_all_reduce_ns(even_share(model, grid, MIXED).gradient_bytes, grid.data, bandwidth)
+    return PredictedTime(pipeline, pipeline - busy, exchange / 1e9)

@@ -1,0 +1,105 @@
+"""Which plan costs least where its cost is a run: a drained mini-batch (patterned or message-driven), or nF1B?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from ..cost.stage_graph import StageGraph
+from ..plan import Allocation, Pattern, Schedule, ScheduleKind
+from ..problem import Problem
+from ..schedule.kinds import KINDS
+from ..schedule.program import unroll
+from ..schedule.simulate import simulate
+from ..schedule.timeline import flush_makespan_ns
+from .incumbent import Incumbent, Propose, Settings, run_search
+from .limits import ENOUGH, LimitSearch
+from .proposals import holding, move, widened, with_others
+
+MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
+
+
+def plan_drained(
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
+) -> tuple[Incumbent, str | None]:
+    """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic."""
+    if problem.policy.accumulate is None:
+        microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
+        problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
+    schedule = Schedule(kind, problem.policy.accumulate, limit)
+    if KINDS[kind].simulated is None:
+        incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
+    else:
+        incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
+    return incumbent, run_search(widened(propose) if widen else propose, incumbent)
+
+
+def plan_nf1b(
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
+) -> tuple[Incumbent, str | None]:
+    """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
+
+    Of several sizes of mini-batches the one with the shortest period is taken, the largest of those that differ by no
+    more than a thousandth (the smallest where none fits), and its plan improved by local moves. The allocations
+    proposed for the first size are tried with the others too.
+    """
+    problem = replace(problem, replicas=False)
+    sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
+    chosen: Incumbent | None = None
+    status = None
+    proposals = with_others(propose) if widen else propose
+    for size in sizes:
+        here = problem.with_policy(replace(problem.policy, accumulate=size))
+        incumbent = Incumbent(
+            here, _naming(settings, size), limits=LimitSearch(Schedule(kind, size, limit), here.platform)
+        )
+        status = run_search(proposals, incumbent, chosen is not None)
+        if chosen is None:
+            proposals = _again(incumbent, widen)
+        if incumbent.best_ns is not None and chosen is not None and chosen.best_ns is not None:
+            shorter = incumbent.best_ns < chosen.best_ns - chosen.best_ns // ENOUGH
+        else:
+            shorter = incumbent.best_ns is not None
+        chosen = incumbent if chosen is None or chosen.best is None or shorter else chosen
+        if status is not None:
+            break
+    assert chosen is not None
+    if widen and status is None:
+        status = run_search(move, chosen)
+    return chosen, status
+
+
+def _naming(settings: Settings, size: int) -> Settings:
+    """Return the settings with a progress that says the size of mini-batches which its lines are about."""
+    progress = settings.progress
+    if progress is None:
+        return settings
+    return replace(settings, progress=lambda line: progress(f"{line}, in mini-batches of {size}"))
+
+
+def _again(earlier: Incumbent, widen: bool) -> Propose:
+    """Return what proposes the allocations that ``earlier`` has tried, and those that hold other mini-batches."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        assert incumbent.limits is not None
+        more = holding(incumbent.problem, incumbent.limits) if widen else ()
+        incumbent.try_all(chain(map(Allocation, earlier.seen), more))
+
+    return proposed
+
+
+def _mini_batches(devices: int) -> list[int]:
+    """Return the sizes of nF1B's mini-batches to choose from: W - 1, its half, the half of that, .., 1.
+
+    W - 1 is the fewest microbatches whose gradients are taken at weights that miss no more than one update (the paper's
+    version difference of 1), for its backward of one time point and vertical sync. Stages hold in proportion to them.
+    """
+    sizes = [max(1, devices - 1)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _drained(microbatches: int, graph: StageGraph, pattern: Pattern) -> int:
+    return flush_makespan_ns(simulate(unroll(graph, pattern, microbatches)))
