@@ -76,6 +76,17 @@ def whole_saved_bytes(layers, x, target, loss):
     return sum(storage.nbytes() for key, storage in storages.items() if key not in permanent)
 
 
+class Whole(nn.Module):
+    """A chain as one module, so that it is traced."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
+
+
 def spec(tensor):
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
