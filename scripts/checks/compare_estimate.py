@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from profiler import Whole
 
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
@@ -38,18 +38,6 @@ from pipeplan.runtime.profiler.steps import MeasureOptions
 
 MODELS = ["gpt-tiny", "8", "gpt2-small,sequence=256", "1", "resnet50,image=224", "2", "densenet121,image=128", "2",
           "inception-v3,image=192", "2", "vgg16,image=128", "1", "awd-lm", "4"]  # fmt: skip
-
-
-class Whole(nn.Module):
-    """A chain as one module, so that it is traced."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return the network's output."""
-        return self.layers(x)
 
 
 def shortest_seconds(run: Callable[[], Any], repeat: int = 7) -> float:

@@ -79,6 +79,15 @@ def random_chain(
     return saying_what_is_saved(rng, chain) if saved else chain
 
 
+def uneven_chain(rng: random.Random, layers: int, least_forward: int = 1, least_backward: int = 1) -> Chain:
+    """Return a chain of layers that take up to 30 ns forward and 60 ns backward, and save more than they pass on."""
+    made = (
+        [rng.randint(*span) for span in ((least_forward, 30), (least_backward, 60), (0, 9), (1, 9), (5, 40))]
+        for _ in range(layers)
+    )
+    return Chain("made", tuple(Layer(f"layer{i}", *figures) for i, figures in enumerate(made)), 3)
+
+
 def saying_what_is_saved(rng: random.Random, chain: Chain) -> Chain:
     """Return ``chain`` with layers that save inputs and their own outputs, and outputs that are views or parts of more.
 

@@ -1,22 +1,15 @@
-"""Plans for real runs of small models, models that fail on purpose, and plain training to compare with.
-
-Importable by name, because ranks import what they train.
-"""
+"""Plans for real runs of small models, and plain training to compare with. Ranks import what they train by name."""
 
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import time
 from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -81,6 +74,17 @@ def whole_saved_bytes(layers, x, target, loss):
         value = loss(layers(x), target)
     assert value.requires_grad
     return sum(storage.nbytes() for key, storage in storages.items() if key not in permanent)
+
+
+class Whole(nn.Module):
+    """A chain as one module, so that it is traced."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
 
 
 def spec(tensor):
@@ -221,7 +225,7 @@ def undisturbed(measure, tries=6):
     return measure()
 
 
-# --- models that go wrong, each in its fourth layer ------------------------------------------------------------------
+# --- models and data -------------------------------------------------------------------------------------------------
 
 
 class Faulty(nn.Module):
@@ -241,61 +245,10 @@ class Faulty(nn.Module):
         return self.linear(x)
 
 
-class BackwardFault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("no way back")
-
-
-def raise_value_error(x):
-    raise ValueError("a bad microbatch")
-
-
-def kill_process(x):
-    os.kill(os.getpid(), 9)
-
-
-def never_return(x):
-    while True:
-        time.sleep(3600)
-
-
-def run_out_of_backward(x):
-    return BackwardFault.apply(x)
-
-
-def shrink(x):
-    return x[:1]
-
-
 def faulty(fault, batch):
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), Faulty(fault), nn.Linear(16, 16)]
     return layers, torch.zeros(batch, 16), nn.functional.mse_loss
-
-
-def raising(batch):
-    return faulty(raise_value_error, batch)
-
-
-def killed(batch):
-    return faulty(kill_process, batch)
-
-
-def hanging(batch):
-    return faulty(never_return, batch)
-
-
-def backward_raising(batch):
-    return faulty(run_out_of_backward, batch)
-
-
-def shrinking(batch):
-    return faulty(shrink, batch)
 
 
 def healthy(batch):
@@ -309,10 +262,7 @@ def vectors(index, seed):
 
 not_a_function = 3
 
-
-# --- layers whose times are known, however busy the machine is -------------------------------------------------------
-
-FORWARD_S, BACKWARD_S = 0.01, 0.02
+FORWARD_S, BACKWARD_S = 0.01, 0.02  # of a layer whose times are known, however busy the machine is
 
 
 class Pause(torch.autograd.Function):
@@ -379,130 +329,12 @@ def dropping(batch):
     return layers, torch.zeros(batch, 16), mean_square
 
 
-def without_room(batch):
-    """A model too large for the files that its process may write, as on a disk that is full."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    return without_limit(batch)
-
-
 def without_limit(batch):
     return [nn.Linear(16, 2048), nn.Linear(2048, 16)], torch.zeros(batch, 16), mean_square
 
 
 def rates_doubled(optimizer, times=1):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0 ** min(step, times))
-
-
-class Tiring(torch.optim.SGD):
-    """An optimizer with a fault in its third update."""
-
-    def __init__(self, parameters, lr, killed=False):
-        super().__init__(parameters, lr=lr)
-        self.made, self.killed = 0, killed
-
-    def step(self, closure=None):
-        self.made += 1
-        if self.made == 3:
-            if self.killed:
-                kill_process(None)
-            raise ArithmeticError("no third time")
-        return super().step(closure)
-
-
-class BackwardKill(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        kill_process(gradient)
-
-
-def backward_killed(batch):
-    return faulty(BackwardKill.apply, batch)
-
-
-def ending(index, seed):
-    if index >= 3:
-        raise IndexError(f"there is no microbatch {index}")
-    return vectors(index, seed)
-
-
-# --- processes that are killed in the middle of something ------------------------------------------------------------
-
-
-def kill_in(place, rank, calls):
-    """Let the process of ``rank`` kill itself in its ``calls``-th call of ``place``, once its work is under way."""
-    module, _, name = place.rpartition(":")
-    owner = import_module(module)
-    *owners, name = name.split(".")
-    for part in owners:
-        owner = getattr(owner, part)
-    original, made = getattr(owner, name), [0]
-
-    def wrapped(*args, **kwargs):
-        found = original(*args, **kwargs)
-        if dist.is_initialized() and dist.get_rank() == rank:
-            made[0] += 1
-            if made[0] == calls:
-                kill_process(None)
-        return found
-
-    setattr(owner, name, wrapped)
-
-
-class KilledInWait:
-    """What a receive returns; to wait for it is deadly."""
-
-    def __init__(self, work):
-        self.work = work
-
-    def wait(self):
-        kill_process(None)
-
-
-def wait_deadly(rank, calls):
-    original, made = dist.irecv, [0]
-
-    def wrapped(*args, **kwargs):
-        made[0] += 1
-        work = original(*args, **kwargs)
-        return KilledInWait(work) if dist.get_rank() == rank and made[0] == calls else work
-
-    dist.irecv = wrapped
-
-
-PLACES = {
-    "send": ("torch.distributed:isend", 5),
-    "receive": ("torch.distributed:irecv", 6),
-    "reduce": ("torch.distributed:all_to_all_single", 9),  # each sum has two, the second one in the update
-    "gather": ("torch.distributed:all_to_all_single", 10),
-    "write": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 2),
-    "metadata": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", 2),
-    "list": ("shutil:rmtree", 4),  # of the second checkpoint, everything but the last renaming has been done
-    "rename": ("os:replace", 2),
-}
-
-
-def deadly(place, rank):
-    """Return what builds a model whose training is deadly for one rank."""
-
-    def build(batch):
-        if place == "wait":
-            wait_deadly(rank, 5)
-        else:
-            where, calls = PLACES[place]
-            kill_in(where, rank, calls)
-        return healthy(batch)
-
-    return build
-
-
-for _place in (*PLACES, "wait"):
-    for _rank in range(3):
-        globals()[f"deadly_{_place}_{_rank}"] = deadly(_place, _rank)
 
 
 # --- weights that layers share ---------------------------------------------------------------------------------------
@@ -531,96 +363,3 @@ def tied_anyhow(batch):
     with torch.no_grad():
         layers[0].weight.add_(os.getpid() % 101 / 1000)
     return layers, x, loss
-
-
-# --- mixed precision -------------------------------------------------------------------------------------------------
-
-
-class Explosion(torch.autograd.Function):
-    """The identity, whose gradient is infinite."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("inf")
-
-
-class Exploding(nn.Module):
-    """A linear layer whose gradient is infinite for microbatches that begin with 64."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        out = self.linear(x)
-        return Explosion.apply(out) if float(x[0, 0]) == 64 else out
-
-
-def exploding(batch):
-    torch.manual_seed(2)
-    layers = [Exploding(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16)]
-    return layers, torch.zeros(batch, 16), mean_square
-
-
-def exploding_vectors(index, seed):
-    x, target = vectors(index, seed)
-    if index in (4, 13):
-        x[0, 0] = 64
-    return x, target
-
-
-def halved_serial(
-    build, data, batch, *, dtype, steps, accumulate, optimizer, lr, scale, window, replicas=1, cut=0, scheduler=None
-):
-    """Train in mixed precision in one process; return (losses, state in full precision, skipped updates, last scale).
-
-    Layers before ``cut`` have ``replicas``, whose gradients are added up in 32 bits in the order of the replicas.
-    """
-    layers, _, loss = build(batch)
-    layers = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
-    layers.train()
-    masters = [nn.Parameter(p.detach().clone()) for p in layers.parameters()]
-    first = {p: i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
-    counts = [replicas if first[p] < cut else 1 for p in layers.parameters()]
-    layers.to(dtype)
-    stepper = optimizer_maker(optimizer, lr)(masters)
-    schedule = None if scheduler is None else scheduler(stepper)
-    losses, skipped, good = [], [], 0
-    for step in range(steps):
-        parts = [
-            [torch.zeros_like(p) for _ in range(count)] for p, count in zip(layers.parameters(), counts, strict=True)
-        ]
-        for m in range(step * accumulate, (step + 1) * accumulate):
-            layers.zero_grad()
-            x, target = data(m, 0)
-            value = loss(layers(x.to(dtype) if x.is_floating_point() else x).float(), target)
-            losses.append(float(value.detach()))
-            value.backward(torch.tensor(scale / accumulate, dtype=torch.float64).to(value.dtype))
-            for part, p in zip(parts, layers.parameters(), strict=True):
-                part[m % len(part)] += p.grad
-        largest = torch.finfo(dtype).max
-        if any(not bool((x.abs() <= largest / len(part)).all()) for part in parts for x in part):
-            skipped.append(step + 1)
-            scale, good = scale / 2, 0
-            continue
-        for part, master in zip(parts, masters, strict=True):
-            total = part[0].float()
-            for x in part[1:]:
-                total = total + x.float()
-            master.grad = total.to(dtype).float() / scale
-        stepper.step()
-        if schedule is not None:
-            schedule.step()
-        good += 1
-        if window and good == window:
-            scale, good = scale * 2, 0
-        with torch.no_grad():
-            for p, master in zip(layers.parameters(), masters, strict=True):
-                p.copy_(master)
-    state = dict(layers.state_dict())
-    state.update(zip((name for name, _ in layers.named_parameters()), (x.detach() for x in masters), strict=True))
-    return losses, state, tuple(skipped), scale

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.files import written
 from cases.patience import SECONDS
 from conftest import Command
 
@@ -35,9 +36,7 @@ SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE))
-    return str(path)
+    return written(tmp_path, PROFILE, "profile.json")
 
 
 @pytest.fixture

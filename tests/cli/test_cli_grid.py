@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.files import written
 from conftest import Command
 
 LAYER = {"forward_ns": 10**6, "backward_ns": 2 * 10**6, "weight_bytes": 10**8, "output_bytes": 10**6}
@@ -33,16 +34,12 @@ def profile_at(size: int, time: int = 1) -> dict[str, Any]:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    path = tmp_path / "p1.json"
-    path.write_text(json.dumps(profile_at(1)))
-    return str(path)
+    return written(tmp_path, profile_at(1), "p1.json")
 
 
 @pytest.fixture
 def second(tmp_path: Path) -> str:
-    path = tmp_path / "p2.json"
-    path.write_text(json.dumps(profile_at(2)))
-    return str(path)
+    return written(tmp_path, profile_at(2), "p2.json")
 
 
 def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile: str, pipeplan: Command) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.files import written
 from conftest import Command
 from test_cli import PROFILE
 
@@ -23,9 +24,7 @@ OPTIONS = {
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(PROFILE))
-    return str(path)
+    return written(tmp_path, PROFILE, "profile.json")
 
 
 @pytest.fixture(params=OPTIONS)

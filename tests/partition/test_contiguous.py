@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from cases.chains import published, random_chain, random_problem
+from cases.chains import published, random_chain, random_problem, uneven_chain
 from oracles.partition import ContiguousJudge, contiguous_decision, contiguous_optimum
 
 from pipeplan.check.validate import pattern_violations
@@ -134,20 +134,10 @@ def test_long_chains_equal_the_plain_recursion(seed: int) -> None:
 def test_equal_devices_equal_the_plain_recursion_where_the_fewest_behind_a_cut_are_not_best(seed: int) -> None:
     """Among equal devices only their number counts, and more of them behind a cut are tried where that helps."""
     rng = random.Random(seed)
-    layers = tuple(
-        Layer(
-            f"layer{i}",
-            rng.randint(1, 30),
-            rng.randint(1, 60),
-            rng.randint(0, 9),
-            rng.randint(1, 9),
-            rng.randint(5, 40),
-        )
-        for i in range(rng.choice((6, 9, 14)))
-    )
+    chain = uneven_chain(rng, rng.choice((6, 9, 14)))
     platform = Platform.flat(rng.randint(3, 8), rng.choice((40, 60, 90, 130)), rng.choice((10**9, 3 * 10**8)))
     checkpointing: Checkpointing = "none" if rng.choice((True, False)) else "stages"
-    problem = Problem(Chain("made", layers, 3), platform, checkpointing=checkpointing, replicas=rng.random() < 0.7)
+    problem = Problem(chain, platform, checkpointing=checkpointing, replicas=rng.random() < 0.7)
     found = smallest_period(problem)
     assert found is not None
     assert found.claimed_period_ns is not None

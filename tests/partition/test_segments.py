@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases.chains import published, random_chain, random_problem
+from cases.chains import published, random_chain, random_problem, uneven_chain
 from oracles.partition import checkpoints, contiguous_optimum
 from test_contiguous import assert_attains, varied_problem
 
@@ -148,19 +148,9 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
     rng = random.Random(7)
     planned = 0
     for _ in range(12):
-        layers = tuple(
-            Layer(
-                f"layer{i}",
-                rng.randint(5, 30),
-                rng.randint(10, 60),
-                rng.randint(0, 9),
-                rng.randint(1, 9),
-                rng.randint(5, 40),
-            )
-            for i in range(9)
-        )
+        chain = uneven_chain(rng, 9, 5, 10)
         platform = Platform.flat(4, rng.randint(60, 160), 10**9)
-        problem = Problem(Chain("made", layers, 3), platform, Policy(weights=weights), checkpointing="segments")  # type: ignore[arg-type]
+        problem = Problem(chain, platform, Policy(weights=weights), checkpointing="segments")  # type: ignore[arg-type]
         found = smallest_period(problem)
         if found is None:
             continue

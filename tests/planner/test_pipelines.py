@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from cases.chains import random_chain
 
-from pipeplan.partition.contiguous.batch import held
+from pipeplan.partition.contiguous.batch import drained_bound, held
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.problem import GridProblem, configs
 from pipeplan.planner.pipelines import Pipelines, limits
@@ -69,6 +69,27 @@ def test_probing_ends_after_the_second_limit_where_a_split_fits() -> None:
 def test_some_splits_hold_less_when_simulated_than_they_might() -> None:
     found = [tried(seed, 4, 6).best for seed in range(6)]
     assert any(x is not None and x.result.in_flight != x.in_flight for x in found)
+
+
+def test_all_pipelines_are_simulated_up_to_so_many_steps_and_one_stands_for_all_beyond() -> None:
+    """A microbatch takes four steps on each device: it runs and is sent, forward and backward."""
+    chain = random_chain(random.Random(2), 4)
+    for microbatches, whole in ((1250, True), (1251, False)):  # of 16 steps each; the limit is 20,000
+        problem = Problem(chain, Platform.flat(4, 10**6), Policy("flush", 2 * microbatches))
+        pipelines = Pipelines(problem, [(0, 1), (2, 3)], microbatches, limit=2)
+        assert next(pipelines.try_(pipelines.probe(1))).result.exact == whole
+
+
+@pytest.mark.parametrize("seed", [1, 3, 8])
+def test_a_bound_by_limits_is_asked_for_and_higher_where_memory_is_short(seed: int) -> None:
+    problem = Problem(random_chain(random.Random(seed), 10), Platform.flat(4, 60), Policy("flush", 6), True, "segments")
+    pipelines = Pipelines(problem, [(s,) for s in range(4)], 6)
+    assert pipelines.tables is not None
+    pipelines.bound(None)
+    plain = pipelines.bound_ns
+    assert plain == drained_bound(pipelines.tables)
+    pipelines.bound(None, by_limit=True)
+    assert pipelines.bound_ns > plain
 
 
 def test_a_given_limit_is_not_moved() -> None:

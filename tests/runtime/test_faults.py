@@ -62,7 +62,7 @@ def ranks_left():
 def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank, plan, whole, tmp_path):
     """No rank waits for its timeout, none is left, and the resumed run is what an uninterrupted one would have been."""
     words, kept = KILLED[place, rank]
-    model = ModelSpec(f"cases.runtime:deadly_{place}_{rank}", "cases.runtime:vectors")
+    model = ModelSpec(f"cases.faults:deadly_{place}_{rank}", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
         run_plan(plan, model, RunOptions(timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS))
     assert ranks_left() == []
@@ -79,7 +79,7 @@ def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank
 )
 def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, words, rank, tmp_path):
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2,))], weights="flush", accumulate=2)
-    model = ModelSpec(f"cases.runtime:deadly_{place}_{rank}", "cases.runtime:vectors")
+    model = ModelSpec(f"cases.faults:deadly_{place}_{rank}", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
         run_plan(plan, model, RunOptions(timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS))
     assert newest(str(tmp_path)).position.step == 4

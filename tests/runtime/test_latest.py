@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import faults
 from cases import runtime as runtime_cases
 from cases.runtime import chain_of, largest_difference, plan_of
 from click.testing import CliRunner
@@ -500,10 +501,10 @@ def test_data_of_another_shape_is_named():
 
 
 def test_a_failing_backward_names_all_its_microbatches():
-    chain = chain_of(runtime_cases.backward_raising, 4)
+    chain = chain_of(faults.backward_raising, 4)
     plan = nf1b_plan(chain, [(0, 3), (3, len(chain))], 3)
     with pytest.raises(RunFailed, match=r"in the backward of microbatches 3 to 5 on stage 1: ArithmeticError: no way"):
-        run_plan(plan, ModelSpec("cases.runtime:backward_raising", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
+        run_plan(plan, ModelSpec("cases.faults:backward_raising", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
 
 
 def test_torchs_engine_refuses():

@@ -223,7 +223,7 @@ def faulty_plan(cut):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
     """The fault is in layer 3; no rank waits for its timeout."""
-    model = ModelSpec(f"cases.runtime:{fault}", "cases.runtime:vectors")
+    model = ModelSpec(f"cases.faults:{fault}", "cases.runtime:vectors")
     with pytest.raises(RunFailed) as caught:
         run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, RunOptions(steps=20, lr=0.01, timeout_s=10 * SECONDS))
     assert str(caught.value).startswith(FAULTS[fault].format(rank=rank))
@@ -232,7 +232,7 @@ def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
 
 
 def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
-    model = ModelSpec("cases.runtime:hanging", "cases.runtime:vectors")
+    model = ModelSpec("cases.faults:hanging", "cases.runtime:vectors")
 
     def run(timeout_s):
         run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01, timeout_s=timeout_s))
@@ -242,7 +242,7 @@ def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
 
 
 def test_a_microbatch_of_another_shape_fails_before_it_is_sent():
-    model = ModelSpec("cases.runtime:shrinking", "cases.runtime:vectors")
+    model = ModelSpec("cases.faults:shrinking", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=r"rank 0 failed .*stage 0 puts out float32 \(1, 16\) for microbatch 4"):
         run_plan(faulty_plan(cut=4), model, RunOptions(steps=20, lr=0.01))
 
@@ -361,13 +361,13 @@ def test_what_torchs_engine_cannot_run_is_bad_input(stages, weights, words):
 def test_a_failing_update_is_named(options, words):
     """Both stages' optimizers fail, nearly at once: whichever is first is the root cause, and stage s is on rank s."""
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
-    optimizer = parse_choice(f"cases.runtime:Tiring,{options}", "here")
+    optimizer = parse_choice(f"cases.faults:Tiring,{options}", "here")
     either = "|".join(f"rank {s} {words.format(s)}" for s in (0, 1))
     with pytest.raises(RunFailed, match=either):
         run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01, optimizer=optimizer))
 
 
 def test_missing_data_is_named():
-    model = ModelSpec("cases.runtime:healthy", "cases.runtime:ending")
+    model = ModelSpec("cases.runtime:healthy", "cases.faults:ending")
     with pytest.raises(RunFailed, match=r"failed in the forward of microbatch 3 on stage \d: IndexError: there is no"):
         run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01))

@@ -26,6 +26,7 @@ from pipeplan.runtime.training.checkpoint import newest
 
 SCRIPT = """
 import os, sys
+from importlib import import_module
 from pathlib import Path
 sys.path.insert(0, os.environ["CASES"])
 from cases import runtime as runtime_cases
@@ -35,12 +36,13 @@ from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 
 if __name__ == "__main__":
-    chain = runtime_cases.chain_of(getattr(runtime_cases, sys.argv[1]), 4)
+    module, _, name = sys.argv[1].rpartition(":")
+    chain = runtime_cases.chain_of(getattr(import_module(module), name), 4)
     plan = runtime_cases.plan_of(chain, [(0, 2, (0,)), (2, len(chain), (1,))], weights="2bw")
     try:
         report = run_plan(
             plan,
-            ModelSpec("cases.runtime:" + sys.argv[1], "cases.runtime:vectors"),
+            ModelSpec(sys.argv[1], "cases.runtime:vectors"),
             RunOptions(
                 steps=int(sys.argv[2]),
                 lr=0.01,
@@ -92,7 +94,7 @@ def has_ended(process, seconds):
 def test_no_rank_outlives_the_process_that_started_it(script, signum):
     """Ctrl-C reaches all of a terminal's processes; a kill only the first one."""
     with subprocess.Popen(
-        [sys.executable, str(script), "announcing", "100000"],
+        [sys.executable, str(script), "cases.runtime:announcing", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -134,7 +136,7 @@ def test_no_rank_is_left_by_an_interrupt_while_they_are_started(monkeypatch):
 @pytest.mark.parametrize(("signum", "whom"), [(signal.SIGINT, "all"), (signal.SIGTERM, "parent")])
 def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
     folder = tmp_path / "checkpoints"
-    command = [sys.executable, str(script), "announcing"]
+    command = [sys.executable, str(script), "cases.runtime:announcing"]
     with subprocess.Popen(
         [*command, "100000", str(folder)], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
     ) as parent:
@@ -160,8 +162,12 @@ def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
-        ("announcing", 0, "loss "),
-        ("raising", 1, "rank 1 failed in the forward of microbatch 4 on stage 1: ValueError: a bad microbatch"),
+        ("cases.runtime:announcing", 0, "loss "),
+        (
+            "cases.faults:raising",
+            1,
+            "rank 1 failed in the forward of microbatch 4 on stage 1: ValueError: a bad microbatch",
+        ),
     ],
 )
 def test_under_torchrun_the_processes_are_the_ranks(script, model, code, words):
@@ -188,7 +194,7 @@ def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
     folder = tmp_path / "checkpoints"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with subprocess.Popen(
-        [*command, str(script), "announcing", "100000", str(folder)],
+        [*command, str(script), "cases.runtime:announcing", "100000", str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -210,7 +216,7 @@ def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
     assert 0 < found.position.step < 100000
     assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
     again = subprocess.run(
-        [sys.executable, str(script), "announcing", str(found.position.step + 2), str(folder)],
+        [sys.executable, str(script), "cases.runtime:announcing", str(found.position.step + 2), str(folder)],
         capture_output=True, text=True, env=environment(), timeout=SECONDS, check=True,
     )  # fmt: skip
     assert "loss" in again.stdout

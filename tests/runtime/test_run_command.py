@@ -9,6 +9,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
+from cases.half import exploding
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.check.bounds import any_bound
@@ -131,13 +132,13 @@ def test_an_evaluation_is_not_compared_with_a_plan(plan, tmp_path):
 
 
 def test_mixed_precision_with_offloading(tmp_path):
-    chain = chain_of(runtime_cases.exploding, 4, dtype=torch.bfloat16)
+    chain = chain_of(exploding, 4, dtype=torch.bfloat16)
     made = plan_of(chain, [(0, 4, (0, 1)), (4, 6, (2,))], weights="flush", accumulate=2, optimizer="adam")
     policy = replace(made.policy, precision="mixed", offload=True, bucket_parameters=100)
     bound = any_bound(Problem(made.chain, made.platform, policy))
     path = tmp_path / "plan.json"
     path.write_text(plan_text(replace(made, policy=policy, lower_bounds=(bound,))))
-    model = ["--model", "cases.runtime:exploding", "--data", "cases.runtime:exploding_vectors", "--lr", "0.01"]
+    model = ["--model", "cases.half:exploding", "--data", "cases.half:exploding_vectors", "--lr", "0.01"]
     options = ["--steps", 4, "--coarsening", 2, "--loss-scale", 1024, "--loss-scale-window", 1]
     trace = tmp_path / "trace.json"
     done = run(path, *model, *options, "--trace", trace)

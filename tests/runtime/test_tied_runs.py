@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
+from cases.half import halved_serial
 from cases.runtime import (
     chain_of,
-    halved_serial,
     largest_difference,
     plan_of,
     serial,

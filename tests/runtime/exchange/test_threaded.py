@@ -95,7 +95,7 @@ def faulty_plan(cut):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
     """The fault is in layer 3; nobody waits for a timeout."""
-    model = ModelSpec(f"cases.runtime:{fault}", "cases.runtime:vectors")
+    model = ModelSpec(f"cases.faults:{fault}", "cases.runtime:vectors")
     began = time.monotonic()
     with pytest.raises(RunFailed) as caught:
         run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, RunOptions(steps=20, lr=0.01, timeout_s=10 * SECONDS))
@@ -107,13 +107,13 @@ def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
 def test_a_rank_of_a_grid_killed_in_an_exchange_is_named(place):
     """In its main thread or in one that exchanges beside it."""
     plan = driven(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2, 3))], 8, 3)
-    model = ModelSpec(f"cases.runtime:deadly_{place}_1", "cases.runtime:vectors")
+    model = ModelSpec(f"cases.faults:deadly_{place}_1", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=r"^rank 1 died in .* stage 0.*: killed by SIGKILL"):
         run_plan(plan, model, RunOptions(steps=20, lr=0.01, timeout_s=10 * SECONDS))
 
 
 def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
-    model = ModelSpec("cases.runtime:hanging", "cases.runtime:vectors")
+    model = ModelSpec("cases.faults:hanging", "cases.runtime:vectors")
 
     def run(timeout_s):
         run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01, timeout_s=timeout_s))

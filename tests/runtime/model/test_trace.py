@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import whole_saved_bytes
+from cases.runtime import Whole, whole_saved_bytes
 from torch import nn
 from torch.nn import functional
 
@@ -19,15 +19,6 @@ from pipeplan.runtime.model.trace import trace_module
 from pipeplan.runtime.profiler.measure import measure_model, profile_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
-
-
-class Whole(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return self.layers(x)
 
 
 class Residual(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases.runtime import Whole
 from torch import nn
 from torch.nn import functional
 
@@ -168,15 +169,6 @@ def test_the_optimizer_moves_its_state(name, factor):
 def test_split_backward_is_estimated_too():
     second = estimate(linear, 512, split_backward=True).layers[1]
     assert 0.4 < second.backward_weight_ns / second.backward_ns < 0.6
-
-
-class Whole(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return self.layers(x)
 
 
 def test_resnet50_as_one_module_and_as_its_hand_written_layers_give_the_same_plan():

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.plans import random_checkpoint
-from cases.runtime import plan_of, sized_chain, stage_of, zoo_chain
+from cases.runtime import Whole, plan_of, sized_chain, stage_of, zoo_chain
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -231,15 +231,6 @@ def traced_models():
     for name, batch in (("resnet50,image=32", 2), ("gpt-tiny,blocks=2", 2)):
         layers, x, loss, target = model_of(name, batch)
         yield name, layers, x, loss, target
-
-
-class Whole(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return self.layers(x)
 
 
 @pytest.mark.parametrize("which", range(3))

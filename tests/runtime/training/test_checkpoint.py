@@ -212,7 +212,7 @@ def test_a_run_that_fails_begins_again_from_its_newest_checkpoint(fault, tmp_pat
     """The fault comes at every process's fifth microbatch: each attempt gets two updates of two further."""
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     assert plan.policy.accumulate == 2
-    model = ModelSpec(f"cases.runtime:{fault}", "cases.runtime:vectors")
+    model = ModelSpec(f"cases.faults:{fault}", "cases.runtime:vectors")
     options = {"steps": 6, "lr": 0.01, "every": 2}
     with pytest.raises(RunFailed, match="microbatch 8 on stage 1"):
         run_plan(plan, model, RunOptions(checkpoint=tmp_path / "one", max_restarts=1, **options))
@@ -223,7 +223,7 @@ def test_a_run_that_fails_begins_again_from_its_newest_checkpoint(fault, tmp_pat
 
 def test_a_full_disk_ends_the_run_and_leaves_nothing_that_looks_complete(tmp_path):
     plan = plan_of(chain_of(runtime_cases.without_limit, 4), [(0, 1, (0,)), (1, 3, (1,))], weights="2bw")
-    model = ModelSpec("cases.runtime:without_room", "cases.runtime:vectors")
+    model = ModelSpec("cases.faults:without_room", "cases.runtime:vectors")
     with pytest.raises(
         RunFailed, match=r"rank \d failed in the checkpoint after update 2: .*cannot be written .* are free there"
     ):

@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
-from cases.runtime import chain_of, halved_serial, largest_difference, plan_of
+from cases.half import exploding, exploding_vectors, halved_serial
+from cases.runtime import chain_of, largest_difference, plan_of
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput, RunFailed
@@ -22,7 +23,7 @@ from pipeplan.runtime.training.optimizers import parse_choice, schedule_maker
 from pipeplan.schedule.memory import lane_use
 
 SCHEDULER = parse_choice("StepLR,step_size=2,gamma=0.5", "here")
-EXPLODING = ModelSpec("cases.runtime:exploding", "cases.runtime:exploding_vectors")
+EXPLODING = ModelSpec("cases.half:exploding", "cases.half:exploding_vectors")
 
 
 def mixed(build, stages, *, dtype=torch.bfloat16, data=None, offload=False, bucket=10**6, **policy):
@@ -62,7 +63,7 @@ def test_what_might_overflow_in_the_sum_counts_as_overflow():
 def test_overflow_skips_an_update_on_all_ranks_and_changes_nothing_else(stages, accumulate, offload, bucket, tmp_path):
     """Microbatches 4 and 13 overflow in the first layer alone, on one of its replicas; later layers' are finite."""
     plan = mixed(
-        runtime_cases.exploding, stages, offload=offload, bucket=bucket, weights="flush", accumulate=accumulate,
+        exploding, stages, offload=offload, bucket=bucket, weights="flush", accumulate=accumulate,
         optimizer="adam",
     )  # fmt: skip
     steps = 18 // accumulate
@@ -80,7 +81,7 @@ def test_overflow_skips_an_update_on_all_ranks_and_changes_nothing_else(stages, 
     )
     replicas = len(stages[0][2])
     losses, state, skipped, scale = halved_serial(
-        runtime_cases.exploding, runtime_cases.exploding_vectors, 4, dtype=torch.bfloat16, accumulate=accumulate,
+        exploding, exploding_vectors, 4, dtype=torch.bfloat16, accumulate=accumulate,
         optimizer="adam", scale=2.0**10, window=2, replicas=replicas, cut=2, scheduler=schedule_maker(SCHEDULER),
         **options,
     )  # fmt: skip
@@ -126,9 +127,7 @@ def test_a_transformer_trains_as_in_one_process(dtype, scale, checkpoint, tmp_pa
 def test_memory_is_what_the_model_says(offload):
     """20 bytes for each parameter, with offloading 4, and 16 for those of a bucket; 12 in host memory."""
     stages = [Stage(0, 2, (0,)), Stage(2, 6, (1,))]
-    plan = mixed(
-        runtime_cases.exploding, stages, offload=offload, bucket=100, weights="flush", accumulate=2, optimizer="adam"
-    )
+    plan = mixed(exploding, stages, offload=offload, bucket=100, weights="flush", accumulate=2, optimizer="adam")
     report = run_plan(plan, EXPLODING, RunOptions(steps=2, lr=0.02))
     for state, count in zip(report.states, (544, 544), strict=True):
         assert state.measured_bytes == state.planned_bytes == (4 * count + 1600 if offload else 20 * count)
@@ -137,12 +136,12 @@ def test_memory_is_what_the_model_says(offload):
 
 def test_asynchronous_weights_run_with_a_fixed_scale_and_end_with_an_overflow(tmp_path):
     stages = [(0, 2, (0,)), (2, 6, (1,))]
-    model = ModelSpec("cases.runtime:exploding", "cases.runtime:vectors")
+    model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
     for weights in ("2bw", "latest", "stash"):
-        plan = mixed(runtime_cases.exploding, stages, weights=weights, optimizer="momentum")
+        plan = mixed(exploding, stages, weights=weights, optimizer="momentum")
         plain = run_plan(plan, model, RunOptions(steps=6, lr=0.02, save=tmp_path / "plain"))
         scaled = run_plan(
-            mixed(runtime_cases.exploding, stages, weights=weights, optimizer="momentum", offload=True, bucket=50),
+            mixed(exploding, stages, weights=weights, optimizer="momentum", offload=True, bucket=50),
             model,
             RunOptions(steps=6, lr=0.02, half=HalfOptions(loss_scale=2.0**12), save=tmp_path / "scaled"),
         )
@@ -160,9 +159,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(layout, tmp_path):
         "straight": [(0, 2, (0,)), (2, 6, (1,))],
         "replicas": [(0, 3, (0, 1)), (3, 6, (2,))],
     }[layout]
-    plan = mixed(
-        runtime_cases.exploding, stages, offload=True, bucket=100, weights="flush", accumulate=2, optimizer="adam"
-    )
+    plan = mixed(exploding, stages, offload=True, bucket=100, weights="flush", accumulate=2, optimizer="adam")
     options = {"lr": 0.02, "scheduler": SCHEDULER, "half": HalfOptions(loss_scale=2.0**8, window=3)}
     whole = run_plan(plan, EXPLODING, RunOptions(steps=8, save=tmp_path / "one", checkpoint=tmp_path / "a", **options))
     first = run_plan(plan, EXPLODING, RunOptions(steps=5, checkpoint=tmp_path / "b", **options))
@@ -208,12 +205,10 @@ def test_a_checkpoint_is_taken_up_in_the_other_precision_and_on_another_plan(tmp
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_any_coarsening_gives_the_same_bits_and_overlaps_sums_with_steps(replicas, tmp_path):
     stages = [(0, 5, tuple(range(replicas))), (5, 6, (replicas,))]
-    model = ModelSpec("cases.runtime:exploding", "cases.runtime:vectors")
+    model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
     states = {}
     for k in (1, 2, 0):
-        plan = mixed(
-            runtime_cases.exploding, stages, bucket=150, weights="flush", accumulate=2 * replicas, optimizer="adam"
-        )
+        plan = mixed(exploding, stages, bucket=150, weights="flush", accumulate=2 * replicas, optimizer="adam")
         by_plan = replace(plan, policy=replace(plan.policy, coarsening=k or None))
         options = {"coarsening": 0} if k == 0 else {}
         report = run_plan(by_plan, model, RunOptions(steps=3, lr=0.02, save=tmp_path / "s", **options))
@@ -229,10 +224,8 @@ def test_any_coarsening_gives_the_same_bits_and_overlaps_sums_with_steps(replica
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_coarsening_changes_no_bit_in_full_precision(optimizer, tmp_path):
-    plan = plan_of(
-        chain_of(runtime_cases.exploding, 4), [(0, 4, (0, 1, 2)), (4, 6, (3,))], weights="2bw", optimizer=optimizer
-    )
-    model = ModelSpec("cases.runtime:exploding", "cases.runtime:vectors")
+    plan = plan_of(chain_of(exploding, 4), [(0, 4, (0, 1, 2)), (4, 6, (3,))], weights="2bw", optimizer=optimizer)
+    model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
     states = []
     for k, size in ((0, None), (1, 300), (3, 77)):
         run_plan(plan, model, RunOptions(steps=4, lr=0.02, coarsening=k, bucket_size=size, save=tmp_path / "s"))
@@ -242,14 +235,14 @@ def test_coarsening_changes_no_bit_in_full_precision(optimizer, tmp_path):
 
 def test_what_does_not_go_together_is_refused():
     stages = [(0, 2, (0,)), (2, 6, (1,))]
-    full = plan_of(chain_of(runtime_cases.exploding, 4), stages, weights="flush", accumulate=2)
+    full = plan_of(chain_of(exploding, 4), stages, weights="flush", accumulate=2)
     with pytest.raises(BadInput, match="its precision is fp32; --half and --loss-scale are for mixed"):
         half_type(full, HalfOptions("bf16"))
     assert half_type(full, AS_PROFILED) is None
-    delayed = mixed(runtime_cases.exploding, stages, weights="2bw")
+    delayed = mixed(exploding, stages, weights="2bw")
     assert half_type(delayed, AS_PROFILED) == torch.bfloat16
     assert first_scale(delayed, torch.bfloat16, AS_PROFILED) == LossScale(1.0, 0)
     with pytest.raises(BadInput, match=r"--weights 2bw cannot skip an update .* fp16 .*; bf16 can be run"):
         half_type(delayed, HalfOptions("fp16"))
-    drained = mixed(runtime_cases.exploding, stages, weights="flush", accumulate=2)
+    drained = mixed(exploding, stages, weights="flush", accumulate=2)
     assert first_scale(drained, half_type(drained, HalfOptions("fp16")), AS_PROFILED) == LossScale(2.0**16, 2000)

@@ -158,7 +158,7 @@ def test_a_device_with_several_stages_has_one_bucket():
     assert second.measured_bytes == second.planned_bytes == memory_model.weights_bytes(plan.policy, 4 * 40200, 40200, 1)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "cases.runtime:Tiring"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "cases.faults:Tiring"])
 def test_optimizers_that_look_at_whole_weights_are_refused(name):
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="flush", accumulate=2)
     if name == "Muon" and not hasattr(torch.optim, "Muon"):

@@ -1,0 +1,102 @@
+"""Platforms as JSON: as people write them, as they come back, and what is wrong with one."""
+
+import random
+from fractions import Fraction
+
+import pytest
+from cases.chains import random_platform
+from cases.files import edited, written
+
+from pipeplan.errors import BadInput
+from pipeplan.files.forms import json_text
+from pipeplan.files.platforms import platform_form, platform_of, read_platform
+from pipeplan.problem import Device, Level, Platform
+
+
+def test_platforms_come_back(tmp_path):
+    for seed in range(60):
+        rng = random.Random(seed)
+        platform = random_platform(
+            rng, rng.randint(1, 6), memory=(0, 30), levels=True, latency=True, speeds=True, duplex=True
+        )
+        form = platform_form(platform)
+        assert platform_of(form, "here") == platform
+        text = json_text(form)
+        assert read_platform(written(tmp_path, text)) == platform
+        assert json_text(platform_form(read_platform(written(tmp_path, text)))) == text
+
+
+def test_platform_files_as_people_write_them(tmp_path):
+    document = {
+        "memory": "16GB",
+        "levels": [{"count": 2, "bandwidth": "10GB/s", "latency": "5us"}, {"count": 2, "bandwidth": "10Gbps"}],
+        "full_duplex": True,
+        "devices": [{}, {"memory": "32GiB"}, {"speed": 2}, {"speed": 0.5, "memory": "1.5GB"}],
+    }
+    assert read_platform(written(tmp_path, document)) == Platform(
+        (
+            Device(16 * 10**9),
+            Device(32 * 2**30),
+            Device(16 * 10**9, Fraction(2)),
+            Device(1_500_000_000, Fraction(1, 2)),
+        ),
+        (Level(2, 10 * 10**9, 5000), Level(2, 1_250_000_000)),
+        True,
+    )
+
+
+def test_any_fraction_of_small_numbers_is_a_speed_that_comes_back():
+    for speed in (
+        Fraction(2, 3),
+        Fraction(1, 1000),
+        Fraction(999, 1000),
+        Fraction(355, 113),
+        Fraction(1000),
+        Fraction(7, 999),
+    ):
+        platform = Platform((Device(1, speed),), (Level(1, 1),))
+        assert platform_of(platform_form(platform), "here") == platform
+
+
+PLATFORM = {
+    "memory": "16GB",
+    "levels": [{"count": 2, "bandwidth": "10GB/s"}, {"count": 2, "bandwidth": "10Gbps", "latency": "5us"}],
+    "devices": [{}, {"speed": 2}, {}, {"memory": "8GB"}],
+}
+
+BAD_PLATFORMS = {
+    "no levels": (("levels",), ..., "missing required field `levels`"),
+    "empty levels": (("levels",), [], "$.levels: is empty"),
+    "count": (("levels", 0, "count"), 0, "$.levels[0].count: 0 is not between 1 and"),
+    "negative count": (("levels", 0, "count"), -2, "$.levels[0].count: -2 is not"),
+    "bool count": (("levels", 0, "count"), True, "expected `int`, got `bool` - at `$.levels[0].count`"),
+    "huge count": (("levels", 1, "count"), 10**30, "$.levels[1].count: 1000000000000000000000000000000 is not between"),
+    "huge product": (("levels",), [{"count": 2**20, "bandwidth": "1GB/s"}] * 2, "the counts multiply to 1099511627776"),
+    "device missing": (("devices",), [{}] * 3, "$.devices: lists 3 devices; the levels' counts multiply to 4"),
+    "no memory": (("memory",), ..., "device 0 has no memory: neither $.memory nor $.devices[0].memory is given"),
+    "bare memory": (("memory",), "16", "$.memory: '16' has no unit; write 16GB or 16GiB"),
+    "number as memory": (("memory",), 16, "expected `str | null`, got `int` - at `$.memory`"),
+    "bandwidth as memory": (("memory",), "16GB/s", "$.memory: 'GB/s' in '16GB/s' is not a known unit"),
+    "memory of a device": (("devices", 3, "memory"), "8 cows", "$.devices[3].memory: 'cows' in '8 cows' is not"),
+    "size as bandwidth": (("levels", 0, "bandwidth"), "10GB", "levels[0].bandwidth: 'GB' in '10GB' is not a known"),
+    "no bandwidth": (("levels", 0, "bandwidth"), "0GB/s", "$.levels[0].bandwidth: '0GB/s' must be positive"),
+    "negative bandwidth": (("levels", 0, "bandwidth"), "-1GB/s", "levels[0].bandwidth: '-1GB/s' is not a non-neg"),
+    "bare latency": (("levels", 1, "latency"), "5", "$.levels[1].latency: '5' has no unit; write 3.2ms or 5us"),
+    "zero speed": (("devices", 1, "speed"), 0, "$.devices[1].speed: 0 is not between 0.001 and 1000"),
+    "negative speed": (("devices", 1, "speed"), -1, "$.devices[1].speed: -1 is not between"),
+    "huge speed": (("devices", 1, "speed"), 10**40, "is not between 0.001 and 1000"),
+    "fine speed": (("devices", 1, "speed"), 0.12345, "$.devices[1].speed: 0.12345 is not between 0.001 and 1000"),
+    "text as speed": (("devices", 1, "speed"), "fast", "got `str` - at `$.devices[1].speed`"),
+    "unknown key": (("devices", 1, "sped"), 2, "unknown field `sped` - at `$.devices[1]`"),
+    "unknown key above": (("bandwidth",), "1GB/s", "unknown field `bandwidth`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_PLATFORMS)
+def test_bad_platforms(name, tmp_path):
+    path, value, sentence = BAD_PLATFORMS[name]
+    file = written(tmp_path, edited(PLATFORM, path, value))
+    with pytest.raises(BadInput) as caught:
+        read_platform(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert sentence.lower() in str(caught.value).lower()

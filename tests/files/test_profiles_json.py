@@ -1,0 +1,130 @@
+"""Profiles as JSON: they come back as they were, and what is wrong with one is said in a sentence."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from cases.chains import PUBLISHED, published, random_chain
+from cases.files import CHAIN, edited, written
+
+from pipeplan.errors import BadInput
+from pipeplan.files.profiles import digest, profile_text, read_profile
+
+
+def test_profiles_come_back_byte_for_byte(tmp_path):
+    for seed in range(60):
+        rng = random.Random(seed)
+        chain = random_chain(
+            rng, rng.randint(1, 8), edges=seed % 2 > 0, saved=seed % 3 > 0, optimizer=seed % 5 > 0, tied=seed % 7 == 0
+        )
+        text = profile_text(chain)
+        again = read_profile(written(tmp_path, text))
+        assert again == chain
+        assert profile_text(again) == text
+        assert digest(again) == digest(chain)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_profiles_come_back(name, tmp_path):
+    chain = published(name)
+    assert read_profile(written(tmp_path, profile_text(chain))) == chain
+
+
+def test_a_graph_text_is_read_wherever_a_profile_is(tmp_path):
+    text = (
+        "node1 -- ReLU -- forward_compute_time=0.5, backward_compute_time=0.25, activation_size=8, parameter_size=0\n"
+    )
+    chain = read_profile(written(tmp_path, text, "net.graph.txt"))
+    assert (chain.name, chain.layers[0].forward_ns, chain.layers[0].output_bytes) == ("net", 500_000, 8)
+
+
+def test_digests_tell_profiles_apart():
+    chains = [CHAIN, replace(CHAIN, name="other"), replace(CHAIN, input_bytes=41), replace(CHAIN, edges=())]
+    chains.append(replace(CHAIN, layers=(*CHAIN.layers[:3], replace(CHAIN.layers[3], saved_bytes=None))))
+    assert len({digest(chain) for chain in chains}) == len(chains)
+
+
+def test_a_byte_order_mark_is_no_obstacle(tmp_path):
+    path = tmp_path / "marked.json"
+    path.write_bytes(b"\xef\xbb\xbf" + profile_text(CHAIN).encode())
+    assert read_profile(str(path)) == CHAIN
+
+
+PROFILE = json.loads(profile_text(replace(CHAIN, edges=((0, 1), (1, 2), (0, 2), (2, 3)), tied=((0, 3),))))
+
+LAYER = ("layers", 2)
+
+BAD_PROFILES = {
+    "version": (("format",), "pipeplan-profile/2", "Invalid enum value 'pipeplan-profile/2' - at `$.format`"),
+    "no format": (("format",), ..., "missing required field `format`"),
+    "no layers": (("layers",), ..., "missing required field `layers`"),
+    "empty layers": (("layers",), [], "small: there are no layers"),
+    "unknown key": (("colour",), 1, "unknown field `colour`"),
+    "unknown key in a layer": ((*LAYER, "forward_ms"), 1, "unknown field `forward_ms` - at `$.layers[2]`"),
+    "missing time": ((*LAYER, "forward_ns"), ..., "missing required field `forward_ns` - at `$.layers[2]`"),
+    "negative": ((*LAYER, "forward_ns"), -2, "$.layers[2].forward_ns: -2 is negative"),
+    "negative size": ((*LAYER, "output_bytes"), -2, "$.layers[2].output_bytes: -2 is negative"),
+    "negative saved": ((*LAYER, "saved_bytes"), -2, "$.layers[2].saved_bytes: -2 is negative"),
+    "negative input": (("input_bytes",), -1, "input_bytes: -1 is negative"),
+    "float": ((*LAYER, "forward_ns"), 1.5, "expected `int`, got `float` - at `$.layers[2].forward_ns`"),
+    "bool": ((*LAYER, "forward_ns"), True, "expected `int`, got `bool` - at `$.layers[2].forward_ns`"),
+    "text": ((*LAYER, "weight_bytes"), "4MB", "expected `int`, got `str` - at `$.layers[2].weight_bytes`"),
+    "null": ((*LAYER, "weight_bytes"), None, "expected `int`, got `null` - at `$.layers[2].weight_bytes`"),
+    "list": ((*LAYER, "weight_bytes"), [1], "expected `int`, got `array` - at `$.layers[2].weight_bytes`"),
+    "layers as object": (("layers",), {}, "expected `array`, got `object` - at `$.layers`"),
+    "name": ((*LAYER, "name"), 3, "expected `str`, got `int` - at `$.layers[2].name`"),
+    "huge": ((*LAYER, "weight_bytes"), 10**30, "$.layers[2].weight_bytes: the layers up to here sum up to"),
+    "sums": ((*LAYER, "forward_ns"), 10**15, "$.layers[2].forward_ns: the layers up to here sum up to"),
+    "weight part": ((*LAYER, "backward_weight_ns"), 23, "backward_weight_ns: 23 is more than backward_ns, 22"),
+    "microbatch": (("microbatch",), 0, "expected `int` >= 1 - at `$.microbatch`"),
+    "edge outside": (("edges", 1), [1, 4], "edges[2]: [1, 4] names a layer that is not there; there are 4"),
+    "edge back": (("edges", 0), [2, 1], "edges[2]: [2, 1] must name an earlier layer first"),
+    "edge to itself": (("edges", 0), [1, 1], "must name an earlier layer first"),
+    "edge negative": (("edges", 0), [-1, 1], "edges[0]: [-1, 1] names a layer that is not there"),
+    "edge of three": (("edges", 0), [0, 1, 2], "expected `array` of length 2 - at `$.edges[0]`"),
+    "tied outside": (("tied", 0), [0, 9], "tied[0]: [0, 9] names a layer that is not there"),
+    "tied back": (("tied", 0), [3, 0], "tied[0]: [3, 0] must name an earlier layer first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_PROFILES)
+def test_bad_profiles(name, tmp_path):
+    path, value, sentence = BAD_PROFILES[name]
+    file = written(tmp_path, edited(PROFILE, path, value))
+    with pytest.raises(BadInput) as caught:
+        read_profile(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert sentence.lower() in str(caught.value).lower()
+
+
+def test_profiles_without_time(tmp_path):
+    idle = edited(PROFILE, ("layers",), lambda layers: [x | {"forward_ns": 0, "backward_ns": 0} for x in layers])
+    with pytest.raises(BadInput, match="all forward and backward times are 0"):
+        read_profile(written(tmp_path, idle))
+
+
+BROKEN = {
+    "empty": ("", "is empty; a profile is JSON or a graph.txt"),
+    "white space": (" \n\t", "is empty"),
+    "cut off": (profile_text(CHAIN)[:200], "input data was truncated"),
+    "brace": ("{", "input data was truncated"),
+    "list": ("[1, 2]", "expected `object`, got `array`"),
+    "comma": ('{"format": "pipeplan-profile/1",}', "JSON is malformed"),
+    "comment": (profile_text(CHAIN) + "// no", "JSON is malformed: trailing characters"),
+    "NaN": (json.dumps(edited(PROFILE, ("input_bytes",), float("nan"))), "JSON is malformed"),
+    "Infinity": (json.dumps(edited(PROFILE, ("input_bytes",), float("inf"))), "JSON is malformed"),
+    "infinite": (json.dumps(PROFILE).replace('"input_bytes": 40', '"input_bytes": 1e999'), "out of range"),
+    "digits": (json.dumps(PROFILE).replace('"input_bytes": 40', '"input_bytes": ' + "9" * 5000), "out of range"),
+    "forty": (json.dumps(PROFILE).replace('"input_bytes": 40', '"input_bytes": ' + "9" * 40), "more than 1e15"),
+    "deep": ('{"format": ' + "[" * 10**5, "expected"),
+    "prose": ("hello", "is not a node"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files(name, tmp_path):
+    text, sentence = BROKEN[name]
+    with pytest.raises(BadInput, match=sentence) as caught:
+        read_profile(written(tmp_path, text))
+    assert str(tmp_path) in str(caught.value)

@@ -1,0 +1,107 @@
+"""Reading and writing whole files, whatever happens meanwhile."""
+
+import io
+import os
+import stat
+import sys
+
+import pytest
+
+from pipeplan.errors import BadInput
+from pipeplan.files.text import read_text, write_text
+
+
+def test_what_cannot_be_read(tmp_path, monkeypatch):
+    with pytest.raises(BadInput, match=r"nowhere.json: cannot be read: No such file"):
+        read_text(str(tmp_path / "nowhere.json"))
+    with pytest.raises(BadInput, match="cannot be read: Is a directory"):
+        read_text(str(tmp_path))
+    (tmp_path / "latin").write_bytes(b'{"name": "\xe9"}')
+    with pytest.raises(BadInput, match="cannot be read: it is not UTF-8 text"):
+        read_text(str(tmp_path / "latin"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9"), encoding="utf-8", errors="surrogateescape"))
+    with pytest.raises(BadInput, match="-: cannot be read: it is not UTF-8 text"):
+        read_text("-")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("plain"))
+    assert read_text("-") == "plain"
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_writing_replaces_the_whole_file(tmp_path):
+    target = tmp_path / "plan.json"
+    write_text(str(target), "old text that is longer")
+    write_text(str(target), "new")
+    assert target.read_text() == "new"
+    assert entries(tmp_path) == ["plan.json"]
+    mask = os.umask(0o027)
+    try:
+        write_text(str(target), "again")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_writing_to_standard_output(capsys):
+    write_text("-", "text\n")
+    assert capsys.readouterr().out == "text\n"
+
+
+@pytest.mark.parametrize("step", ["fsync", "chmod", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_whole_and_nothing_behind(step, error, tmp_path, monkeypatch):
+    target = tmp_path / "plan.json"
+    target.write_text("old")
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(BadInput if isinstance(error, OSError) else KeyboardInterrupt) as caught:
+        write_text(str(target), "new")
+    monkeypatch.undo()
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"{target}: cannot be written: No space left on device"
+    assert target.read_text() == "old"
+    assert entries(tmp_path) == ["plan.json"]
+
+
+def test_what_cannot_be_written(tmp_path, monkeypatch):
+    with pytest.raises(BadInput, match=r"plan.json: cannot be written: No such file"):
+        write_text(str(tmp_path / "no" / "plan.json"), "text")
+    with pytest.raises(BadInput, match="cannot be written: Is a directory"):
+        write_text(str(tmp_path), "text")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BadInput, match="cannot be written: Not a directory"):
+        write_text(str(tmp_path / "file" / "plan.json"), "text")
+
+    def refuse(**kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(BadInput, match="cannot be written: Permission denied"):
+        write_text(str(tmp_path / "plan.json"), "text")
+    assert entries(tmp_path) == ["file"]
+
+
+def test_links_are_followed_and_pipes_are_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    real = tmp_path / "folder" / "real.json"
+    real.write_text("old")
+    link = tmp_path / "link.json"
+    link.symlink_to(real)
+    write_text(str(link), "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(str(pipe), "through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert entries(tmp_path) == ["folder", "link.json", "pipe"]
