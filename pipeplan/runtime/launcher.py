@@ -40,13 +40,13 @@ class MiniBatchGate:
     """Lets instructions through until the launcher refuses a mini-batch."""
 
     def __init__(self, lowered: LoweredRun, may_begin: Callable[[int], bool]) -> None:
-        self._script, self._may_begin = lowered, may_begin
+        self._lowered, self._may_begin = lowered, may_begin
         self._begun = lowered.first.step - 1
         self.refused: int | None = None
 
     def allows(self, instruction: Instruction) -> bool:
         """Whether the instruction's mini-batch may be begun, or has been."""
-        minibatch = self._script.minibatch(instruction)
+        minibatch = self._lowered.minibatch(instruction)
         if minibatch <= self._begun:
             return True
         if self.refused is not None:

@@ -205,8 +205,8 @@ class Clock:
         return self.now
 
 
-class LoweredRun:
-    """Mail that comes at given times: (at, edge, microbatch); waiting moves the clock."""
+class Letters:
+    """Messages that come at given times: (at, edge, microbatch); waiting moves the clock."""
 
     def __init__(self, clock, letters):
         self.clock, self.letters = clock, sorted(letters)
@@ -230,7 +230,7 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True, m
     order = arrival_order(
         instructions,
         work,
-        LoweredRun(clock, letters),
+        Letters(clock, letters),
         script.rule(rank),
         limit or script.limit,
         most_held or script.most_held(rank),

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ... import __version__
 from ...errors import BadInput, PipeplanError
 from ...files.accelerators import Accelerator
-from .measure import Data, Measured, built_network, network_chain, profile_network
+from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
 from .steps import USUAL, MeasureOptions
 
 COMPUTE_SHARE = 0.6
@@ -55,7 +55,7 @@ def estimate_model(
     name: str,
     date: str,
     data: Data | None = None,
-) -> Measured:
+) -> MeasuredModel:
     """Build a model by the model contract on fake tensors, and estimate its profile on ``device``.
 
     Nothing is computed and no parameter takes memory. Of ``options`` those about conversion, the optimizer, splitting
@@ -99,7 +99,7 @@ def estimate_model(
                 f"peak, {BANDWIDTH_SHARE:.0%} of bandwidth, {device.launch} per kernel; not measured; {date}"
             ),
         )
-    return Measured(chain, tuple(measurements), one_at_a_time=False)
+    return MeasuredModel(chain, tuple(measurements), one_at_a_time=False)
 
 
 def _plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -57,7 +57,7 @@ class LayerMeasurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredModel:
     """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device."""
 
     chain: Chain
@@ -86,7 +86,7 @@ def measure_model(
     name: str,
     date: str,
     data: Data | None = None,
-) -> Measured:
+) -> MeasuredModel:
     """Build a model by the model contract and measure it (:func:`profile_network`).
 
     ``data(index, seed)`` gives the input and target to measure with; without it the build's example input is used, and
@@ -105,7 +105,7 @@ def measure_model(
         device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
-    return Measured(chain, tuple(measurements), one)
+    return MeasuredModel(chain, tuple(measurements), one)
 
 
 def built_network(
