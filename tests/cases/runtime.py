@@ -28,7 +28,7 @@ from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.runtime.measure.accounts import Account
 from pipeplan.runtime.model.network import TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
-from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.optimizers import optimizer_maker
@@ -44,7 +44,8 @@ from pipeplan.schedule.simulate import simulate
 def chain_of(model, batch, *, measured=False, data=None, dtype=None):
     """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
     steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
-    chain = profile_model(model, batch, MeasureOptions(dtype=dtype, **steps), name="test", date="today", data=data)
+    options = MeasureOptions(dtype=dtype, **steps)
+    chain = measure_model(model, batch, options, name="test", date="today", data=data).chain
     if measured:
         return chain
     layers = [replace(x, forward_ns=10**6, backward_ns=2 * 10**6, optimizer_ns=0) for x in chain.layers]

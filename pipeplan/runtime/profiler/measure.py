@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ... import __version__
 from ...errors import BadInput
@@ -63,19 +64,6 @@ class MeasuredModel:
     chain: Chain
     layers: tuple[LayerMeasurement, ...]
     one_at_a_time: bool
-
-
-def profile_model(
-    build: Callable[[int], Any],
-    batch: int,
-    options: MeasureOptions = USUAL,
-    *,
-    name: str,
-    date: str,
-    data: Data | None = None,
-) -> Chain:
-    """Build a model by the model contract, measure it and return its profile; see :func:`measure_model`."""
-    return measure_model(build, batch, options, name=name, date=date, data=data).chain
 
 
 def measure_model(
@@ -127,13 +115,7 @@ def built_network(
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(_converted(x, dtype) for x in value)
-    if isinstance(value, dict):
-        return {key: _converted(x, dtype) for key, x in value.items()}
-    return value
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def network_chain(
@@ -153,13 +135,6 @@ def network_chain(
         device=device,
         source=source,
     )
-
-
-def profile_layers(
-    layers: Any, example_input: Tensor, loss: Loss, options: MeasureOptions = USUAL, target: Any = None
-) -> list[LayerMeasurement]:
-    """Measure each layer of a chain, and the loss as the last one; see :func:`profile_network`."""
-    return profile_network(chain_network(layers, example_input), loss, options, target)[0]
 
 
 def profile_network(
@@ -199,7 +174,8 @@ def profile_network(
         say(f"sizing {len(network)} layers")
         if target is None:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
-        network = network.with_loss(loss, _moved(target, device))
+        target = pytree.tree_map_only(Tensor, lambda x: x.detach().clone().to(device), target)
+        network = network.with_loss(loss, target)
         saved, values = saved_values(network, device, release)
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
@@ -253,16 +229,6 @@ def _made_up_target(output: Any, loss: Loss) -> Tensor:
                 continue
             return target
     raise BadInput(f"loss takes no made-up target for an output of shape {tuple(output.shape)}: give data(index, seed)")
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(x, device) for x in value)
-    if isinstance(value, dict):
-        return {key: _moved(x, device) for key, x in value.items()}
-    return value
 
 
 def _needed_bytes(network: Network, saved: int) -> int:
