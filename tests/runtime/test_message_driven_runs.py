@@ -228,14 +228,12 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True, m
     instructions = script.instructions[rank]
     work = RankWork({}, 1, None, None, {}, None, lambda _: None, 0, allows, None, None)
     order = arrival_order(
-        instructions,
+        script,
+        rank,
         work,
         Letters(clock, letters),
-        script.rule(rank),
         limit or script.limit,
         most_held or script.most_held(rank),
-        script.minibatch,
-        script.program.position,
         clock,
     )
     done = []
@@ -409,10 +407,7 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
             lambda s, version: None,
         )  # fmt: skip
         instructions = script.instructions[rank]
-        position, held = script.program.position, {s: min(2, limit) for s in mine}
-        order = arrival_order(
-            instructions, work, box, script.rule(rank), script.limit, held, script.minibatch, position
-        )
+        order = arrival_order(script, rank, work, box, script.limit, {s: min(2, limit) for s in mine})
         try:
             ran[rank] = execute(instructions, work, order)
         except BaseException as error:
