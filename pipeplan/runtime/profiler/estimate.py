@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ... import __version__
 from ...errors import BadInput, PipeplanError
 from ...files.accelerators import Accelerator
+from .clock import Clock
 from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
 from .steps import USUAL, MeasureOptions
 
@@ -124,7 +125,7 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class RooflineClock(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
+class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
     """A clock that every operation seen advances by its roofline time on ``device``; marks are nanoseconds."""
 
     def __init__(self, device: Accelerator) -> None:
@@ -135,13 +136,6 @@ class RooflineClock(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def mark(self) -> float:
         """Return the time estimated so far."""
         return self.now_ns
-
-    def settle(self) -> None:
-        """Nothing is under way."""
-
-    def between(self, start: float, end: float) -> int:
-        """Return the nanoseconds between two marks."""
-        return round(end - start)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

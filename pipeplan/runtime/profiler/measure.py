@@ -38,7 +38,7 @@ from ..model.network import (
     scalar_loss,
     tied_layers,
 )
-from .clock import DeviceClock
+from .clock import clock_of
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
 
@@ -181,7 +181,7 @@ def profile_network(
         needed = _needed_bytes(network, whole_bytes(saved, values))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
         say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
-        clock = options.clock or DeviceClock(torch.device(device))
+        clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
         entry = options.make_optimizer([lone])
