@@ -1,4 +1,4 @@
-"""Message-driven execution: a rank's operations in the order in which what they need arrives (Myelin, Algorithm 2)."""
+"""In which order does a message-driven rank work? In that in which what it needs arrives (Myelin, Algorithm 2)."""
 
 from __future__ import annotations
 

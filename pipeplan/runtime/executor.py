@@ -1,4 +1,4 @@
-"""The executor: one loop that walks a rank's instructions, in the order that it is given. It decides nothing."""
+"""How does a rank carry out its instructions? One loop, in the order that it is given. It decides nothing."""
 
 from __future__ import annotations
 

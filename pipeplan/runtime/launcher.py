@@ -1,4 +1,4 @@
-"""What a rank has of the process that started it, and tells it."""
+"""What has a rank of the process that started it, and what does it tell it?"""
 
 from __future__ import annotations
 

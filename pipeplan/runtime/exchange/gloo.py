@@ -1,4 +1,4 @@
-"""What travels between ranks, over gloo: activations and gradients along edges, and sums over replicas.
+"""How do activations and gradients travel over gloo? Along edges, one send under way on each.
 
 gloo's send is a rendezvous, its tags match in any order, and a message that doesn't fit its buffer aborts the process.
 So receives are posted ahead of their use with tensors of the agreed shape, the tag names edge and microbatch, and a

@@ -1,4 +1,4 @@
-"""How a rank's tensors reach other ranks: gloo between CPUs, NCCL between GPUs, through the host between shared GPUs.
+"""How do tensors reach other ranks? By gloo between CPUs, NCCL between GPUs, the host between shared GPUs.
 
 NCCL has no tags: what one rank sends another is received in the order sent, and a message that is issued holds its
 place in a stream until the other end issues its own. Both ends issue in the program's total order, which cannot

@@ -1,4 +1,4 @@
-"""Profiles without the device: the same steps on fake tensors, under a clock that advances by a roofline.
+"""What would a profile be on another device? The same steps on fake tensors; a roofline moves the clock.
 
 Each operation takes the longest of flops / (60% of the peak), bytes / (80% of the memory's bandwidth) and the time to
 launch it. Flops are torch's counts (``torch.utils.flop_counter``) where they hold up. They don't for attention (no

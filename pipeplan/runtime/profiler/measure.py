@@ -1,4 +1,4 @@
-"""The profiler: what each layer of a torch model costs, measured layer by layer on this machine, or estimated.
+"""What does each layer of a torch model cost? Measured layer by layer on this machine, or estimated.
 
 The profile it makes has one layer more than the model: the loss is the last one, named ``loss``, with no weights. So
 ``chain.layers[i]`` is the model's layer i for i < L, and ``chain.layers[L]`` is the loss, which runs on the rank that

@@ -1,4 +1,4 @@
-"""Training steps with a clock's marks around the work of each layer: all layers at once, or one at a time."""
+"""How long is each layer in a training step? A clock marks its work: all layers at once, or one at a time."""
 
 from __future__ import annotations
 
