@@ -93,8 +93,8 @@ def _work(
         updates=stages.updates,
         agree=end.agree,
         progress=progress,
-        # hooks that are there anyway can account everything
-        accounted=lowered.last.microbatch if lowered.renews else lowered.first.microbatch + lowered.filled,
+        # hooks that are there anyway can count everything
+        counted=lowered.last.microbatch if lowered.reads_newest else lowered.first.microbatch + lowered.filled,
         allows=end.allows,
         save=end.save,
         updated=end.updated,

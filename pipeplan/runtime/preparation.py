@@ -32,7 +32,7 @@ from .job import Job
 from .launcher import Launcher
 from .lowering.instructions import Edge
 from .lowering.lowered_run import LoweredRun
-from .measure.accounts import Account, StateAccount
+from .measure.held_bytes import HeldBytes, StateBytes
 from .measure.recorder import Recorder, recorder_of
 from .model.fitting import check_buffers, check_model, fitted
 from .model.loading import load_model, load_weights
@@ -85,7 +85,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
         place(rank.modules(s), device)
     if isinstance(model.loss, nn.Module):
         place([model.loss], device)
-    if lowered.renews and not options.evaluates:
+    if lowered.reads_newest and not options.evaluates:
         for s in rank.stages:
             _prepare_for_newer_weights(rank, s)
     return rank, ties, masters
@@ -97,7 +97,7 @@ def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
         "evaluated, as its trace is that of its training": job.options.evaluates,
         "run on torch's engine": job.options.engine == "torch",
         "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
-        "differentiated with newer weights than those of its forwards (weights latest)": lowered.renews,
+        "differentiated with newer weights than those of its forwards (weights latest)": lowered.reads_newest,
     }
     for words, asked in what.items():
         if asked:
@@ -204,14 +204,14 @@ class OwnStages:
     ties: Sequence[Tie]
     tied_sums: TiedSums
     scaling: Scaling | None
-    activations: Account
-    states: StateAccount
+    activations: HeldBytes
+    states: StateBytes
 
 
 def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
     """Return the rank's stages, as they are at the start or at the checkpoint to go on from; ``masters`` are theirs."""
     plan, options, lowered = job.plan, job.options, rank.lowered
-    activations, states, buffers = Account(), StateAccount(), BucketBuffers()
+    activations, states, buffers = HeldBytes(), StateBytes(), BucketBuffers()
     half = half_type(plan, options.half)
     scaling = None
     if half is not None:
@@ -238,7 +238,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
 
 
 def _stage_module(
-    job: Job, rank: Rank, s: int, activations: Account, recorder: Recorder, keeping: Keeping
+    job: Job, rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, keeping: Keeping
 ) -> StageModule:
     lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
     scheduler = job.options.scheduler
@@ -248,7 +248,7 @@ def _stage_module(
         job.make_optimizer,
         None if scheduler is None else schedule_maker(scheduler),
         lowered.first.step,
-        lowered.renews,
+        lowered.reads_newest,
         keeping,
     )
     has_loss = stage.stop == len(lowered.plan.chain)
@@ -257,9 +257,9 @@ def _stage_module(
         pieces=model.pieces(stage),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
         versions=versions,
-        account=activations,
+        activations=activations,
         divisor=lowered.interval,
-        renews=lowered.renews,
+        reads_newest=lowered.reads_newest,
         device=rank.device,
         later=recorder.later,
     )

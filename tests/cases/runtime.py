@@ -25,7 +25,7 @@ from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
-from pipeplan.runtime.measure.accounts import Account
+from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.model.network import TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler.measure import measure_model
@@ -102,7 +102,9 @@ def chain_cut(position, crossing):
     return Cut((position,), (crossing,), (position,))
 
 
-def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
+def stage_of(
+    layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, activations=None, passes=1000
+):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
     return StageModule(
@@ -110,7 +112,7 @@ def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None,
         pieces=chain_pieces(layers, loss, checkpoint, start),
         cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
         versions=versions,
-        account=account or Account(),
+        activations=activations or HeldBytes(),
         divisor=divisor,
     )
 

@@ -327,7 +327,7 @@ class FakeStage:
     def __init__(self, chance):
         self.chance, self.held, self.most = chance, set(), 0
 
-    def forward(self, m, version, x, target, accounted):
+    def forward(self, m, version, x, target, counted):
         time.sleep(self.chance.random() / 500)
         self.held.add(m)
         self.most = max(self.most, len(self.held))

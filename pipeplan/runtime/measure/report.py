@@ -44,7 +44,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceActivations:
-    """Most activation bytes that a device held: as simulated for the plan's order, and as accounted."""
+    """Most activation bytes that a device held: as simulated for the plan's order, and as counted."""
 
     device: int
     rank: int
