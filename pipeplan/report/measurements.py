@@ -13,12 +13,12 @@ from ..units import format_bytes, format_ns
 from .tables import LAYER_WIDTH, make_table
 
 if TYPE_CHECKING:
-    from ..runtime.profiler.measure import Measured
+    from ..runtime.profiler.measure import MeasuredModel
 
 UNSTEADY = 0.25  # spread over median above which a layer's time is called unsteady
 
 
-def print_measurements(measured: Measured, chain: Chain) -> None:
+def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     """Print one row per layer as it was measured, totals, and what the reader should know about the numbers."""
     out = Console(stderr=True, highlight=False, width=None if Console(stderr=True).is_terminal else 120)
     columns = ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output")

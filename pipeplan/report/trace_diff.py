@@ -8,7 +8,7 @@ from ..check.evaluate import evaluate
 from ..cost.time_model import step_ns
 from ..plan import Plan
 from ..runtime.measure.report import planned_transfer_ns
-from ..runtime.measure.trace_file import Measured
+from ..runtime.measure.trace_file import MeasuredRun
 from ..units import format_bytes, format_ns
 from .tables import console, make_table
 
@@ -51,7 +51,7 @@ class Comparison:
     devices: tuple[DeviceBeside, ...]
 
 
-def comparison(plan: Plan, run: Measured) -> Comparison:
+def comparison(plan: Plan, run: MeasuredRun) -> Comparison:
     """Return what was planned beside what was measured.
 
     A backward is without its share of the update on both sides. Activations are the pattern's in the steady state.
@@ -81,7 +81,7 @@ def _operation(kind: str, stage: int, planned_ns: int, measured_ns: int) -> Oper
     return OperationBeside(kind, stage, planned_ns, measured_ns, ratio)
 
 
-def print_comparison(plan: Plan, run: Measured, width: int | None = None) -> None:
+def print_comparison(plan: Plan, run: MeasuredRun, width: int | None = None) -> None:
     """Print :func:`comparison` as tables."""
     found, out = comparison(plan, run), console(width)
     period = found.period

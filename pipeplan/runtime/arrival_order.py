@@ -1,4 +1,4 @@
-"""Message-driven execution: a rank's operations in the order in which what they need arrives (Myelin, Algorithm 2)."""
+"""In which order does a message-driven rank work? In that in which what it needs arrives (Myelin, Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..schedule.program import Arrival, Decide, Step, StepKind
 from .exchange.threaded import Message
 from .executor import RankWork
 from .lowering.instructions import Backward, Forward, Instruction, Pass, Receive, Send
+from .lowering.lowered_run import LoweredRun
 
 
 class Inbox(Protocol):
@@ -23,19 +24,17 @@ class Inbox(Protocol):
 
 
 def arrival_order(
-    instructions: Sequence[Instruction],
+    lowered: LoweredRun,
+    rank: int,
     work: RankWork,
     inbox: Inbox,
-    decide: Decide,
     limit: int,
     most_held: Mapping[int, int],
-    minibatch: Callable[[Instruction], int],
-    position: Mapping[tuple[StepKind, int], int],
     clock: Callable[[], int] = time.monotonic_ns,
 ) -> Iterator[int]:
-    """Yield indices of ``instructions`` in the order in which a rank is to carry them out, each once.
+    """Yield indices of the instructions of ``rank`` in the order in which it is to carry them out, each once.
 
-    ``decide`` chooses among what has come, and is the rule that the simulator runs; every pass is followed by its send.
+    The rule that the simulator runs chooses among what has come; every pass is followed by its send.
     A first stage has at most ``limit`` microbatches in the pipeline: it starts with as many, and goes on with one for
     each that is through, while any remain. Of stage s a rank holds at most ``most_held[s]`` microbatches between their
     forward and their backward, at least 1; more wait before it, so that no order needs more memory for activations than
@@ -56,7 +55,8 @@ def arrival_order(
 
     Source: Myelin section IV, Algorithm 2, with a guard on its line 25: nothing is injected when no microbatch remains.
     """
-    for _, group in groupby(range(len(instructions)), key=lambda i: minibatch(instructions[i])):
+    instructions, decide, position = lowered.instructions[rank], lowered.rule(rank), lowered.program.position
+    for _, group in groupby(range(len(instructions)), key=lambda i: lowered.minibatch(instructions[i])):
         indices = list(group)
         if not work.allows(instructions[indices[0]]):
             return

@@ -1,4 +1,4 @@
-"""Where a rank computes: on the CPU, on a GPU of its own, or on one that it shares; all that torch does differently.
+"""Where does a rank compute? On the CPU, on a GPU of its own, or on one that it shares; what torch does differently.
 
 On a GPU operations are queued: the host runs ahead, and reading a value would wait for everything before it. So values
 are copied out asynchronously (:func:`on_host`) and looked at when the device is there (``measure.recorder``). Sums on

@@ -1,4 +1,4 @@
-"""The executor: one loop that walks a rank's instructions, in the order that it is given. It decides nothing."""
+"""How does a rank carry out its instructions? One loop, in the order that it is given. It decides nothing."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RankWork:
     ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
     and target, ``updates`` make the stages' updates, after ``agree(version)`` where all ranks must agree on them, and
     after ``reduce_tied(stages, version)`` where stages share weights,
-    ``progress`` hears the index of each instruction before it is carried out. Microbatches below ``accounted`` are
-    accounted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin;
+    ``progress`` hears the index of each instruction before it is carried out. Microbatches below ``counted`` are
+    counted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin;
     ``save(step)`` writes a checkpoint and ``updated(stage, version)`` hears of updates. ``recorder`` notes when all
     this happens.
     """
@@ -61,7 +61,7 @@ class RankWork:
     updates: Mapping[int, StageUpdate]
     agree: Callable[[int], None]
     progress: Callable[[int], None]
-    accounted: int
+    counted: int
     allows: Callable[[Instruction], bool]
     save: Callable[[int], None]
     updated: Callable[[int, int], None]
@@ -111,7 +111,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 if work.evaluates:
                     out = stage.evaluate(m, version, x, target)
                 else:
-                    out = stage.forward(m, version, x, target, m < work.accounted)
+                    out = stage.forward(m, version, x, target, m < work.counted)
                 recorder.note("F", s, m, start)
                 if s < work.last:
                     made[("F", s), m] = out

@@ -1,4 +1,4 @@
-"""How a rank tells why it ended, and which of several ranks' reasons is the root cause."""
+"""Why did a rank end, and which of several ranks' reasons is the root cause?"""
 
 from __future__ import annotations
 

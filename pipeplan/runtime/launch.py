@@ -1,4 +1,4 @@
-"""Run a plan: start one process for each device, or be one of those that torchrun started, and return the report.
+"""How is a plan run? By one process for each device, or as one of those that torchrun started; a report comes back.
 
 Whatever goes wrong on any rank ends the run on all of them, with one sentence about the rank that failed first.
 """

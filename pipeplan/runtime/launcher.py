@@ -1,4 +1,4 @@
-"""What a rank has of the process that started it, and tells it."""
+"""What has a rank of the process that started it, and what does it tell it?"""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .lowering.instructions import Instruction
-from .lowering.lowered_run import LoweredRun
 from .measure.progress import StepDone
 
 
@@ -34,25 +32,3 @@ class Launcher:
     done: Callable[[StepDone], None] = _ignore
     may_begin: Callable[[int], bool] = _always
     local_rank: int = 0
-
-
-class MiniBatchGate:
-    """Lets instructions through until the launcher refuses a mini-batch."""
-
-    def __init__(self, lowered: LoweredRun, may_begin: Callable[[int], bool]) -> None:
-        self._script, self._may_begin = lowered, may_begin
-        self._begun = lowered.first.step - 1
-        self.refused: int | None = None
-
-    def allows(self, instruction: Instruction) -> bool:
-        """Whether the instruction's mini-batch may be begun, or has been."""
-        minibatch = self._script.minibatch(instruction)
-        if minibatch <= self._begun:
-            return True
-        if self.refused is not None:
-            return False
-        if not self._may_begin(minibatch):
-            self.refused = minibatch
-            return False
-        self._begun = minibatch
-        return True

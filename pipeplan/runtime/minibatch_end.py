@@ -1,15 +1,16 @@
-"""What does a rank do at the end of a mini-batch? It agrees with the others, saves, and tells of losses."""
+"""What does a rank do between two mini-batches? It agrees with the others, saves, tells of losses, or stops."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from .exchange.collective import share_from
 from .job import Job
+from .launcher import Launcher
+from .lowering.instructions import Instruction
 from .measure.progress import StepDone
-from .meeting import Meeting
-from .own_stages import OwnStages
+from .preparation import Meeting, OwnStages
 from .training.checkpoint import write
 from .training.loss_scale import overflows
 from .training.rank import Rank
@@ -18,13 +19,31 @@ from .training.tied import copies_added
 
 
 class MiniBatchEnd:
-    """One rank's part in what its run comes to between mini-batches; ``tell`` hears of updates of the last stage."""
+    """One rank's part in what its run comes to between mini-batches, until the launcher lets no further one begin."""
 
-    def __init__(
-        self, job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, tell: Callable[[StepDone], None]
-    ) -> None:
-        self._job, self._rank, self._meeting, self._stages, self._tell = job, rank, meeting, stages, tell
-        self.saved = rank.lowered.first.step  # the newest checkpoint is of so many updates
+    def __init__(self, job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: Launcher) -> None:
+        self._job, self._rank, self._meeting, self._stages, self._launcher = job, rank, meeting, stages, launcher
+        self._saved = rank.lowered.first.step  # the newest checkpoint is of so many updates
+        self._begun = rank.lowered.first.step - 1
+        self._refused: int | None = None
+
+    def allows(self, instruction: Instruction) -> bool:
+        """Whether the instruction's mini-batch may be begun, or has been."""
+        minibatch = self._rank.lowered.minibatch(instruction)
+        if minibatch <= self._begun:
+            return True
+        if self._refused is not None:
+            return False
+        if not self._launcher.may_begin(minibatch):
+            self._refused = minibatch
+            return False
+        self._begun = minibatch
+        return True
+
+    def save_if_refused(self) -> None:
+        """Write a checkpoint of what there is if the run was asked to stop, unless there is one already."""
+        if self._refused is not None and self._refused != self._saved:
+            self.save(self._refused)
 
     def scale_losses(self) -> None:
         """Let the passes to come use the loss scale that is agreed on."""
@@ -56,7 +75,7 @@ class MiniBatchEnd:
                 share_from(rank.lowered.ranks_of(s)[0], group, buffers)
         state = training_state(rank, stages.runners, stages.scaling)
         write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, options.keep)
-        self.saved = step
+        self._saved = step
 
     def updated(self, stage: int, version: int) -> None:
         """Note that ``stage`` has made ``version``; the last one's losses are told when they are there."""
@@ -70,4 +89,4 @@ class MiniBatchEnd:
         lowered = self._rank.lowered
         begin = lowered.at(version - 1).microbatch
         found = tuple(losses[m] for m in range(begin, begin + lowered.interval) if m in losses)
-        self._tell(StepDone(version, found, time.monotonic_ns()))
+        self._launcher.done(StepDone(version, found, time.monotonic_ns()))

@@ -1,4 +1,4 @@
-"""What can be asked of a run beside plan and model: one field for each thing, and the default of each."""
+"""What can be asked of a run beside plan and model? One field for each thing, and its default."""
 
 from __future__ import annotations
 

@@ -7,45 +7,32 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import BadInput
 from .arrival_order import arrival_order
-from .device import begin_peak, kind_of, label, moved, own_device, peak_bytes, place
-from .exchange.collective import (
-    barrier,
-    gathered,
-    pipeline_group,
-)
+from .device import begin_peak, label, moved, peak_bytes
+from .exchange.collective import barrier, gathered, pipeline_group
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
-from .launcher import Launcher, MiniBatchGate
-from .lowering.lowered_run import LoweredRun
+from .launcher import Launcher
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
 from .measure.times import RankMeasurement
-from .meeting import Masters, Meeting, by_threads, meet
 from .minibatch_end import MiniBatchEnd
-from .model.fitting import check_buffers, check_model, fitted
 from .model.loaded import LoadedModel
-from .model.loading import load_model, load_weights
-from .model.weight_copies import refuse_copies
-from .own_stages import OwnStages, build_stages
+from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, meet
 from .torch_engine import execute_on_torch
-from .training.half import half_type, halved
-from .training.newest_weights import read_weights_themselves
 from .training.rank import Rank
 from .training.state import trained_state
-from .training.tied import Tie, TiedSums, check_ties, separated, ties_of
 
 
 def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
@@ -58,122 +45,63 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     return report(job, rank, meeting, stages, times)
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
-def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[Tie], Masters]:
-    """Return the rank with its model, the weights that stages share, and those in full precision of a model in 16 bits.
-
-    Nobody waits yet, so what is wrong with a model shows first. BadInput when it isn't what the plan is for.
-    """
-    plan, options, lowered = job.plan, job.options, job.lowered()
-    device = own_device(kind_of(options.device, plan.chain.device), launcher.local_rank)
-    cuts = [stage.start for stage in plan.allocation.stages[1:]]
-    model = load_model(job.model, plan.chain.microbatch, options.seed, device)
-    if not model.chain:
-        _refuse_traced(job, lowered)
-    model = fitted(model, plan.chain)
-    if options.load is not None:
-        load_weights(model, options.load)
-    check_buffers(model, plan.chain, cuts)
-    check_ties(model, plan.chain, cuts)
-    ties = ties_of(lowered, model)
-    model = separated(lowered, number, model)
-    masters: Masters = {}
-    half = half_type(plan, options.half)
-    if half is not None:
-        own = [module for s in lowered.stages_of(number) for module in model.modules(plan.allocation.stages[s])]
-        model, masters = halved(model, half, own, device)
-    check_model(model, plan.chain, cuts)
-    rank = Rank(lowered, number, device, model)
-    for s in rank.stages:
-        place(rank.modules(s), device)
-    if isinstance(model.loss, nn.Module):
-        place([model.loss], device)
-    if lowered.renews and not options.evaluates:
-        for s in rank.stages:
-            _prepare_for_newer_weights(rank, s)
-    return rank, ties, masters
-
-
-def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
-    """Raise BadInput with one sentence for what cannot be done with a traced model."""
-    what = {
-        "evaluated, as its trace is that of its training": job.options.evaluates,
-        "run on torch's engine": job.options.engine == "torch",
-        "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
-        "differentiated with newer weights than those of its forwards (weights latest)": lowered.renews,
-    }
-    for words, asked in what.items():
-        if asked:
-            raise BadInput(f"model: {job.model.build} is traced and cannot be {words}; return its layers as a list")
-
-
-def _prepare_for_newer_weights(rank: Rank, s: int) -> None:
-    """See to it that backwards can use newer weights; BadInput for a layer where they cannot. Recomputed ones can."""
-    stage = rank.stage(s)
-    again = {i for first, last in stage.checkpoint for i in range(first, last)}
-    read_weights_themselves(rank.modules(s))
-    for i, layer in enumerate(rank.layers(s), stage.start):
-        if i not in again:
-            refuse_copies(f"layer {i}", layer.name, layer.module, rank.model.cut(i).forward)
-
-
 # --- the training ---------------------------------------------------------------------------------------------------
 
 
 def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: Launcher) -> Times:
     """Walk the rank's instructions; return when everything happened."""
-    lowered, recorder, links = rank.lowered, meeting.recorder, meeting.links
-    instructions, depth = lowered.instructions[rank.number], len(lowered.plan.allocation.stages)
-    gate = MiniBatchGate(lowered, launcher.may_begin)
-    end = MiniBatchEnd(job, rank, meeting, stages, launcher.done)
+    lowered = rank.lowered
+    end = MiniBatchEnd(job, rank, meeting, stages, launcher)
     inbox = _inbox(job, rank, meeting) if by_threads(job, lowered) else None
-    work = RankWork(
-        stages=stages.runners,
-        last=depth - 1,
-        transport=links.transport(rank.number, instructions, meeting.specs, depth)
-        if inbox is None
-        else links.through_host(inbox),
-        data=lambda microbatch: _sample(rank.model, job, microbatch, rank.device),
-        updates=stages.updates,
-        agree=end.agree,
-        reduce_tied=TiedSums(
-            rank.model, stages.ties, stages.runners, meeting.tied_groups, recorder, stages.scaling
-        ).reduce,
-        progress=launcher.at,
-        # hooks that are there anyway can account everything
-        accounted=lowered.last.microbatch if lowered.renews else lowered.first.microbatch + lowered.filled,
-        allows=gate.allows,
-        save=end.save,
-        updated=end.updated,
-        evaluates=job.options.evaluates,
-        recorder=recorder,
-    )
+    work = _work(job, rank, meeting, stages, end, inbox, launcher.at)
     end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     begin_peak(rank.device)
     barrier()
     if job.options.engine == "torch":
-        times = execute_on_torch(rank, stages.runners, work.data, end.updated, links, recorder)
+        times = execute_on_torch(rank, stages.runners, work.data, end.updated, meeting.links, meeting.recorder)
     else:
         order = None
         if inbox is not None and lowered.limit is not None:
-            order = arrival_order(
-                instructions,
-                work,
-                inbox,
-                lowered.rule(rank.number),
-                lowered.limit,
-                lowered.most_held(rank.number),
-                lowered.minibatch,
-                lowered.program.position,
-            )
-        times = execute(instructions, work, order)
-    if gate.refused is not None and gate.refused != end.saved:
-        end.save(gate.refused)
+            held = lowered.most_held(rank.number)
+            order = arrival_order(lowered, rank.number, work, inbox, lowered.limit, held)
+        times = execute(lowered.instructions[rank.number], work, order)
+    end.save_if_refused()
     return times
+
+
+def _work(
+    job: Job,
+    rank: Rank,
+    meeting: Meeting,
+    stages: OwnStages,
+    end: MiniBatchEnd,
+    inbox: ThreadedTransport | None,
+    progress: Callable[[int], None],
+) -> RankWork:
+    lowered, links, depth = rank.lowered, meeting.links, len(rank.lowered.plan.allocation.stages)
+    if inbox is None:
+        transport = links.transport(rank.number, lowered.instructions[rank.number], meeting.specs, depth)
+    else:
+        transport = links.through_host(inbox)
+    return RankWork(
+        stages=stages.runners,
+        last=depth - 1,
+        transport=transport,
+        data=lambda microbatch: _sample(rank.model, job, microbatch, rank.device),
+        updates=stages.updates,
+        agree=end.agree,
+        progress=progress,
+        # hooks that are there anyway can count everything
+        counted=lowered.last.microbatch if lowered.reads_newest else lowered.first.microbatch + lowered.filled,
+        allows=end.allows,
+        save=end.save,
+        updated=end.updated,
+        evaluates=job.options.evaluates,
+        reduce_tied=stages.tied_sums.reduce,
+        recorder=meeting.recorder,
+    )
 
 
 def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:

@@ -1,4 +1,4 @@
-"""Where a run stops after a signal: all ranks end before the same mini-batch, the first that none of them has begun.
+"""Where does a run stop after a signal? All ranks before the same mini-batch, the first that none of them has begun.
 
 A rank that began a mini-batch would wait for ever for one that refused it. So which may be begun is agreed: through
 shared memory among processes of one machine, through a store among those that torchrun started.

@@ -1,7 +1,7 @@
-"""Drained schedules on torch's own pipeline runtime; the one file that uses its private names.
+"""How does torch's own pipeline runtime run a drained schedule? The one file that uses its private names.
 
 Torch runs one mini-batch from a list of forwards and backwards for each rank and places the communication itself; it
-knows no weight versions, replicas or recomputation, and accounts nothing. Weights are updated between its steps.
+knows no weight versions, replicas or recomputation, and counts nothing. Weights are updated between its steps.
 """
 
 from __future__ import annotations

@@ -26,15 +26,15 @@ class WeightPolicy:
     which the first stage ran the microbatch forward; ``backward_version(forward, made, common)`` that of the backward
     whose forward used version ``forward``, where ``common`` is the newest version that all stages had when the last one
     began the backward. ``most_versions`` is how many may be needed at once, None when the schedule decides. With
-    ``drains`` the pipeline empties before every update. With ``renews`` a backward differentiates what the forward has
-    stored, but with other weights than the forward's.
+    ``drains`` the pipeline empties before every update. With ``reads_newest`` a backward differentiates what the
+    forward has stored, but with other weights than the forward's.
     """
 
     drains: bool
     most_versions: int | None
     forward_version: Callable[[int, int, int], int]
     backward_version: Callable[[int, int, int], int]
-    renews: bool = False
+    reads_newest: bool = False
 
 
 def _newest(minibatch: int, made: int, entered: int) -> int:
@@ -70,7 +70,7 @@ WEIGHT_POLICIES = {
     "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_newest, backward_version=_as_forward),
     # TiMePReSt without vertical sync: the newest weights in either pass, so one version
     "latest": WeightPolicy(
-        drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again, renews=True
+        drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again, reads_newest=True
     ),
 }
 WITH_VERTICAL_SYNC = {
@@ -78,7 +78,11 @@ WITH_VERTICAL_SYNC = {
     "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_as_entered, backward_version=_as_forward),
     # TiMePReSt's: a pass, in either direction, uses on every stage what is newest on all of them when it starts
     "latest": WeightPolicy(
-        drains=False, most_versions=None, forward_version=_as_entered, backward_version=_newest_in_common, renews=True
+        drains=False,
+        most_versions=None,
+        forward_version=_as_entered,
+        backward_version=_newest_in_common,
+        reads_newest=True,
     ),
 }
 

@@ -28,7 +28,7 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
@@ -58,9 +58,9 @@ def main() -> None:
 def profiled(name: str, batch: int) -> Chain:
     """Return the measured profile of a zoo model."""
     model = zoo.load(name)
-    return profile_model(
+    return measure_model(
         model, batch, MeasureOptions(steps=10, warmup=3), name=name, date="today", data=model.data(batch)
-    )
+    ).chain
 
 
 def plan_of(

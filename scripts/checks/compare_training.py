@@ -37,7 +37,7 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.zoo.model import Model, token_loss
 
@@ -150,14 +150,14 @@ def main() -> None:
         task = TASKS[name]
         print(f"--- {name}: {arguments.gpus} stages, mini-batches of {MINI_BATCH}; load {os.getloadavg()[0]:.1f}")
         profiles = {
-            parts: profile_model(
+            parts: measure_model(
                 task.model,
                 MINI_BATCH // parts,
                 MeasureOptions(steps=5, warmup=2),
                 name=name,
                 date="today",
                 data=task.model.data(MINI_BATCH // parts),
-            )
+            ).chain
             for parts in (1, MICROBATCHES)
         }
         outcomes = [outcome(name, task, system, profiles, arguments) for system in SYSTEMS]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from pipeplan import zoo
 from pipeplan.runtime.device import moved, random_state, settle, with_random_state
-from pipeplan.runtime.profiler.clock import DeviceClock
+from pipeplan.runtime.profiler.clock import clock_of
 from pipeplan.runtime.training.optimizers import optimizer_maker
 
 LR = 0.01
@@ -182,7 +182,7 @@ def profiling(check: Check, name: str) -> Figures:
     chain = json.loads(check.profile(name).read_text())
     layers, loss, data = build(check, name)
     stepper = optimizer_maker("sgd", 0.0)(list(layers.parameters()))
-    clock = DeviceClock(check.device)
+    clock = clock_of(check.device)
     x, target = data(0)
     times, kept = [], None
     for _ in range(12):

@@ -18,10 +18,10 @@ from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
-from pipeplan.runtime.measure.accounts import Account
+from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.model.network import TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
-from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.optimizers import optimizer_maker
@@ -37,7 +37,8 @@ from pipeplan.schedule.simulate import simulate
 def chain_of(model, batch, *, measured=False, data=None, dtype=None):
     """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
     steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
-    chain = profile_model(model, batch, MeasureOptions(dtype=dtype, **steps), name="test", date="today", data=data)
+    options = MeasureOptions(dtype=dtype, **steps)
+    chain = measure_model(model, batch, options, name="test", date="today", data=data).chain
     if measured:
         return chain
     layers = [replace(x, forward_ns=10**6, backward_ns=2 * 10**6, optimizer_ns=0) for x in chain.layers]
@@ -105,7 +106,9 @@ def chain_cut(position, crossing):
     return Cut((position,), (crossing,), (position,))
 
 
-def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, account=None, passes=1000):
+def stage_of(
+    layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, activations=None, passes=1000
+):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
     return StageModule(
@@ -113,7 +116,7 @@ def stage_of(layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None,
         pieces=chain_pieces(layers, loss, checkpoint, start),
         cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
         versions=versions,
-        account=account or Account(),
+        activations=activations or HeldBytes(),
         divisor=divisor,
     )
 

@@ -202,11 +202,13 @@ def test_diff_needs_a_plan_of_the_first_profile(pipeplan: Command) -> None:
 MEMORY = """
 import resource, sys, torch
 from torch import nn
-from pipeplan.runtime.profiler.measure import profile_layers
+from pipeplan.runtime.model.network import chain_network
+from pipeplan.runtime.profiler.measure import profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8)) for _ in range(24)]
-profile_layers(layers, torch.randn(1024, 8), lambda y, t: y.square().mean(), MeasureOptions(1, 1, hold=sys.argv[1]))
+network = chain_network(layers, torch.randn(1024, 8))
+profile_network(network, lambda y, t: y.square().mean(), MeasureOptions(1, 1, hold=sys.argv[1]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

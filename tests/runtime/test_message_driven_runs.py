@@ -205,8 +205,8 @@ class Clock:
         return self.now
 
 
-class LoweredRun:
-    """Mail that comes at given times: (at, edge, microbatch); waiting moves the clock."""
+class Letters:
+    """Messages that come at given times: (at, edge, microbatch); waiting moves the clock."""
 
     def __init__(self, clock, letters):
         self.clock, self.letters = clock, sorted(letters)
@@ -228,14 +228,12 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True, m
     instructions = script.instructions[rank]
     work = RankWork({}, 1, None, None, {}, None, lambda _: None, 0, allows, None, None)
     order = arrival_order(
-        instructions,
+        script,
+        rank,
         work,
-        LoweredRun(clock, letters),
-        script.rule(rank),
+        Letters(clock, letters),
         limit or script.limit,
         most_held or script.most_held(rank),
-        script.minibatch,
-        script.program.position,
         clock,
     )
     done = []
@@ -329,7 +327,7 @@ class FakeStage:
     def __init__(self, chance):
         self.chance, self.held, self.most = chance, set(), 0
 
-    def forward(self, m, version, x, target, accounted):
+    def forward(self, m, version, x, target, counted):
         time.sleep(self.chance.random() / 500)
         self.held.add(m)
         self.most = max(self.most, len(self.held))
@@ -409,10 +407,7 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
             lambda s, version: None,
         )  # fmt: skip
         instructions = script.instructions[rank]
-        position, held = script.program.position, {s: min(2, limit) for s in mine}
-        order = arrival_order(
-            instructions, work, box, script.rule(rank), script.limit, held, script.minibatch, position
-        )
+        order = arrival_order(script, rank, work, box, script.limit, {s: min(2, limit) for s in mine})
         try:
             ran[rank] = execute(instructions, work, order)
         except BaseException as error:

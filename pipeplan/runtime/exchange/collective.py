@@ -1,4 +1,4 @@
-"""What all ranks, or the replicas of a stage, do together outside the pipeline: agree, measure links, sum, gather."""
+"""What do all ranks, or a stage's replicas, do together outside the pipeline? Agree, measure links, sum, gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between ranks, over gloo: activations and gradients along edges, and sums over replicas.
+"""How do activations and gradients travel over gloo? Along edges, one send under way on each.
 
 gloo's send is a rendezvous, its tags match in any order, and a message that doesn't fit its buffer aborts the process.
 So receives are posted ahead of their use with tensors of the agreed shape, the tag names edge and microbatch, and a
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.repeats import Repeated, Upcoming
 from ..model.network import TensorSpec
-from .transport import exchanging
+from .transport import Sends, exchanging
 
 LARGEST_TAG = 2**31  # gloo's tags are 32 bits, and torch refuses negative ones
 
@@ -41,7 +41,7 @@ class GlooTransport:
         self._coming = {edge: Upcoming(receives.where(partial(_comes_along, edge))) for edge in edges}
         self._posted: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
         self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
-        self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
+        self._sends = Sends()
 
     def start(self) -> None:
         """Post the first receives."""
@@ -68,24 +68,11 @@ class GlooTransport:
 
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send ``tensor``, once the edge's send before it is through."""
-        self._await_send(send.edge)
-        tensor = tensor.contiguous()
-        with exchanging(sentence(send)):
-            work = dist.isend(tensor, send.peer, tag=self._tag(send.edge, send.microbatch))
-        assert work is not None, "every rank is in the default group"
-        self._sent[send.edge] = send, work, tensor
+        self._sends.issue(send, tensor, self._tag(send.edge, send.microbatch))
 
     def finish(self) -> None:
-        """Wait for the last sends."""
-        for edge in list(self._sent):
-            self._await_send(edge)
-
-    def _await_send(self, edge: Edge) -> None:
-        if edge in self._sent:
-            send, work, _ = self._sent[edge]
-            with exchanging(sentence(send)):
-                work.wait()
-            del self._sent[edge]  # only now may its tensor go
+        """Wait until everything that was sent has arrived."""
+        self._sends.finish()
 
     def _post_next(self, edge: Edge) -> None:
         receive = self._coming[edge].popleft()

@@ -1,4 +1,4 @@
-"""How a rank's tensors reach other ranks: gloo between CPUs, NCCL between GPUs, through the host between shared GPUs.
+"""How do tensors reach other ranks? By gloo between CPUs, NCCL between GPUs, the host between shared GPUs.
 
 NCCL has no tags: what one rank sends another is received in the order sent, and a message that is issued holds its
 place in a stream until the other end issues its own. Both ends issue in the program's total order, which cannot
@@ -23,7 +23,7 @@ from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
-from .transport import Transport, exchanging
+from .transport import Sends, Transport, exchanging
 
 Group = Any  # a process group; torch's type for it differs between versions
 Pair = tuple[int, int]  # sender, receiver
@@ -111,7 +111,7 @@ class OrderedTransport:
         self._rank, self._specs, self._pairs, self._device = rank, specs, pairs, device
         self._stream = new_stream(device)
         self._coming: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
-        self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
+        self._sends = Sends()
 
     def start(self) -> None:
         """Nothing is received before its turn."""
@@ -140,25 +140,12 @@ class OrderedTransport:
 
     def send(self, send: Send, tensor: Tensor) -> None:
         """Issue the send of ``tensor``."""
-        self._await_send(send.edge)
-        tensor = tensor.contiguous()
-        with exchanging(sentence(send)):
-            work = dist.isend(tensor, send.peer, group=self._pairs[self._rank, send.peer])
-        assert work is not None, "this rank is of the pair"
-        self._sent[send.edge] = send, work, tensor
+        self._sends.issue(send, tensor, group=self._pairs[self._rank, send.peer])
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        for edge in list(self._sent):
-            self._await_send(edge)
+        self._sends.finish()
         settle(self._device)
-
-    def _await_send(self, edge: Edge) -> None:
-        if edge in self._sent:
-            send, work, _ = self._sent[edge]
-            with exchanging(sentence(send)):
-                work.wait()
-            del self._sent[edge]  # only now may its tensor go
 
     def _receiving(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -1,4 +1,4 @@
-"""Sums over the replicas of a stage, in chunks that are under way while others are used.
+"""How are gradients summed over a stage's replicas? In chunks that are under way while others are used.
 
 A chunk is summed as by a ring, each rank adding up one share of it, with as many bytes: 2(r-1)/r of the chunk to and
 from each rank. But every element is added in the order of the ranks, wherever it stands in a chunk, and 16-bit ones in

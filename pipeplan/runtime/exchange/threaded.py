@@ -1,4 +1,4 @@
-"""Exchanges by threads: messages come in while the rank computes, and go out beside its work.
+"""How do messages travel beside a rank's work? By threads, in while it computes and out while it goes on.
 
 gloo can be waited for, not polled, and its sends are rendezvous. So every peer that sends along an edge has a thread
 here that keeps receives posted ahead, and every peer that is sent to has one that waits until each message is through.

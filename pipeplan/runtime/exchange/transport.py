@@ -1,19 +1,16 @@
-"""What moves tensors between ranks: the protocol that gloo, NCCL and message-driven transports share."""
+"""What moves tensors between ranks? The protocol that gloo, NCCL and message-driven transports share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PipeplanError
-from ..lowering.instructions import (
-    Edge,
-    Receive,
-    Send,
-)
+from ..lowering.instructions import Edge, Receive, Send, sentence
 
 
 class Transport(Protocol):
@@ -51,3 +48,31 @@ def exchanging(what: str) -> Iterator[None]:
         message = str(error).partition("\n")[0]
         _, _, plain = message.rpartition("] ") if message.startswith("[") else ("", "", message)
         raise PeerLost(f"{what}: {plain}") from error
+
+
+class Sends:
+    """The sends of one rank, one under way on each edge: the next waits for it, and only then may its tensor go."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
+
+    def issue(self, send: Send, tensor: Tensor, tag: int = 0, group: Any = None) -> None:
+        """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
+        self._wait(send.edge)
+        tensor = tensor.contiguous()
+        with exchanging(sentence(send)):
+            work = dist.isend(tensor, send.peer, group=group, tag=tag)
+        assert work is not None, "both ranks are in the group"
+        self._sent[send.edge] = send, work, tensor
+
+    def finish(self) -> None:
+        """Wait until all are through."""
+        for edge in list(self._sent):
+            self._wait(edge)
+
+    def _wait(self, edge: Edge) -> None:
+        if edge in self._sent:
+            send, work, _ = self._sent[edge]
+            with exchanging(sentence(send)):
+                work.wait()
+            del self._sent[edge]

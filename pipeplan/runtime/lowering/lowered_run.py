@@ -58,8 +58,8 @@ class LoweredRun:
     ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
     (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
     schedule, otherwise the longest segment, or as much of it as tells the rest; ``timeline`` is its simulation with the
-    plan's times, whose order is run. ``tied`` are the sets of stages that share weights. With ``renews`` backwards use
-    other weights than the forwards did. With ``evaluates`` there are only forwards.
+    plan's times, whose order is run. ``tied`` are the sets of stages that share weights. With ``reads_newest``
+    backwards use other weights than the forwards did. With ``evaluates`` there are only forwards.
     """
 
     plan: Plan
@@ -73,7 +73,7 @@ class LoweredRun:
     instructions: tuple[Repeated, ...]
     segments: tuple[tuple[int, int], ...]
     tied: tuple[tuple[int, ...], ...] = ()
-    renews: bool = False
+    reads_newest: bool = False
     first: Position = FROM_THE_START
     evaluates: bool = False
 
@@ -249,7 +249,7 @@ def lower_run(
         instructions=tuple(map(Repeated, joined)),
         segments=tuple(segments),
         tied=tied,
-        renews=policy.renews,
+        reads_newest=policy.reads_newest,
         first=first,
         evaluates=evaluates,
     )

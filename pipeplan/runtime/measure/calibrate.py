@@ -10,7 +10,7 @@ from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import LoweredRun
-from .times import Activity, RankMeasurement, Samples, covers, median, medians, settled
+from .times import Activity, RankMeasurement, covers, median, medians, settled
 
 
 def calibrated(
@@ -117,11 +117,10 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
     That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
     sending of its result and what lies between; an update with the telling of it.
     """
-    first = settled(lowered)
-    samples: Samples = {}
-    early: Samples = {}
+    ranks: list[dict[tuple[Activity, int, int], int]] = []
     for x in measurements:
         spent: dict[tuple[Activity, int, int], int] = {}
+        ranks.append(spent)
         before = 0  # the next pass
         for t, following in zip_longest(x.times, x.times[1:]):
             until = t.end_ns if following is None else max(t.end_ns, following.start_ns)  # a sum may have begun before
@@ -141,10 +140,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns
-        for (activity, stage, m), ns in spent.items():
-            counts = activity == "UPDATE" or first <= m
-            (samples if counts else early).setdefault((activity, stage), []).append(ns)
-    return medians(lowered, ("F", "B", "UPDATE"), samples, early)
+    return medians(lowered, ("F", "B", "UPDATE"), ranks)
 
 
 def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Progress of a run: one line for each update, put together from what the last stage's replicas tell."""
+"""How far is a run? One line for each update, put together from what the last stage's replicas tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When things happen on a device, and what is to be done once they have.
+"""When do things happen on a device, and what is to be done once they have?
 
 A CPU does what it is told at once. A GPU is told ahead of time: marks are CUDA events in its stream, read when it has
 passed them, oldest first. The host runs at most :data:`AHEAD` notes ahead, so what waits stays small: events, buffers

@@ -18,7 +18,7 @@ from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, waits_at_updates
-from .times import Activity, OpTime, RankMeasurement, Samples, medians, settled
+from .times import Activity, OpTime, RankMeasurement, medians
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceActivations:
-    """Most activation bytes that a device held: as simulated for the plan's order, and as accounted."""
+    """Most activation bytes that a device held: as simulated for the plan's order, and as counted."""
 
     device: int
     rank: int
@@ -241,20 +241,12 @@ def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
 
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
     """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
-    first = settled(lowered)
-    samples: Samples = {}
-    early: Samples = {}
-    updates: Counter[tuple[int, int, int]] = Counter()  # one has a part for each chunk of the gradient
+    ranks: list[Counter[tuple[Activity, int, int]]] = []
     for x in measurements:
-        for t in x.times:
-            if t.activity == "UPDATE":
-                updates[x.rank, t.stage, t.microbatch] += t.duration_ns
-                continue
-            counts = t.activity in ("REDUCE", "AGREE", "SAVE") or first <= t.microbatch
-            (samples if counts else early).setdefault((t.activity, t.stage), []).append(t.duration_ns)
-    for (_, stage, _), duration in updates.items():
-        samples.setdefault(("UPDATE", stage), []).append(duration)
-    return medians(lowered, ("F", "B", "DATA", "UPDATE"), samples, early)
+        ranks.append(Counter())
+        for t in x.times:  # an update has a part for each chunk of the gradient
+            ranks[-1][t.activity, t.stage, t.microbatch] += t.duration_ns
+    return medians(lowered, ("F", "B", "DATA", "UPDATE"), ranks)
 
 
 def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,6 @@ from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 
 Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"]
-Samples = dict[tuple[Activity, int], list[int]]  # what an activity of a stage took, in ns, each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,19 @@ def median(values: Iterable[int]) -> int:
 
 
 def medians(
-    lowered: LoweredRun, kinds: Iterable[Activity], samples: Samples, early: Samples
+    lowered: LoweredRun, kinds: Iterable[Activity], ranks: Iterable[Mapping[tuple[Activity, int, int], int]]
 ) -> dict[tuple[Activity, int], int]:
-    """Return the median of each kind of activity of each stage, per microbatch; of its ``early`` ones if no others."""
+    """Return the median of each kind of activity of each stage, per microbatch; 0 where there is none.
+
+    Each of ``ranks`` has what (activity, stage, microbatch) took there, in ns. Only microbatches of the settled part
+    count, unless a stage has no others; updates always do.
+    """
+    first = settled(lowered)
+    samples: dict[tuple[Activity, int], list[int]] = {}
+    early: dict[tuple[Activity, int], list[int]] = {}
+    for spent in ranks:
+        for (kind, s, m), ns in spent.items():
+            (samples if kind == "UPDATE" or first <= m else early).setdefault((kind, s), []).append(ns)
     return {
         (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(lowered, kind)
         for kind in kinds

@@ -37,7 +37,7 @@ else:
     )
 
 
-class Measured(msgspec.Struct, forbid_unknown_fields=True):
+class MeasuredRun(msgspec.Struct, forbid_unknown_fields=True):
     """What a trace keeps of a run's report: all that was measured, but for losses, memory and states.
 
     ``profile`` is the digest of the plan's profile, ``cuts`` its (start, stop, devices).
@@ -59,10 +59,10 @@ class Measured(msgspec.Struct, forbid_unknown_fields=True):
 class _Trace(msgspec.Struct):
     """A run's trace without its events."""
 
-    about: Measured = msgspec.field(name="otherData")
+    about: MeasuredRun = msgspec.field(name="otherData")
 
 
-def measured_of(plan: Plan, report: RunReport) -> Measured:
+def measured_of(plan: Plan, report: RunReport) -> MeasuredRun:
     """Return what the trace of a run by ``plan`` keeps of its report."""
     keys = vars(report) | {
         "format": "pipeplan-measured/2",
@@ -71,7 +71,7 @@ def measured_of(plan: Plan, report: RunReport) -> Measured:
         "cuts": _cuts(plan),
         "devices": report.activations,
     }
-    return converted({key: keys[key] for key in Measured.__struct_fields__}, Measured)
+    return converted({key: keys[key] for key in MeasuredRun.__struct_fields__}, MeasuredRun)
 
 
 def _cuts(plan: Plan) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
@@ -115,12 +115,12 @@ def is_measured(text: str) -> bool:
     return '"otherData"' in text[:200]
 
 
-def read_measured(path: str, text: str | None = None) -> Measured:
+def read_measured(path: str, text: str | None = None) -> MeasuredRun:
     """Return the figures in a run's trace; BadInput when it is none, or of another version."""
     return read_json(read_text(path) if text is None else text, _Trace, f"{path}: is no trace of a run").about
 
 
-def check_same_plan(plan: Plan, run: Measured, path: str) -> None:
+def check_same_plan(plan: Plan, run: MeasuredRun, path: str) -> None:
     """Raise BadInput unless ``run`` trained by ``plan``: the same profile, stages and devices."""
     if run.profile != digest(plan.chain):
         raise BadInput(f"{path}: is the run of a plan that was made from another profile")
@@ -130,7 +130,7 @@ def check_same_plan(plan: Plan, run: Measured, path: str) -> None:
         raise BadInput(f"{path}: has no backwards; an evaluation cannot be compared with a plan to train")
 
 
-def recalibrated(plan: Plan, run: Measured) -> Chain:
+def recalibrated(plan: Plan, run: MeasuredRun) -> Chain:
     """Return the plan's profile with every stage's layers scaled to the times that the run measured.
 
     What a stage's forward, backward (without recomputation) and update took is shared among its layers as in the

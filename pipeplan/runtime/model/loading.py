@@ -1,4 +1,4 @@
-"""Building the model of a run, on every rank alike: a chain of layers, or a module that is traced."""
+"""How is the model of a run built, on every rank alike? From a list of layers, or a module that is traced."""
 
 from __future__ import annotations
 

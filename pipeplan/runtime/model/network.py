@@ -1,4 +1,4 @@
-"""A network as code, one piece for each layer of its profile: what a layer reads, what it makes, and how it runs.
+"""What is a network as code? For each layer of its profile what it reads, what it makes, and how it runs.
 
 Values are numbered: first the network's inputs, then what layers make. The loss is the last layer. A chain has one
 value between neighbours; a traced network (:mod:`.trace`) is a DAG.

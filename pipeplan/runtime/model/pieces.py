@@ -1,4 +1,4 @@
-"""What a stage consists of, and what goes into it and comes out: pieces of layers, and cuts that values cross.
+"""What does a stage consist of, and what crosses its ends? Pieces of layers, and cuts that values cross.
 
 Values are numbered as in :mod:`.network`. A cut is crossed by every value that is made before it and read behind it; in
 a chain that is one tensor, which travels as it is. In a DAG it may be several: they travel as the bytes of one message,

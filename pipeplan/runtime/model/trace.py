@@ -1,4 +1,4 @@
-"""Any module as a network of layers: exported by torch, then cut into its leaf modules and its free operations.
+"""How does any module become a network of layers? Torch exports it; leaf modules and free operations are the layers.
 
 What a layer is: the consecutive operations of one call of a module without children, or one operation of a forward
 that is written out. Views of a whole tensor and constants (position numbers, masks) cost nothing to make again, so

@@ -1,4 +1,4 @@
-"""Layers that keep copies of their weights for the backward, found by following what tensors are made from."""
+"""Which layers keep copies of their weights for the backward? Found by following what tensors are made from."""
 
 from __future__ import annotations
 

@@ -1,60 +1,63 @@
-"""Clocks that the profiler marks a step with: the device's, CPU time, or an estimate's own (:mod:`.estimate`)."""
+"""What marks a step's layers in time? The device's clock, CPU time, or an estimate's own (:mod:`.estimate`)."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Clock(Protocol):
-    """Marks on a time line, read once it is settled."""
+class Clock:
+    """Marks on a time line, read once it is settled: here numbers of ns, which can be read at once."""
 
     def mark(self) -> Any:
         """Return a mark at this moment of the device's work."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until all marks can be read."""
 
     def between(self, start: Any, end: Any) -> int:
         """Return the nanoseconds from one mark to a later one."""
+        ns: int = round(end - start)
+        return ns
 
 
-class DeviceClock:
-    """The monotonic clock on a CPU, CUDA events on a GPU."""
+class HostClock(Clock):
+    """The monotonic clock."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def mark(self) -> Any:
-        """Return a mark: nanoseconds, or an event in the stream of kernels."""
-        if not self._cuda:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def settle(self) -> None:
-        """Wait for the GPU."""
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def between(self, start: Any, end: Any) -> int:
-        """Return the nanoseconds between two marks."""
-        return round(start.elapsed_time(end) * 1e6) if self._cuda else int(end - start)
+    def mark(self) -> int:
+        """Return the time."""
+        return time.perf_counter_ns()
 
 
-class ThreadClock:
+class ThreadClock(Clock):
     """CPU time of the calling thread: one thread's work, whatever else the machine is busy with."""
 
     def mark(self) -> int:
         """Return the nanoseconds that this thread has run."""
         return time.thread_time_ns()
 
-    def settle(self) -> None:
-        """Nothing is under way."""
 
-    def between(self, start: int, end: int) -> int:
-        """Return the nanoseconds between two marks."""
-        return end - start
+class CudaClock(Clock):
+    """Events in the stream of a GPU's kernels."""
+
+    def mark(self) -> Any:
+        """Return an event."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+    def between(self, start: Any, end: Any) -> int:
+        """Return the nanoseconds between two events."""
+        return super().between(0, start.elapsed_time(end) * 1e6)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of ``device``."""
+    return CudaClock() if device.type == "cuda" else HostClock()

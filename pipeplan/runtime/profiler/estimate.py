@@ -1,4 +1,4 @@
-"""Profiles without the device: the same steps on fake tensors, under a clock that advances by a roofline.
+"""What would a profile be on another device? The same steps on fake tensors; a roofline moves the clock.
 
 Each operation takes the longest of flops / (60% of the peak), bytes / (80% of the memory's bandwidth) and the time to
 launch it. Flops are torch's counts (``torch.utils.flop_counter``) where they hold up. They don't for attention (no
@@ -26,7 +26,8 @@ from torch.utils.flop_counter import flop_registry
 from ... import __version__
 from ...errors import BadInput, PipeplanError
 from ...files.accelerators import Accelerator
-from .measure import Data, Measured, built_network, network_chain, profile_network
+from .clock import Clock
+from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
 from .steps import USUAL, MeasureOptions
 
 COMPUTE_SHARE = 0.6
@@ -55,7 +56,7 @@ def estimate_model(
     name: str,
     date: str,
     data: Data | None = None,
-) -> Measured:
+) -> MeasuredModel:
     """Build a model by the model contract on fake tensors, and estimate its profile on ``device``.
 
     Nothing is computed and no parameter takes memory. Of ``options`` those about conversion, the optimizer, splitting
@@ -99,7 +100,7 @@ def estimate_model(
                 f"peak, {BANDWIDTH_SHARE:.0%} of bandwidth, {device.launch} per kernel; not measured; {date}"
             ),
         )
-    return Measured(chain, tuple(measurements), one_at_a_time=False)
+    return MeasuredModel(chain, tuple(measurements), one_at_a_time=False)
 
 
 def _plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -124,7 +125,7 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class RooflineClock(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
+class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
     """A clock that every operation seen advances by its roofline time on ``device``; marks are nanoseconds."""
 
     def __init__(self, device: Accelerator) -> None:
@@ -135,13 +136,6 @@ class RooflineClock(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def mark(self) -> float:
         """Return the time estimated so far."""
         return self.now_ns
-
-    def settle(self) -> None:
-        """Nothing is under way."""
-
-    def between(self, start: float, end: float) -> int:
-        """Return the nanoseconds between two marks."""
-        return round(end - start)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""The profiler: what each layer of a torch model costs, measured layer by layer on this machine, or estimated.
+"""What does each layer of a torch model cost? Measured layer by layer on this machine, or estimated.
 
 The profile it makes has one layer more than the model: the loss is the last one, named ``loss``, with no weights. So
 ``chain.layers[i]`` is the model's layer i for i < L, and ``chain.layers[L]`` is the loss, which runs on the rank that
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ... import __version__
 from ...errors import BadInput
@@ -37,7 +38,7 @@ from ..model.network import (
     scalar_loss,
     tied_layers,
 )
-from .clock import DeviceClock
+from .clock import clock_of
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
 
@@ -57,25 +58,12 @@ class LayerMeasurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredModel:
     """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device."""
 
     chain: Chain
     layers: tuple[LayerMeasurement, ...]
     one_at_a_time: bool
-
-
-def profile_model(
-    build: Callable[[int], Any],
-    batch: int,
-    options: MeasureOptions = USUAL,
-    *,
-    name: str,
-    date: str,
-    data: Data | None = None,
-) -> Chain:
-    """Build a model by the model contract, measure it and return its profile; see :func:`measure_model`."""
-    return measure_model(build, batch, options, name=name, date=date, data=data).chain
 
 
 def measure_model(
@@ -86,7 +74,7 @@ def measure_model(
     name: str,
     date: str,
     data: Data | None = None,
-) -> Measured:
+) -> MeasuredModel:
     """Build a model by the model contract and measure it (:func:`profile_network`).
 
     ``data(index, seed)`` gives the input and target to measure with; without it the build's example input is used, and
@@ -105,7 +93,7 @@ def measure_model(
         device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
-    return Measured(chain, tuple(measurements), one)
+    return MeasuredModel(chain, tuple(measurements), one)
 
 
 def built_network(
@@ -127,13 +115,7 @@ def built_network(
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(_converted(x, dtype) for x in value)
-    if isinstance(value, dict):
-        return {key: _converted(x, dtype) for key, x in value.items()}
-    return value
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def network_chain(
@@ -153,13 +135,6 @@ def network_chain(
         device=device,
         source=source,
     )
-
-
-def profile_layers(
-    layers: Any, example_input: Tensor, loss: Loss, options: MeasureOptions = USUAL, target: Any = None
-) -> list[LayerMeasurement]:
-    """Measure each layer of a chain, and the loss as the last one; see :func:`profile_network`."""
-    return profile_network(chain_network(layers, example_input), loss, options, target)[0]
 
 
 def profile_network(
@@ -199,13 +174,14 @@ def profile_network(
         say(f"sizing {len(network)} layers")
         if target is None:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
-        network = network.with_loss(loss, _moved(target, device))
+        target = pytree.tree_map_only(Tensor, lambda x: x.detach().clone().to(device), target)
+        network = network.with_loss(loss, target)
         saved, values = saved_values(network, device, release)
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
         say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
-        clock = options.clock or DeviceClock(torch.device(device))
+        clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
         entry = options.make_optimizer([lone])
@@ -253,16 +229,6 @@ def _made_up_target(output: Any, loss: Loss) -> Tensor:
                 continue
             return target
     raise BadInput(f"loss takes no made-up target for an output of shape {tuple(output.shape)}: give data(index, seed)")
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(x, device) for x in value)
-    if isinstance(value, dict):
-        return {key: _moved(x, device) for key, x in value.items()}
-    return value
 
 
 def _needed_bytes(network: Network, saved: int) -> int:

@@ -1,4 +1,4 @@
-"""What each layer's forward keeps for its backward, seen by saved-tensor hooks, and the storages that values lie in.
+"""What does each layer's forward keep for its backward, and which storages do values lie in? Saved-tensor hooks tell.
 
 What ranges of layers keep follows from it (:mod:`pipeplan.cost.saved`).
 """

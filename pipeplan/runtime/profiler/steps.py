@@ -1,4 +1,4 @@
-"""Training steps with a clock's marks around the work of each layer: all layers at once, or one at a time."""
+"""How long is each layer in a training step? A clock marks its work: all layers at once, or one at a time."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _rounds(options: MeasureOptions, seconds: float | None) -> Iterator[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Marks:
     """One step: marks around each layer's work (None: there was none)."""
 
     forward: list[tuple[Any, Any] | None]
@@ -141,7 +141,7 @@ class _Run:
     optimizer: list[tuple[Any, Any] | None]
 
 
-def _add(sample: Samples, clock: Clock, run: _Run, index: int, inputs_only: bool) -> None:
+def _add(sample: Samples, clock: Clock, run: _Marks, index: int, inputs_only: bool) -> None:
     def between(pair: tuple[Any, Any] | None) -> int:
         return clock.between(*pair) if pair else 0
 
@@ -160,7 +160,7 @@ def _step(
     clock: Clock,
     inputs_only: bool,
     leaves: dict[int, Tensor] | None = None,
-) -> _Run:
+) -> _Marks:
     """Run one training step with marks around each layer.
 
     ``leaves`` are the inputs of a network that is one layer alone; its backward then starts from ones. Gradients of
@@ -168,7 +168,7 @@ def _step(
     """
     count = len(network)
     values = leaves if leaves is not None else dict(enumerate(network.inputs))
-    run = _Run([None] * count, [None] * count, [None] * count)
+    run = _Marks([None] * count, [None] * count, [None] * count)
     made: list[Sequence[Tensor]] = []
     gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:

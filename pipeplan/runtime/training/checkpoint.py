@@ -1,4 +1,4 @@
-"""Checkpoints of a drained pipeline with torch.distributed.checkpoint: complete, or ignored.
+"""How does a run survive its end? Checkpoints with torch.distributed.checkpoint: complete, or ignored.
 
 One folder for each, ``step-00000040``, which appears under its name only when everything is in it; ``run.json`` lists
 the files with their sizes, so one that was truncated later is passed over too. Tensors go by their names in the whole

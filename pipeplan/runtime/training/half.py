@@ -1,4 +1,4 @@
-"""A model in 16 bits: its weights, buffers and activations, as a profile in 16 bits counts them.
+"""What is a model in 16 bits? Its weights, buffers and activations, as a profile in 16 bits counts them.
 
 Mixed precision runs a model in the type of its profile, whose activation bytes and times the plan was made with. Inputs
 are converted, targets aren't; the loss is computed in 32 bits (:func:`..model.network.loss_value`). The weights in full

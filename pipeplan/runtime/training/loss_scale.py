@@ -1,4 +1,4 @@
-"""Loss scaling: 16-bit gradients are made larger so that small ones don't vanish, and an update is skipped on overflow.
+"""How large is the loss made so that 16-bit gradients don't vanish? An update that overflows is skipped.
 
 The scale is one number for the whole run, equal on all ranks. It is halved when any rank of any stage has a gradient
 that overflows, and doubled after so many updates without one (Micikevicius et al., Mixed Precision Training, section

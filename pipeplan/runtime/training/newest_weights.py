@@ -40,7 +40,7 @@ class _Stored(NamedTuple):
 
 
 @contextmanager
-def renewing(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[None]:
+def reading_newest(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[None]:
     """Within the context, let autograd keep which weights it needs, not the weights; ``hold`` hears of all the rest.
 
     With hooks autograd doesn't check that what it has kept is unchanged; so this does.

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: the plan's own, or any of torch's by name with options.
+"""Which optimizers and learning-rate schedules are there? The plan's, or any of torch's by name with options.
 
 Every stage has an optimizer and a schedule of its own over its own weights, so what needs all gradients of the model at
 once, such as clipping by their total norm, isn't among them.

@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...errors import RunFailed
 from ..device import CPU, on_host, random_state, with_random_state
-from ..measure.accounts import Account, Holding
+from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
-from .newest_weights import renewing
+from .newest_weights import reading_newest
 from .versions import Versions
 
 
@@ -66,7 +66,7 @@ class InFlight:
     version: int
     target: Tensor | None
     pieces: list[Held]
-    accounted: bool
+    counted: bool
 
 
 def _at_once(action: Callable[[], None]) -> None:
@@ -78,9 +78,10 @@ class StageModule:
 
     What comes in and goes out are the messages of the cuts. The gradient of the loss is divided by ``divisor``, the
     microbatches of an update, so that updates see means, and multiplied by a loss scale if there is one. With
-    ``renews`` the version of a backward may be another than its forward's: stored layers are differentiated at the
-    stored activations, recomputed ones run again with the backward's version. The layers are on ``device``;
-    ``later(action)`` does what must wait until the device has computed what it was given so far.
+    ``reads_newest`` the version of a backward may be another than its forward's: stored layers are differentiated at
+    the stored activations, recomputed ones run again with the backward's version. ``activations`` counts what is kept.
+    The layers are on ``device``; ``later(action)`` does what must wait until the device has computed what it was given
+    so far.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class StageModule:
         pieces: Sequence[Piece],
         cuts: tuple[Cut, Cut | None],
         versions: Versions,
-        account: Account,
+        activations: HeldBytes,
         divisor: int,
-        renews: bool = False,
+        reads_newest: bool = False,
         device: torch.device = CPU,
         later: Callable[[Callable[[], None]], None] = _at_once,
     ) -> None:
         self.index = index
         self.versions = versions
         self.losses: dict[int, float] = {}
-        self._account = account
+        self._activations = activations
         self._device, self._later = device, later
         self._divisor = divisor
         self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
@@ -110,7 +111,7 @@ class StageModule:
         self._needed = [
             {LOSS, *leaving, *(v for piece in pieces[i + 1 :] for v in piece.reads)} for i in range(len(pieces))
         ]
-        self._renews = renews
+        self._reads_newest = reads_newest
         self._fixed: set[int] | None = None  # storages of buffers and frozen weights
         self._in_flight: dict[int, InFlight] = {}
 
@@ -119,14 +120,14 @@ class StageModule:
         """Whether the stage computes the loss."""
         return self._pieces[-1].has_loss
 
-    def forward(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, accounted: bool) -> Tensor:
+    def forward(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, counted: bool) -> Tensor:
         """Return what the stage puts out for ``x``; it keeps what the backward needs.
 
         Of the loss it puts out the value, which also goes into :attr:`losses`.
         """
         values = self._opened(microbatch, x)
         self.versions.install(version)
-        flight = InFlight(version, target, [], accounted)
+        flight = InFlight(version, target, [], counted)
         # the stage before waits for gradients, whether or not it trains anything
         wanted = set(self._input.trained) if self.index > 0 else set()
         for number, piece in enumerate(self._pieces):
@@ -135,15 +136,16 @@ class StageModule:
             flight.pieces.append(held)
             if piece.recompute:
                 held.again = entered, random_state(self._device)
-                if accounted:
+                if counted:
                     for tensor in entered:
-                        self._account.hold(held.holding, tensor)
+                        self._activations.hold(held.holding, tensor)
                 with torch.no_grad():
                     made = piece.run(entered, target)
                 passes_on = bool(held.want) or piece.trains
                 wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
             else:
-                with self._renewing(held.holding, accounted) if self._renews else self._saving(held.holding, accounted):
+                keeping = self._reading_newest if self._reads_newest else self._saving
+                with keeping(held.holding, counted):
                     made = piece.run(self._entered(piece, entered, held), target)
                 held.ends = _ends(piece, made)
                 wanted |= held.ends.keys()
@@ -221,7 +223,7 @@ class StageModule:
                     known[value] = known[value] + gradient if value in known else gradient
                 if held.want and not any(value in known for value in held.want):
                     raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
-                self._account.release(held.holding)
+                self._activations.release(held.holding)
 
     def _recomputed(
         self, piece: Piece, held: Held, entered: Sequence[Tensor], random: Tensor, flight: InFlight
@@ -230,7 +232,7 @@ class StageModule:
         with (
             with_random_state(random, self._device),
             buffers_kept(piece.modules),
-            self._saving(held.holding, flight.accounted),
+            self._saving(held.holding, flight.counted),
         ):
             made = piece.run(self._entered(piece, entered, held), flight.target)
         return _ends(piece, made)
@@ -283,28 +285,28 @@ class StageModule:
         ]
 
     @contextmanager
-    def _saving(self, holding: Holding, accounted: bool) -> Iterator[None]:
-        if not accounted:
+    def _saving(self, holding: Holding, counted: bool) -> Iterator[None]:
+        if not counted:
             yield
             return
-        with self._account.saving(holding, self._permanent()):
+        with self._activations.saving(holding, self._permanent()):
             yield
 
     @contextmanager
-    def _renewing(self, holding: Holding, accounted: bool) -> Iterator[None]:
-        if accounted and self._fixed is None:
+    def _reading_newest(self, holding: Holding, counted: bool) -> Iterator[None]:
+        if counted and self._fixed is None:
             self._fixed = {x.untyped_storage()._cdata for x in self._tensors() if not x.requires_grad}
         permanent = self._fixed or set()
 
         def hold(tensor: Tensor) -> None:
-            if accounted and tensor.untyped_storage()._cdata not in permanent:
-                self._account.hold(holding, tensor)
+            if counted and tensor.untyped_storage()._cdata not in permanent:
+                self._activations.hold(holding, tensor)
 
-        with renewing(self.versions, hold):
+        with reading_newest(self.versions, hold):
             yield
 
     def _permanent(self) -> set[int]:
-        """Return the storages of weights and buffers, which the account leaves out."""
+        """Return the storages of weights and buffers, which are not counted."""
         return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""The optimizer of one stage over its weights in full precision: in one step, or bucket by bucket with little memory.
+"""How are one stage's weights in full precision stepped? At once, or bucket by bucket with little memory.
 
 Of 16-bit weights ("mixed") a copy in 32 bits is what the optimizer works on; after its step the new values go to the
 16-bit ones. With ``offload`` that copy and the optimizer's state are in host memory, and one bucket at a time is

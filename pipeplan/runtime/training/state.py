@@ -1,4 +1,4 @@
-"""All that training has come to on one rank, by names in the whole model: written to checkpoints and read back."""
+"""What has training come to on one rank? By names in the whole model: written to checkpoints and read back."""
 
 from __future__ import annotations
 

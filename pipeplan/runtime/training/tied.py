@@ -1,4 +1,4 @@
-"""Weights that stages share: every stage has a copy of its own, and equal gradients keep the copies equal.
+"""How do stages share weights? Each has a copy of its own, and equal gradients keep the copies equal.
 
 Before an update the gradients of all copies, on whatever ranks, are added up, and each copy gets the sum. The copies
 begin equal, and their optimizers do the same with the same numbers.

@@ -1,4 +1,4 @@
-"""The update of one stage: sums over its replicas in chunks, and the optimizer's steps while the next chunk is summed.
+"""How is one stage updated? Sums over its replicas in chunks, each stepped while the next one is summed.
 
 Myelin section V-C: the gradient is summed in chunks of ``coarsening`` buckets; as soon as one is there, its buckets are
 stepped, and meanwhile the next ones are under way.

@@ -1,4 +1,4 @@
-"""The weights of one stage in all the versions that are still needed, their gradient, and the optimizer.
+"""Which versions of a stage's weights are still needed? They, their gradient, and the optimizer.
 
 A version is a list of parameters of its own, put into the stage's modules before a pass that uses it; autograd keeps
 what a forward used, so passes of several versions can be in flight. Parameters of a version share storage with the

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
 
-from pipeplan.runtime import meeting
+from pipeplan.runtime import preparation
 from pipeplan.runtime.exchange.collective import replica_groups
 from pipeplan.runtime.exchange.links import open_links
 from pipeplan.runtime.job import Job
@@ -68,9 +68,9 @@ def test_both_ends_of_a_pair_issue_in_the_same_order(name):
 def be_rank(job, rank, world, store, exchange, pipe):
     """Be a rank for which gloo plays NCCL, or the CPU the GPU that several share."""
     try:
-        meeting.exchange_of = lambda device, machine: exchange
-        meeting.open_links = partial(open_links, backend="gloo")
-        meeting.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
+        preparation.exchange_of = lambda device, machine: exchange
+        preparation.open_links = partial(open_links, backend="gloo")
+        preparation.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
         pipe.send(run_rank(job, rank, Launcher(lambda: dist.FileStore(store, world))))
     except BaseException:
         pipe.send(traceback.format_exc())

@@ -16,7 +16,7 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.runtime.model.network import final_outputs, tied_layers
 from pipeplan.runtime.model.trace import trace_module
-from pipeplan.runtime.profiler.measure import measure_model, profile_model
+from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
@@ -65,7 +65,7 @@ def profile(module, x):
     def build(batch):
         return module, x, mean_square
 
-    return profile_model(build, len(x), MeasureOptions(steps=1, warmup=0), name="model", date="today")
+    return measure_model(build, len(x), MeasureOptions(steps=1, warmup=0), name="model", date="today").chain
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_several_inputs_and_outputs_in_a_structure():
         return module, inputs, lambda output, target: (output["logits"] - target).square().mean() + output["last"].sum()
 
     data = (inputs, torch.zeros(2, 3, 2))
-    chain = profile_model(
+    chain = measure_model(
         build, 2, MeasureOptions(steps=1, warmup=0), name="several", date="today", data=lambda index, seed: data
-    )
+    ).chain
     assert chain.input_bytes == sum(x.nbytes for x in inputs)
     lstm = [x.name for x in chain.layers].index("lstm")
     assert chain.layers[lstm].output_bytes == (2 * 6 * 4 + 2 * 4) * 4, "states and the last state, which the loss reads"

@@ -18,7 +18,7 @@ from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Platform, Problem
 from pipeplan.runtime.profiler.estimate import estimate_model
-from pipeplan.runtime.profiler.measure import profile_model
+from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions, optimizer_of
 
 ROUND = Accelerator("round", "16GB", "1000GB/s", {"float32": 10.0, "tf32": 100.0, "bfloat16": 200.0}, launch="1us")
@@ -114,9 +114,9 @@ def test_attention_is_fused_and_saves_no_scores(dropout):
 @pytest.mark.parametrize(("name", "batch"), [("gpt-tiny", 4), ("small-cnn", 4), ("resnet50,image=64", 2)])
 def test_sizes_and_saved_bytes_equal_the_measured_ones(name, batch):
     model = zoo.load(name)
-    measured = profile_model(
+    measured = measure_model(
         model, batch, MeasureOptions(steps=1, warmup=0), name="m", date="d", data=model.data(batch)
-    )
+    ).chain
     estimated = estimate(model, batch, data=model.data(batch))
 
     def sizes(chain):

@@ -13,10 +13,15 @@ from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput
 from pipeplan.runtime.model import network
-from pipeplan.runtime.model.network import named_layers, tied_layers
+from pipeplan.runtime.model.network import chain_network, named_layers, tied_layers
 from pipeplan.runtime.profiler.clock import ThreadClock
-from pipeplan.runtime.profiler.measure import profile_layers, profile_model
+from pipeplan.runtime.profiler.measure import measure_model, profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
+
+
+def profile_layers(layers, x, loss, options, target=None):
+    """What each layer of a chain and its loss cost."""
+    return profile_network(chain_network(layers, x), loss, options, target)[0]
 
 
 class Recurrent(nn.Module):
@@ -165,9 +170,9 @@ def test_saving_an_output_leaves_nothing_behind():
 
 def test_chain_of_a_model():
     model = zoo.load("gpt-tiny,tied=true,blocks=2")
-    chain = profile_model(
+    chain = measure_model(
         model, 4, MeasureOptions(steps=7, warmup=1), name="tiny", date="2025-01-31", data=model.data(4)
-    )
+    ).chain
     assert [layer.name for layer in chain.layers] == ["embedding", "block0", "block1", "norm", "head", "loss"]
     assert (chain.name, chain.microbatch, chain.dtype, chain.input_bytes) == ("tiny", 4, "float32", 4 * 64 * 8)
     assert chain.tied == ((0, 4),)
@@ -299,7 +304,7 @@ def total(y, _):
 )
 def test_wrong_models_are_bad_input(build, message):
     with pytest.raises(BadInput, match=message):
-        profile_model(build, 2, MeasureOptions(steps=1, warmup=0), name="wrong", date="today")
+        measure_model(build, 2, MeasureOptions(steps=1, warmup=0), name="wrong", date="today")
 
 
 @pytest.mark.parametrize(

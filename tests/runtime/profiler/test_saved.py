@@ -20,7 +20,7 @@ from pipeplan.files.profile_rules import check_chain
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.measure.accounts import Account
+from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.model.trace import trace_module
 from pipeplan.runtime.options import RunOptions
@@ -117,7 +117,7 @@ def model_of(name, batch):
     return layers, x, loss, target
 
 
-def accounted(layers, x, loss, target, start, stop, checkpoint):
+def counted(layers, x, loss, target, start, stop, checkpoint):
     """Bytes held behind the forward of ``layers[start:stop]`` as a stage, and the most until its backward's end.
 
     The backward runs only where something is recomputed: without, it releases and nothing else.
@@ -129,7 +129,7 @@ def accounted(layers, x, loss, target, start, stop, checkpoint):
         out = x
         for layer in layers[start:stop]:
             out = layer(out)
-    account, with_loss = Account(), stop == len(layers) + 1
+    activations, with_loss = HeldBytes(), stop == len(layers) + 1
     stage = stage_of(
         list(layers[start:stop]),
         x,
@@ -138,14 +138,14 @@ def accounted(layers, x, loss, target, start, stop, checkpoint):
         start=start,
         index=int(start > 0),
         out=out,
-        account=account,
+        activations=activations,
     )
-    out = stage.forward(0, 0, x, target if with_loss else None, accounted=True)
-    held = account.held_bytes
+    out = stage.forward(0, 0, x, target if with_loss else None, counted=True)
+    held = activations.held_bytes
     if checkpoint:
         stage.backward(0, 0, None if with_loss else torch.ones_like(out))
-        assert account.held_bytes == 0
-    return held, account.peak_bytes
+        assert activations.held_bytes == 0
+    return held, activations.peak_bytes
 
 
 def timed(chain):
@@ -160,7 +160,7 @@ def test_every_range_of_a_stack_keeps_what_autograd_keeps(name):
     check_chain(timed(chain), lambda i: f"layers[{i}]")
     for start in range(len(chain)):
         for stop in range(start + 1, len(chain) + 1):
-            held, _ = accounted(layers, x, loss, target, start, stop, ())
+            held, _ = counted(layers, x, loss, target, start, stop, ())
             assert saved_bytes(chain, start, stop) == held, (start, stop)
 
 
@@ -172,7 +172,7 @@ def test_ranges_of_the_zoo_keep_what_autograd_keeps(name, batch):
     rng = random.Random(name)
     for _ in range(2 if len(layers) > 12 else 4):
         start, stop = sorted(rng.sample(range(len(chain) + 1), 2))
-        held, _ = accounted(layers, x, loss, target, start, stop, ())
+        held, _ = counted(layers, x, loss, target, start, stop, ())
         assert saved_bytes(chain, start, stop) == held, (start, stop)
 
 
@@ -186,7 +186,7 @@ def test_parts_of_a_stage_hold_what_the_model_says(name, batch):
         start, stop = sorted(rng.sample(range(len(chain) + 1), 2))
         checkpoint = random_checkpoint(rng, start, stop) or ((start, stop),)
         kept, peak, _ = memory_model.activations(chain, start, stop, checkpoint)
-        assert (kept, peak) == accounted(layers, x, loss, target, start, stop, checkpoint), (start, stop, checkpoint)
+        assert (kept, peak) == counted(layers, x, loss, target, start, stop, checkpoint), (start, stop, checkpoint)
 
 
 class Residual(nn.Module):

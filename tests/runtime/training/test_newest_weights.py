@@ -12,7 +12,7 @@ from oracles.newest_weights import Emulation, SelfAttention, States, add, mean_s
 from torch import nn
 
 from pipeplan.errors import RunFailed
-from pipeplan.runtime.measure.accounts import Account
+from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.training.newest_weights import read_weights_themselves
 from pipeplan.runtime.training.optimizers import optimizer_maker
 from pipeplan.runtime.training.stage import StageModule
@@ -47,7 +47,7 @@ def built(name, dtype=torch.float32):
     return modules, [torch.randn(4, *shape, dtype=dtype) for _ in range(2 * N)]
 
 
-def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, account=None, index=1):
+def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, activations=None, index=1):
     layers = [module.train() for module in modules]
     versions = Versions(layers, Counter(passes), optimizer_maker("sgd", 0.5), shared=True, keeping=Keeping(flat=True))
     out = nn.Sequential(*layers).eval()(x)
@@ -57,9 +57,9 @@ def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, account
         pieces=chain_pieces(layers, loss, checkpoint),
         cuts=(chain_cut(0, spec(x)), None if loss is not None else chain_cut(len(layers), spec(out))),
         versions=versions,
-        account=account or Account(),
+        activations=activations or HeldBytes(),
         divisor=divisor,
-        renews=True,
+        reads_newest=True,
     )
 
 
@@ -182,14 +182,14 @@ def test_recomputed_layers_run_again_with_the_new_weights(checkpoint):
     """What is stored there is the segment's input; a stored segment before or after it keeps its own activations."""
     modules, inputs = built("linear")
     old = own_weights(modules)
-    account = Account()
-    stage = stage_of(modules, inputs[0], passes={0: N, 1: 1}, checkpoint=checkpoint, account=account)
+    activations = HeldBytes()
+    stage = stage_of(modules, inputs[0], passes={0: N, 1: 1}, checkpoint=checkpoint, activations=activations)
     for m in range(N):
         out = stage.forward(m, 0, inputs[m], None, True)
     new = moved(stage.versions, modules, 1)
     gradients = torch.randn(N, *out.shape)
     entered = stage.backward(N - 1, 1, gradients, N)
-    assert account.held_bytes == 0
+    assert activations.held_bytes == 0
     cuts = sorted({0, len(modules), *(cut for segment in checkpoint for cut in segment)})
     parts = list(pairwise(cuts))
     for m in range(N):
@@ -225,15 +225,15 @@ def test_activations_changed_in_place_are_noticed():
 
 def test_stored_activations_are_the_same_bytes_as_without_renewal():
     found = []
-    for renews in (True, False):
+    for reads_newest in (True, False):
         modules, inputs = built("attention")
-        account = Account()
-        stage = stage_of(modules, inputs[0], passes={0: 2}, account=account)
-        stage._renews = renews
+        activations = HeldBytes()
+        stage = stage_of(modules, inputs[0], passes={0: 2}, activations=activations)
+        stage._reads_newest = reads_newest
         out = stage.forward(0, 0, inputs[0], None, True)
-        found.append(account.held_bytes)
+        found.append(activations.held_bytes)
         stage.backward(0, 0, torch.ones_like(out))
-        assert account.held_bytes == 0
+        assert activations.held_bytes == 0
     assert found[0] == found[1] > 0
 
 

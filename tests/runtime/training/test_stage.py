@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeplan.cost import memory_model
 from pipeplan.errors import RunFailed
-from pipeplan.runtime.measure.accounts import Account
+from pipeplan.runtime.measure.held_bytes import HeldBytes
 
 
 def small_net():
@@ -38,7 +38,7 @@ def test_gradients_and_statistics_equal_plain_training(checkpoint):
         (value / 3).backward()
     torch.manual_seed(5)
     for m, x in enumerate(inputs):
-        stage.forward(m, 0, x, target, accounted=m < 2)
+        stage.forward(m, 0, x, target, counted=m < 2)
     for m, (leaf, value) in enumerate(ends):
         gradient = stage.backward(m, 0, None)
         torch.testing.assert_close(gradient, leaf.grad, rtol=0, atol=0)
@@ -65,7 +65,7 @@ def test_accounted_bytes_are_those_of_the_memory_model(start, stop, checkpoint, 
     out = x
     for layer in own:
         out = layer(out).detach()
-    account = Account()
+    activations = HeldBytes()
     with_loss = stop == len(chain)
     stage = stage_of(
         own,
@@ -75,30 +75,30 @@ def test_accounted_bytes_are_those_of_the_memory_model(start, stop, checkpoint, 
         start=start,
         index=int(start > 0),
         out=out,
-        account=account,
+        activations=activations,
     )
     for m in range(in_flight):
-        stage.forward(m, 0, x.clone(), target.clone() if with_loss else None, accounted=True)
+        stage.forward(m, 0, x.clone(), target.clone() if with_loss else None, counted=True)
     for m in range(in_flight):
         stage.backward(m, 0, None if with_loss else torch.zeros_like(out))
     kept, peak, _ = memory_model.activations(chain, start, stop, checkpoint)
-    assert account.peak_bytes == memory_model.held_bytes(kept, peak, in_flight)
-    assert account.held_bytes == 0
+    assert activations.peak_bytes == memory_model.held_bytes(kept, peak, in_flight)
+    assert activations.held_bytes == 0
 
 
 def test_an_input_that_no_operation_saves_is_not_kept():
-    account = Account()
+    activations = HeldBytes()
     x = torch.randn(4, 4)
-    stage = stage_of([nn.ReLU()], x, out=x, account=account)
-    stage.forward(0, 0, x, None, accounted=True)
-    assert account.held_bytes == x.nbytes  # the output, which the backward of ReLU reads
+    stage = stage_of([nn.ReLU()], x, out=x, activations=activations)
+    stage.forward(0, 0, x, None, counted=True)
+    assert activations.held_bytes == x.nbytes  # the output, which the backward of ReLU reads
     assert torch.equal(stage.backward(0, 0, torch.ones(4, 4)), (x > 0).float())
 
 
 def test_a_stage_that_trains_nothing_passes_gradients_on():
     x = torch.randn(4, 4)
     stage = stage_of([nn.Flatten(), nn.Identity()], x, out=x)
-    stage.forward(0, 0, x, None, accounted=False)
+    stage.forward(0, 0, x, None, counted=False)
     assert torch.equal(stage.backward(0, 0, torch.full((4, 4), 2.0)), torch.full((4, 4), 2.0))
 
 
@@ -106,7 +106,7 @@ def test_the_first_stage_returns_no_gradient_and_takes_whole_numbers():
     embedding = nn.Embedding(5, 2)
     x = torch.tensor([[1, 2]])
     stage = stage_of([embedding], x, index=0, out=torch.zeros(1, 2, 2), checkpoint=((0, 1),))
-    stage.forward(0, 0, x, None, accounted=True)
+    stage.forward(0, 0, x, None, counted=True)
     assert stage.backward(0, 0, torch.ones(1, 2, 2)) is None
     (gradient,) = stage.versions.gradients()
     assert gradient[:, 0].tolist() == [0, 1, 1, 0, 0]
@@ -120,7 +120,7 @@ class Detaching(nn.Module):
 def test_a_layer_that_passes_no_gradient_on_is_named():
     x = torch.zeros(2, 2)
     stage = stage_of([Detaching()], x, out=x)
-    stage.forward(0, 0, x, None, accounted=False)
+    stage.forward(0, 0, x, None, counted=False)
     with pytest.raises(RunFailed, match="no gradient comes back to the input of Detaching"):
         stage.backward(0, 0, x)
 
@@ -129,7 +129,7 @@ def test_unexpected_shapes_are_refused_before_they_are_sent():
     x = torch.zeros(4, 8)
     stage = stage_of([nn.Linear(8, 4)], x, out=torch.zeros(4, 4))
     with pytest.raises(RunFailed, match=r"gets float32 \(3, 8\) for microbatch 7"):
-        stage.forward(7, 0, x[:3], None, accounted=False)
+        stage.forward(7, 0, x[:3], None, counted=False)
     stage = stage_of([nn.Linear(8, 4)], x, out=torch.zeros(4, 5))
     with pytest.raises(RunFailed, match=r"puts out float32 \(4, 4\) for microbatch 7; .*float32 \(4, 5\)"):
-        stage.forward(7, 0, x, None, accounted=False)
+        stage.forward(7, 0, x, None, counted=False)

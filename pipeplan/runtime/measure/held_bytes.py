@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 Holding = dict[int, UntypedStorage]  # by identity; holding the storage keeps its identity from being used again
 
 
-class Account:
+class HeldBytes:
     """Bytes held now and at most, by one rank."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Account:
         """Within the context, add what autograd saves to ``holding``, except storages in ``permanent``.
 
         The hooks hand tensors through unchanged, but with any hooks autograd skips its check for tensors that were
-        changed in place; so only the first microbatches of a run are accounted.
+        changed in place; so only the first microbatches of a run are counted.
         """
 
         def pack(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _same(tensor: Tensor) -> Tensor:
 Kept = Callable[[], Iterator[tuple[Tensor, bool]]]  # tensors, and whether they are in host memory for want of room
 
 
-class StateAccount:
+class StateBytes:
     """Most bytes of what stages train, on the device and, offloaded, in host memory; noted while updates are made.
 
     A storage counts once and in full. ``open`` until everything has been at its largest, because counting takes time.

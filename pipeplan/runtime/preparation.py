@@ -1,0 +1,265 @@
+"""What does a rank have before it trains? Its model, what it got when all met, and its stages.
+
+Stages are as they are at the start or at a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import BadInput
+from .device import exchange_of, kind_of, own_device, place
+from .exchange.collective import (
+    agree,
+    any_rank,
+    clock_offset,
+    replica_groups,
+    share_from,
+    stage_groups,
+    this_machine,
+    transfer_times,
+)
+from .exchange.links import Group, Links, open_links
+from .exchange.transport import exchanging
+from .job import Job
+from .launcher import Launcher
+from .lowering.instructions import Edge
+from .lowering.lowered_run import LoweredRun
+from .measure.held_bytes import HeldBytes, StateBytes
+from .measure.recorder import Recorder, recorder_of
+from .model.fitting import check_buffers, check_model, fitted
+from .model.loading import load_model, load_weights
+from .model.network import TensorSpec
+from .model.weight_copies import refuse_copies
+from .training.half import first_scale, half_type, halved
+from .training.loss_scale import Scaling
+from .training.newest_weights import read_weights_themselves
+from .training.optimizers import schedule_maker
+from .training.rank import Rank
+from .training.stage import StageModule
+from .training.stage_optimizer import BucketBuffers
+from .training.state import restore
+from .training.tied import Stages, Tie, TiedSums, check_ties, separated, share_ties, ties_of
+from .training.update import StageUpdate
+from .training.versions import Keeping, Versions
+
+Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full precision
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[Tie], Masters]:
+    """Return the rank with its model, the weights that stages share, and those in full precision of a model in 16 bits.
+
+    Nobody waits yet, so what is wrong with a model shows first. BadInput when it isn't what the plan is for.
+    """
+    plan, options, lowered = job.plan, job.options, job.lowered()
+    device = own_device(kind_of(options.device, plan.chain.device), launcher.local_rank)
+    cuts = [stage.start for stage in plan.allocation.stages[1:]]
+    model = load_model(job.model, plan.chain.microbatch, options.seed, device)
+    if not model.chain:
+        _refuse_traced(job, lowered)
+    model = fitted(model, plan.chain)
+    if options.load is not None:
+        load_weights(model, options.load)
+    check_buffers(model, plan.chain, cuts)
+    check_ties(model, plan.chain, cuts)
+    ties = ties_of(lowered, model)
+    model = separated(lowered, number, model)
+    masters: Masters = {}
+    half = half_type(plan, options.half)
+    if half is not None:
+        own = [module for s in lowered.stages_of(number) for module in model.modules(plan.allocation.stages[s])]
+        model, masters = halved(model, half, own, device)
+    check_model(model, plan.chain, cuts)
+    rank = Rank(lowered, number, device, model)
+    for s in rank.stages:
+        place(rank.modules(s), device)
+    if isinstance(model.loss, nn.Module):
+        place([model.loss], device)
+    if lowered.reads_newest and not options.evaluates:
+        for s in rank.stages:
+            _prepare_for_newer_weights(rank, s)
+    return rank, ties, masters
+
+
+def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
+    """Raise BadInput with one sentence for what cannot be done with a traced model."""
+    what = {
+        "evaluated, as its trace is that of its training": job.options.evaluates,
+        "run on torch's engine": job.options.engine == "torch",
+        "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
+        "differentiated with newer weights than those of its forwards (weights latest)": lowered.reads_newest,
+    }
+    for words, asked in what.items():
+        if asked:
+            raise BadInput(f"model: {job.model.build} is traced and cannot be {words}; return its layers as a list")
+
+
+def _prepare_for_newer_weights(rank: Rank, s: int) -> None:
+    """See to it that backwards can use newer weights; BadInput for a layer where they cannot. Recomputed ones can."""
+    stage = rank.stage(s)
+    again = {i for first, last in stage.checkpoint for i in range(first, last)}
+    read_weights_themselves(rank.modules(s))
+    for i, layer in enumerate(rank.layers(s), stage.start):
+        if i not in again:
+            refuse_copies(f"layer {i}", layer.name, layer.module, rank.model.cut(i).forward)
+
+
+# --- the meeting ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank has once all have met: how tensors travel, and the groups with which it sums gradients.
+
+    ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
+    each edge and ``transfer_ns`` how long that takes.
+    """
+
+    links: Links
+    groups: Mapping[int, Group]
+    tied_groups: Mapping[Stages, Group]
+    specs: Mapping[Edge, TensorSpec]
+    recorder: Recorder
+    transfer_ns: Mapping[Edge, int]
+
+
+def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters: Masters) -> Meeting:
+    """Meet the other ranks: compare models, connect, and let copies of weights begin equal."""
+    lowered, number, device = rank.lowered, rank.number, rank.device
+    timeout = timedelta(seconds=job.timeout_s(lowered))
+    world = len(lowered.devices)
+    with exchanging("the meeting of the ranks"):
+        store = launcher.open_store()
+        dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
+    agree(number, rank.model.boundaries)
+    with exchanging("the comparison of devices at the start"):
+        exchange = exchange_of(device, this_machine())
+    if by_threads(job, lowered) and exchange == "nccl":  # threads exchange between hosts alone
+        exchange = "staged"
+    links = open_links(lowered, number, exchange, device, timeout)
+    groups = replica_groups(lowered, exchange, timeout)
+    for s in rank.stages:
+        if s in groups:
+            share_from(lowered.ranks_of(s)[0], groups[s], _tensors(rank, s, masters))
+    tied_groups = stage_groups(lowered, dict.fromkeys(tie.stages for tie in ties), exchange, timeout)
+    share_ties(rank, ties, tied_groups, masters)
+    for parameter, master in masters.items():
+        parameter.data.copy_(master)
+    specs = _edge_specs(rank)
+    transfer_ns = transfer_times(lowered, number, specs, links)
+    recorder = recorder_of(device, clock_offset(number, this_machine()))
+    return Meeting(links, groups, tied_groups, specs, recorder, transfer_ns)
+
+
+def by_threads(job: Job, lowered: LoweredRun) -> bool:
+    """Whether threads send and receive, so that messages can come in any order, or late."""
+    return lowered.limit is not None or bool(job.options.link_delay_ns)
+
+
+def _tensors(rank: Rank, s: int, masters: Masters) -> Iterator[Tensor]:
+    """Yield a stage's weights, in full precision, and its buffers, on the device; keep what becomes of ``masters``."""
+    for module in rank.modules(s):
+        for parameter in module.parameters():
+            if parameter in masters:
+                master = masters[parameter].to(parameter.device)
+                yield master
+                masters[parameter].copy_(master)
+            else:
+                yield parameter.data
+        yield from module.buffers()
+
+
+def _edge_specs(rank: Rank) -> dict[Edge, TensorSpec]:
+    specs: dict[Edge, TensorSpec] = {}
+    covers = rank.lowered.program.batch
+    for s, stage in enumerate(rank.lowered.plan.allocation.stages[:-1]):
+        cut = rank.model.cut(stage.stop)
+        specs["F", s], spec = cut.forward, cut.backward
+        specs["B", s + 1] = spec if covers == 1 else TensorSpec((covers, *spec.shape), spec.dtype)
+    return specs
+
+
+# --- the stages -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnStages:
+    """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
+
+    ``tied_sums`` adds up the gradients of ``ties``, the weights that stages share.
+    """
+
+    runners: Mapping[int, StageModule]
+    updates: Mapping[int, StageUpdate]
+    ties: Sequence[Tie]
+    tied_sums: TiedSums
+    scaling: Scaling | None
+    activations: HeldBytes
+    states: StateBytes
+
+
+def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
+    """Return the rank's stages, as they are at the start or at the checkpoint to go on from; ``masters`` are theirs."""
+    plan, options, lowered = job.plan, job.options, rank.lowered
+    activations, states, buffers = HeldBytes(), StateBytes(), BucketBuffers()
+    half = half_type(plan, options.half)
+    scaling = None
+    if half is not None:
+        scaling = Scaling(first_scale(plan, half, options.half), any_rank if lowered.drains else None)
+    runners: dict[int, StageModule] = {}
+    updates: dict[int, StageUpdate] = {}
+    for s in rank.stages:
+        bucket = job.bucket_of(s, lowered.graph.stages[s].parameters)
+        tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
+        group, replicas = meeting.groups.get(s), rank.stage(s).replicas
+        keeping = Keeping(masters, bucket, plan.policy.offload, group is not None, tied, buffers, states.note)
+        runners[s] = _stage_module(job, rank, s, activations, meeting.recorder, keeping)
+        versions = runners[s].versions
+        updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling)
+        states.watch(updates[s].tensors)
+    masters.clear()
+    torch.manual_seed(options.seed + 1 + rank.number)
+    if job.resume is not None:
+        restore(job.resume, rank, runners, scaling)
+    for layer in rank.model.layers if options.evaluates else ():
+        layer.module.eval()
+    tied_sums = TiedSums(rank.model, ties, runners, meeting.tied_groups, meeting.recorder, scaling)
+    return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states)
+
+
+def _stage_module(
+    job: Job, rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, keeping: Keeping
+) -> StageModule:
+    lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
+    scheduler = job.options.scheduler
+    versions = Versions(
+        rank.modules(s),
+        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s),
+        job.make_optimizer,
+        None if scheduler is None else schedule_maker(scheduler),
+        lowered.first.step,
+        lowered.reads_newest,
+        keeping,
+    )
+    has_loss = stage.stop == len(lowered.plan.chain)
+    return StageModule(
+        index=s,
+        pieces=model.pieces(stage),
+        cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
+        versions=versions,
+        activations=activations,
+        divisor=lowered.interval,
+        reads_newest=lowered.reads_newest,
+        device=rank.device,
+        later=recorder.later,
+    )
