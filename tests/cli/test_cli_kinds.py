@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from cases.files import written
+from cases.profile import PROFILE
 from conftest import Command
-from test_cli import PROFILE
 
 from pipeplan.files.plans import load_plan
 from pipeplan.report.tables import print_plan

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases.chains import published, random_chain, random_problem, uneven_chain
+from cases.contiguous import assert_attains, varied_problem
 from oracles.partition import checkpoints, contiguous_optimum
-from test_contiguous import assert_attains, varied_problem
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import pattern_violations, violations

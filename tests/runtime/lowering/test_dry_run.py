@@ -1,5 +1,5 @@
 import pytest
-from test_instructions import chain_of, plan_of
+from cases.lowering import chain_of, plan_of
 
 from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule, Stage

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 from cases.chains import random_problem
+from cases.lowering import chain_of, plan_of
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost import memory_model
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible, InvalidPlan
-from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.plan import make_plan
-from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.problem import Platform, Policy
 from pipeplan.runtime.lowering.instructions import (
     Agree,
     Backward,
@@ -29,16 +30,11 @@ from pipeplan.runtime.lowering.instructions import (
 )
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.repeats import Repeat, Repeated
-from pipeplan.schedule.pattern import device_uses, in_flight, make_pattern, most_in_flight, starts_of
+from pipeplan.schedule.pattern import device_uses, in_flight, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.weight_versions import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
-
-
-def chain_of(times, output=0):
-    layers = tuple(Layer(f"layer{i}", f, b, 4, output) for i, (f, b) in enumerate(times))
-    return Chain("by hand", layers, 4)
 
 
 def lists_of(chain, stages, *, weights, interval, microbatches):
@@ -73,9 +69,6 @@ def short(instructions):
 
 
 TWO_STAGES = [Stage(0, 1, (0,)), Stage(1, 2, (1,))]
-
-
-ENDLESS = Schedule()
 
 
 def test_flush_of_two_stages_is_1f1b():
@@ -321,17 +314,6 @@ def test_too_few_microbatches_per_update_are_refused():
             interval=1,
             microbatches=12,
         )
-
-
-def plan_of(chain, stages, policy, schedule=ENDLESS):
-    platform = Platform.flat(1 + max(d for stage in stages for d in stage.devices), 10**12)
-    graph = stage_graph(chain, platform, policy, stages)
-    pattern = make_pattern(
-        graph,
-        [sum(op.duration_ns for op in graph.operations[:i]) for i in range(len(graph.operations))],
-        graph.path_ns,
-    )
-    return Plan(chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("by hand"), schedule)
 
 
 def test_prepare_maps_ranks_to_used_devices():

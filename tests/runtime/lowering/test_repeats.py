@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from cases.chains import random_problem
-from test_instructions import chain_of
+from cases.lowering import chain_of
 
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_report import replayed, script_of
+from cases.measured import replayed, script_of
 
 from pipeplan.cost.time_model import backward_ns, forward_ns
 from pipeplan.errors import BadInput

@@ -1,0 +1,80 @@
+"""Small instances of the exact contiguous search, and what its answers attain."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from cases.chains import random_chain, random_problem
+from oracles.partition import ContiguousJudge
+
+from pipeplan.plan import Allocation
+from pipeplan.problem import Problem
+
+WEIGHTS = ("flush", "2bw", "stash", "latest")
+
+
+def varied_problem(seed: int) -> Problem:
+    """Return a small instance; the features it has depend on the seed."""
+    rng = random.Random(seed)
+    layers, devices = rng.choice((1, 2, 3, 4, 5, 5, 6, 6)), rng.choice((1, 2, 3, 3, 4, 4))
+
+    def maybe(chance: float = 0.4) -> bool:
+        return rng.random() < chance
+
+    problem = random_problem(
+        rng,
+        layers,
+        devices,
+        weights=WEIGHTS,
+        checkpointing=rng.choice(("none", "stages", "stages", "stages")),
+        replicas=maybe(0.6),
+        edges=maybe(),
+        saved=maybe(),
+        optimizer=maybe(),
+        levels=maybe(0.6),
+        latency=maybe(),
+        speeds=maybe(),
+        duplex=maybe(),
+    )
+    chain = problem.chain
+    if maybe(0.5):  # light weights, so that memory binds through what is in flight
+        chain = replace(chain, layers=tuple(replace(x, weight_bytes=x.weight_bytes // 3) for x in chain.layers))
+    if maybe(0.5):  # much to save behind small inputs, so that recomputation pays
+        saved = [replace(x, saved_bytes=rng.randint(5, 30)) for x in chain.layers]
+        chain = replace(chain, layers=tuple(replace(x, output_bytes=min(x.output_bytes, 3)) for x in saved))
+    if layers > 2 and maybe(0.2):
+        i = rng.randrange(layers - 1)
+        chain = replace(chain, tied=((i, rng.randrange(i + 1, layers)),))
+    if maybe(0.2):
+        chain = replace(chain, layers=tuple(replace(x, parameters=rng.randint(0, 9)) for x in chain.layers))
+    if maybe(0.2):
+        zeros = random_chain(rng, layers, zero_times=True)
+        pairs = zip(chain.layers, zeros.layers, strict=True)
+        timed = (replace(x, forward_ns=y.forward_ns, backward_ns=y.backward_ns) for x, y in pairs)
+        chain = replace(chain, layers=tuple(timed))
+    policy = replace(
+        problem.policy,
+        accumulate=rng.randint(1, 5) if maybe() else None,
+        optimizer=rng.choice(("sgd", "sgd", "momentum", "adam")),
+        precision=rng.choice(("fp32", "fp32", "mixed")),
+        offload=maybe(0.2),
+        vertical_sync=maybe(0.3),
+        bucket_parameters=5,
+    )
+    spare = rng.choice((0, 0, 5, 10, 20, 40, 60))
+    larger = tuple(replace(x, memory_bytes=x.memory_bytes + spare) for x in problem.platform.devices)
+    return replace(problem, chain=chain, policy=policy, platform=replace(problem.platform, devices=larger))
+
+
+def assert_attains(problem: Problem, allocation: Allocation) -> None:
+    """The stages are an allocation in platform order whose own smallest period is the claimed one."""
+    stages = allocation.stages
+    assert [stage.start for stage in stages] == [0, *(stage.stop for stage in stages[:-1])]
+    assert stages[-1].stop == len(problem.chain)
+    assert allocation.contiguous
+    period = allocation.claimed_period_ns
+    assert period is not None
+    judge = ContiguousJudge(problem)
+    assert judge.valid(stages, period)
+    assert not judge.valid(stages, period - 1)
