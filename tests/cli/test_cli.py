@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.even_profile import LAYERS, PROFILE
 from cases.files import written
 from cases.patience import SECONDS
-from cases.profile import LAYERS, PROFILE
 from conftest import Command
 
 from pipeplan.cli import COMMANDS

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.even_profile import PROFILE
 from cases.files import written
-from cases.profile import PROFILE
 from conftest import Command
 
 from pipeplan.files.plans import load_plan

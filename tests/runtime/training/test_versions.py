@@ -31,7 +31,8 @@ def test_an_update_works_in_place_when_nothing_needs_the_old_version():
     before = module.weight.untyped_storage().data_ptr()
     versions = Versions([module], Counter({0: 2, 1: 2}), optimizer_maker("sgd", 0.1))
     x = torch.ones(1, 3)
-    expected = module.weight.detach() - 0.1 * torch.autograd.grad(module(x).pow(2).sum(), module.weight)[0]
+    (gradient,) = torch.autograd.grad(module(x).pow(2).sum(), module.weight)
+    expected = module.weight.detach().add(gradient, alpha=-0.1)  # one fused operation, as SGD's, where there is one
     step(versions, module, 0, x)
     versions.update(1)
     versions.install(1)
