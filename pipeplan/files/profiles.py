@@ -12,7 +12,6 @@ import msgspec
 from ..errors import BadInput
 from ..problem import Chain, Layer
 from .forms import Positive, converted, form, json_text, read_json
-from .graph_txt import read_graph_text
 from .profile_rules import check_chain
 from .text import read_text
 
@@ -35,6 +34,8 @@ def read_profile(path: str) -> Chain:
         raise BadInput(f"{path}: is empty; a profile is JSON or a graph.txt")
     if text.lstrip()[0] in "{[":
         return chain_of(read_json(text, ProfileFile, path), path)
+    from .graph_txt import read_graph_text  # networkx takes longer to load than most plans to find
+
     return read_graph_text(text, Path(path).name.split(".")[0], path)
 
 
