@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .check.evaluate import evaluate as evaluate
     from .check.validate import violations as violations
@@ -53,6 +55,3 @@ else:
     def __dir__():
         """Return the public names, used or not, beside what is here already."""
         return [*globals(), *_HOMES]
-
-
-__version__ = "0.1.0"

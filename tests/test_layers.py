@@ -10,7 +10,7 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "errors integers units problem plan"
+NOUNS = "version errors integers units problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -19,6 +19,7 @@ TORCH_FREE = [
 
 # A room, and the rooms above it in this list that it may import. A module lies in the longest room that names it.
 LAW = {
+    "version": "",
     "errors": "",
     "integers": "",
     "units": "errors",

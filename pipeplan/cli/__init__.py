@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import click
 
-from .. import __version__
 from ..errors import InvalidPlan, PipeplanError
+from ..version import __version__
 
 # name -> (module, one line for --help); each module has the click command as ``command``
 COMMANDS = {

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import __version__
 from ..check.bounds import any_bound
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
@@ -21,6 +20,7 @@ from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
+from ..version import __version__
 from .explain import why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .portfolio import EFFORTS, propose_contiguous, search

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import __version__
 from ...check.bounds import any_bound
 from ...check.validate import check
 from ...errors import BadInput, Infeasible
 from ...plan import Allocation, Plan, Provenance, Schedule, Stage
+from ...version import __version__
 from ..explain import why_no_grid_fits, why_not_asked
 from ..incumbent import Settings
 from ..plan import Planned

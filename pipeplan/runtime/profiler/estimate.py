@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ... import __version__
 from ...errors import BadInput, PipeplanError
 from ...files.accelerators import Accelerator
+from ...version import __version__
 from .clock import Clock
 from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
 from .steps import USUAL, MeasureOptions

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ... import __version__
 from ...errors import BadInput
 from ...problem import Chain, Layer
+from ...version import __version__
 from ..model.contract import contract, is_whole
 from ..model.network import (
     LayerCode,
