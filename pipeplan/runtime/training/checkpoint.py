@@ -192,6 +192,8 @@ def about(path: Path) -> Checkpoint:
         raise BadInput(f"{place}: its checksum is {said.sum():08x}, not {said.crc32:08x} as when it was written")
     if path.name != folder_of(said.position.step):
         raise BadInput(f"{place}: is of update {said.position.step}")
+    if said.seed.bit_length() > 64:
+        raise BadInput(f"{place}: seed: has {said.seed.bit_length()} bits")
     if not said.files or set(said.files) != {file_of(rank) for rank in range(len(said.files))}:
         raise BadInput(f"{place}: files: has other names than those of ranks, from {file_of(0)} on")
     for name, file in said.files.items():
