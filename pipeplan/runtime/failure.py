@@ -13,6 +13,7 @@ from ..errors import BadInput, InvalidPlan, PipeplanError, RunFailed
 from .exchange.transport import PeerLost
 from .executor import OperationFailed
 from .lowering.instructions import sentence
+from .model.user_code import said
 
 Kind = Literal["input", "failed", "died", "lost"]
 ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
@@ -45,7 +46,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         return Failure(rank, "input", str(error), trace)
     if isinstance(error, PeerLost):
         return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace)
-    what = str(error) if isinstance(error, PipeplanError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, PipeplanError) else said(error)
     return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
 
 
