@@ -9,7 +9,7 @@ import click
 
 from ..problem import Platform, Problem
 from ..units import parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON
+from .options import DEFAULT_BANDWIDTH, JSON, Output, refuse_two_documents
 
 
 @click.command()
@@ -20,7 +20,7 @@ from .options import DEFAULT_BANDWIDTH, JSON
 @click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
 @click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
 @click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
-@click.option("--recalibrated", metavar="FILE", help="Plan and trace: write the profile scaled to measured times.")
+@click.option("--recalibrated", type=Output(), help="Plan and trace: write the profile scaled to measured times.")
 @JSON
 def command(
     one: str,
@@ -42,6 +42,7 @@ def command(
     \b
     Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
+    refuse_two_documents(as_json, recalibrated=recalibrated)
     from ..files.text import read_text
     from ..runtime.measure.trace_file import is_measured
 
@@ -95,5 +96,5 @@ def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_
         write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run)))
     if as_json:
         click.echo(json.dumps(asdict(comparison(loaded, run)), indent=1))
-    else:
+    elif recalibrated != "-":
         print_comparison(loaded, run)
