@@ -27,9 +27,9 @@ ProfileFile = form(
 )
 
 
-def read_profile(path: str) -> Chain:
-    """Return the chain in a profile: this project's JSON, or PipeDream's ``graph.txt``."""
-    text = read_text(path)
+def read_profile(path: str, text: str | None = None) -> Chain:
+    """Return the chain in a profile, ``text`` if it was read: this project's JSON, or PipeDream's ``graph.txt``."""
+    text = read_text(path) if text is None else text
     if not text.strip():
         raise BadInput(f"{path}: is empty; a profile is JSON or a graph.txt")
     if text.lstrip()[0] in "{[":
@@ -44,11 +44,16 @@ def chain_of(form: Any, place: str) -> Chain:
     chain = converted(form, Chain)
     if chain.edges is not None:
         chain = replace(chain, edges=tuple(sorted(set(chain.edges))))
+    check_profile(chain, place)
+    return chain
+
+
+def check_profile(chain: Chain, place: str) -> None:
+    """Raise BadInput, starting with ``place``, where a file that holds ``chain`` would be refused."""
     try:
         check_chain(chain, lambda i: f"$.layers[{i}]")
     except BadInput as error:
         raise BadInput(f"{place}: {error}") from None
-    return chain
 
 
 def profile_keys(chain: Chain) -> dict[str, Any]:
