@@ -55,7 +55,7 @@ def command(
         _compare_run(one, other, run, recalibrated, as_json)
         return
     if recalibrated is not None:
-        raise click.UsageError("--recalibrated goes with a plan and the trace of its run")
+        raise click.UsageError(f"--recalibrated goes with a plan and the trace of its run, which {other} is not")
     if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
         raise click.UsageError("say either --plan, or --gpus and --mem")
 
@@ -64,7 +64,7 @@ def command(
     from ..planner.carry import carried, matching_chain
     from ..report.differences import difference_figures, paired_layers, print_carried, print_differences
 
-    before, after = read_profile(one), read_profile(other, text)
+    after, before = read_profile(other, text), read_profile(one)
     pairs = paired_layers(before, after)
     result = loaded = None
     if plan is not None:

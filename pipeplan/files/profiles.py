@@ -44,16 +44,8 @@ def chain_of(form: Any, place: str) -> Chain:
     chain = converted(form, Chain)
     if chain.edges is not None:
         chain = replace(chain, edges=tuple(sorted(set(chain.edges))))
-    check_profile(chain, place)
+    check_chain(chain, place)
     return chain
-
-
-def check_profile(chain: Chain, place: str) -> None:
-    """Raise BadInput, starting with ``place``, where a file that holds ``chain`` would be refused."""
-    try:
-        check_chain(chain, lambda i: f"$.layers[{i}]")
-    except BadInput as error:
-        raise BadInput(f"{place}: {error}") from None
 
 
 def profile_keys(chain: Chain) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import msgspec
 
 from ...errors import BadInput
 from ...files.forms import Count, Positive, converted, form, read_json
-from ...files.profiles import check_profile, digest
+from ...files.profile_rules import check_chain
+from ...files.profiles import digest
 from ...plan import Plan
 from ...problem import Chain
 from .report import DeviceActivations, RunReport, StageTimes, TransferTime
@@ -198,7 +199,7 @@ def recalibrated(plan: Plan, run: MeasuredRun, place: str) -> Chain:
             layers[i] = replace(layers[i], forward_ns=f, backward_ns=b, optimizer_ns=u, backward_weight_ns=part)
     source = f"{chain.source}; scaled to the stages of a run".removeprefix("; ")
     scaled = replace(chain, layers=tuple(layers), source=source)
-    check_profile(scaled, f"{place}: makes no profile")
+    check_chain(scaled, f"{place}: makes no profile")
     return scaled
 
 
