@@ -25,7 +25,7 @@ READERS: dict[str, tuple[str, ...]] = {
         f"plan {{}} {QUICK} --no-replicas --json",
         "plan {} --gpus 2 --mem 100MB --algorithm pipedream --weights stash -o out.json",
         "plan {} --gpus 3 --mem 1GB --algorithm balance --granularity articulation --precision mixed --optimizer adam",
-        "plan {} --gpus 2 --mem 1GB --algorithm contiguous --weights flush --granularity 10% --time-limit 4s -o out.json",
+        f"plan {{}} {QUICK} --weights flush --granularity 10% -o out.json",
         f"plan - {QUICK} -o out.json",
         "compare {} --gpus 1,2 --mem 1GB --algorithms contiguous,pipedream --csv out.csv",
         "grid {} --time-limit 4s --gpus 2 --mem 1GB --batch 16 --microbatch 1,8 -o out.json",
