@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from pathlib import Path
+from typing import Any
 
 from cases.chains import random_chain
 from cases.even_profile import PROFILE
@@ -46,13 +48,14 @@ ACCELERATOR = {
     "name": "mine", "memory": "8GiB", "bandwidth": "50GB/s", "tflops": {"float32": 1.5, "float16": 6}, "link": "10GB/s",
     "launch": "2us",
 }  # fmt: skip
+RANKS = {"rank-00000.pt": b"0" * 100, "rank-00001.pt": b"1" * 20}  # what a checkpoint's files hold
 RUN_JSON = {
-    "format": "pipeplan-checkpoint/1",
+    "format": "pipeplan-checkpoint/2",
     "position": {"step": 40, "microbatch": 80},
     "model": "gpt-tiny",
     "seed": 0,
-    "ranks": 2,
-    "files": {"__0_0.distcp": 100, ".metadata": 20},
+    "files": {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in RANKS.items()},
+    "crc32": 0,
 }
 PLANS = {  # how each kind of plan is made
     "pattern": ["plan", "chain.json", *FLAT],
@@ -107,7 +110,7 @@ def good_files(folder: Path) -> dict[str, list[str]]:
         "graph": {"graph.txt": GRAPH},
         "platform": {"levels-platform.json": json.dumps(LEVELS), "unequal-platform.json": json.dumps(UNEQUAL)},
         "accelerator": {"accelerator.json": json.dumps(ACCELERATOR)},
-        "checkpoint": {"run.json": json.dumps(RUN_JSON)},
+        "checkpoint": {"run.json": summed(RUN_JSON)},
     }
     for files in found.values():
         _write(folder, files)
@@ -121,6 +124,12 @@ def good_files(folder: Path) -> dict[str, list[str]]:
     found["trace"] = {f"{name}-trace.json": _trace(load_plan(str(folder / f"{name}-plan.json"))) for name in TRACED}
     _write(folder, found["trace"])
     return {kind: list(files) for kind, files in found.items()}
+
+
+def summed(document: dict[str, Any]) -> str:
+    """Return the JSON of a checkpoint's ``run.json`` with the checksum that goes with it."""
+    text = json.dumps(document | {"crc32": 0}, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(document | {"crc32": zlib.crc32(text.encode())})
 
 
 def _trace(plan: Plan) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 from cases.fuzz.broken import broken_bytes, odd_json, odd_text
-from cases.fuzz.good import good_files
+from cases.fuzz.good import RANKS, good_files, summed
 from cases.fuzz.judge import Case, called, faults, snapshot, watched, written_faults
 
+from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.profiles import ProfileFile, chain_of, digest
 
@@ -103,6 +106,9 @@ class Readers:
             data = odd_json(rng, json.loads(data)).encode(errors="replace")
         if kind == "plan" and rng.random() < 0.7:
             data = self._consistent(name, data)
+        if kind == "checkpoint" and rng.random() < 0.7:
+            with suppress(ValueError, TypeError, RecursionError):
+                data = summed(json.loads(data)).encode()
         command = rng.choice(READERS[kind])
         plan = good.replace("-trace", "-plan")
         arguments = (word.replace("{plan}", plan).replace("{}", name) for word in command.split())
@@ -151,9 +157,16 @@ class Readers:
 
         folder = self.folder / CHECKPOINTS / "step-00000040"
         folder.mkdir(parents=True, exist_ok=True)
-        for name, size in (("__0_0.distcp", 100), (".metadata", 20)):
-            (folder / name).write_bytes(bytes(size))
-        (folder / case.name).write_bytes(case.data)
+        for name, data in (RANKS | {"run.json": case.data}).items():
+            (folder / name).write_bytes(data)
+
+        def look() -> None:
+            try:
+                newest(folder.parent)
+            except BadInput as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise SystemExit(error.exit_code) from error
+
         before = snapshot(folder)
-        outcome = watched(lambda: newest(folder.parent), self.folder)
-        return faults(outcome, before, snapshot(folder))
+        outcome = watched(look, self.folder)
+        return faults(outcome, before, snapshot(folder), [CHECKPOINTS])
