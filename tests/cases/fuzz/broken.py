@@ -9,6 +9,7 @@ import gzip
 import json
 import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 DEEP = 100_000
@@ -147,8 +148,9 @@ CHANGES = (
 def odd_json(rng: random.Random, document: Any) -> str:
     """Return the JSON of ``document`` after one to three random changes of what it says."""
     document = json.loads(json.dumps(document))
+    change = rng.choice((_odd, _odd, _near))
     for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
-        document = _odd(rng, document)
+        document = change(rng, document)
     return _text(document)
 
 
@@ -157,6 +159,25 @@ def odd_text(rng: random.Random, data: bytes) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 3))):
         data = rng.choice((_token, _token, _token, _line))(rng, data)
     return data
+
+
+def _near(rng: random.Random, document: Any) -> Any:
+    """Change one number to a plausible one, so that what is read is as often good as not."""
+    numbers = [(inside, key) for inside, key in _leaves(document) if type(inside[key]) is int]
+    if numbers:
+        inside, key = rng.choice(numbers)
+        old = inside[key]
+        inside[key] = rng.choice((old + 1, old - 1, old + rng.randint(0, 9), old * 2, old // 2, old * 1000, 0, 1))
+    return document
+
+
+def _leaves(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what holds each leaf, and its key there."""
+    for key, value in document.items() if isinstance(document, dict) else enumerate(document):
+        if isinstance(value, (dict, list)):
+            yield from _leaves(value)
+        else:
+            yield document, key
 
 
 def _odd(rng: random.Random, document: Any) -> Any:
@@ -207,7 +228,8 @@ def _value(rng: random.Random, document: Any, old: Any) -> Any:
     return rng.choice((None, True, False, [], {}, [[]], [0], [0, 1], [1, 0], [0] * 1000, {"a": 1}, [None]))
 
 
-def _places(document: Any, path: tuple[Any, ...]) -> Any:
+def _places(document: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of everything inside ``document``."""
     children = (
         document.items() if isinstance(document, dict) else enumerate(document if isinstance(document, list) else ())
     )

@@ -140,18 +140,23 @@ def snapshot(*folders: Path) -> Snapshot:
 
 
 def faults(
-    outcome: Outcome, before: Snapshot, after: Snapshot, names: Sequence[str] = (), outputs: Sequence[str] = ()
+    outcome: Outcome,
+    before: Snapshot,
+    after: Snapshot,
+    names: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+    debugged: bool = False,
 ) -> list[str]:
     """Return which rules were broken; where input is refused, one of the files ``names``, if any, has to be named.
 
-    Only ``outputs`` may be new or changed, and only on success.
+    Only ``outputs`` may be new or changed, and only on success; only who asks for it (``debugged``) gets a traceback.
     """
     found = []
     if outcome.raised is not None:
         found.append(outcome.raised)
     elif outcome.code not in CODES:
         found.append(f"exit code {outcome.code}")
-    if "Traceback (most recent call last)" in outcome.out + outcome.err:
+    if "Traceback (most recent call last)" in outcome.out + outcome.err and not debugged:
         found.append("a traceback is printed")
     found += [f"warned: {text}" for text in outcome.warned]
     if outcome.grown > BYTES:
