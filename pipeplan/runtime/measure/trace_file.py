@@ -64,8 +64,8 @@ class MeasuredRun(msgspec.Struct, forbid_unknown_fields=True):
     devices: tuple[MeasuredDevice, ...]
 
 
-class _Trace(msgspec.Struct):
-    """A run's trace without its events."""
+class TraceFile(msgspec.Struct):
+    """A run's trace; of its events nothing is read."""
 
     about: MeasuredRun = msgspec.field(name="otherData")
 
@@ -143,7 +143,7 @@ def read_measured(path: str, text: str) -> MeasuredRun | None:
     if isinstance(keys.about, msgspec.Raw):
         with suppress(msgspec.ValidationError):
             if msgspec.json.decode(keys.about, type=_Format).format.startswith("pipeplan-measured/"):
-                return read_json(text, _Trace, path).about
+                return read_json(text, TraceFile, path).about
     elif keys.events is msgspec.UNSET:
         return None
     raise BadInput(
