@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases.chains import random_chain, random_platform
 from cases.files import CHAIN, edited, written
 
+from pipeplan.errors import Infeasible
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.planner.derived import derived
@@ -18,14 +22,19 @@ from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.html import report_html
 from pipeplan.report.tables import bound_figures, headline, print_plan
 
-PROFILE = Path(__file__).parents[2] / "profiles" / "resnet50-1000-b8-v100.json"
+PROFILES = Path(__file__).parents[2] / "profiles"
 OPTIMUM_NS = 172478586  # of contiguous plans without replicas on four GPUs of 16 GB
 
 
 @pytest.fixture(scope="module")
 def slow():
     """PipeDream's plan of ResNet-50, of twice the period that is optimal in its class."""
-    problem = Problem(read_profile(str(PROFILE)), Platform.flat(4, 16 * 10**9), Policy(accumulate=8), False)
+    problem = Problem(
+        read_profile(str(PROFILES / "resnet50-1000-b8-v100.json")),
+        Platform.flat(4, 16 * 10**9),
+        Policy(accumulate=8),
+        False,
+    )
     plan = make_plan(problem, "pipedream").plan
     assert plan.pattern is not None
     assert plan.pattern.period_ns > 2 * OPTIMUM_NS
@@ -121,14 +130,18 @@ def test_bounds_on_patterns_prove_nothing_where_there_is_none_or_it_drains(weigh
 
 
 def test_what_the_planner_proves_can_be_derived_from_the_file(tmp_path):
-    classes = set()
-    for gpus, memory, replicas in ((4, 12, True), (4, 12, False), (2, 16, False), (4, 6, False)):
-        problem = Problem(read_profile(str(PROFILE)), Platform.flat(gpus, memory * 10**9), replicas=replicas)
-        for checkpointing in ("none", "stages"):
-            plan = make_plan(replace(problem, checkpointing=checkpointing)).plan
-            again = load_plan(written(tmp_path, plan_text(plan)))
-            proved, found = derived(again)
-            assert found == []
-            assert proved.lower_bounds == plan.lower_bounds
-            classes |= {bound.allocation for bound in plan.lower_bounds}
-    assert classes == {"contiguous", "one-special", "any"}
+    problem = Problem(read_profile(str(PROFILES / "vgg16-224-b32-v100.json")), Platform.flat(2, 6 * 10**9))
+    plans = [make_plan(replace(problem, replicas=False, checkpointing="none")).plan]
+    assert [bound.allocation for bound in plans[0].lower_bounds] == ["contiguous", "one-special", "any"]
+    for seed in range(40):
+        rng = random.Random(seed)
+        chain, platform = random_chain(rng, 6, edges=seed % 2 == 0, optimizer=True), random_platform(rng, 3)
+        weights, checkpointing = rng.choice(("2bw", "stash")), rng.choice(("none", "stages", "segments"))
+        problem = Problem(chain, platform, Policy(weights), rng.random() < 0.5, checkpointing)
+        with suppress(Infeasible):
+            plans.append(make_plan(problem, effort="quick").plan)
+    assert sum(plan.lower_bounds[0].allocation == "contiguous" for plan in plans) > 10
+    for plan in plans:
+        proved, found = derived(load_plan(written(tmp_path, plan_text(plan))))
+        assert found == []
+        assert proved.lower_bounds == plan.lower_bounds
