@@ -24,6 +24,7 @@ from .lowering.instructions import (
     edge_into,
     sentence,
 )
+from .lowering.repeats import Repeated
 from .measure.recorder import HostRecorder, Recorder, Times
 from .model.user_code import RAISED
 from .training.stage import StageModule
@@ -50,9 +51,9 @@ class RankWork:
     and target, ``updates`` make the stages' updates, after ``agree(version)`` where all ranks must agree on them, and
     after ``reduce_tied(stages, version)`` where stages share weights,
     ``progress`` hears the index of each instruction before it is carried out. Microbatches below ``counted`` are
-    counted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin;
-    ``save(step)`` writes a checkpoint and ``updated(stage, version)`` hears of updates. ``recorder`` notes when all
-    this happens.
+    counted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin, and
+    ``over(instruction)`` True where it will be, of those behind it too; ``save(step)`` writes a checkpoint and
+    ``updated(stage, version)`` hears of updates. ``recorder`` notes when all this happens.
     """
 
     stages: Mapping[int, StageModule]
@@ -64,6 +65,7 @@ class RankWork:
     progress: Callable[[int], None]
     counted: int
     allows: Callable[[Instruction], bool]
+    over: Callable[[Instruction], bool]
     save: Callable[[int], None]
     updated: Callable[[int, int], None]
     evaluates: bool = False
@@ -150,7 +152,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
 
     transport.start()
     idle_since = recorder.mark()
-    for index in range(len(instructions)) if order is None else order:
+    for index in Repeated.of(instructions).places(work.over) if order is None else order:
         instruction = instructions[index]
         if not work.allows(instruction):
             continue

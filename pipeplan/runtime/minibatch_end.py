@@ -43,6 +43,10 @@ class MiniBatchEnd:
         self._begun = minibatch
         return True
 
+    def over(self, instruction: Instruction) -> bool:
+        """Whether the instruction's mini-batch will not be begun any more, as one was refused."""
+        return self._refused is not None and self._rank.lowered.minibatch(instruction) > self._begun
+
     def save_if_refused(self) -> None:
         """Write a checkpoint of what there is if the run was asked to stop, unless there is one already."""
         if self._refused is not None and self._refused != self._saved:

@@ -96,6 +96,7 @@ def _work(
         # hooks that are there anyway can count everything
         counted=lowered.last.microbatch if lowered.reads_newest else lowered.first.microbatch + lowered.filled,
         allows=end.allows,
+        over=end.over,
         save=end.save,
         updated=end.updated,
         evaluates=job.options.evaluates,
