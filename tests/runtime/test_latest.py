@@ -9,11 +9,11 @@ torch = pytest.importorskip("torch")
 
 from cases import faults
 from cases import runtime as runtime_cases
+from cases.newest_models import MODELS, exploding, image_layers, images, normed, sequences
 from cases.runtime import chain_of, largest_difference, plan_of
 from click.testing import CliRunner
-from oracles.newest_weights import Emulation, SelfAttention, States, add, mean_square, own_weights
+from oracles.newest_weights import Emulation, add, mean_square, own_weights
 from torch import nn
-from torch.nn.utils import parametrizations
 
 from pipeplan import zoo
 from pipeplan.check.bounds import any_bound
@@ -37,85 +37,6 @@ from pipeplan.schedule.weight_versions import kept_by_stages, used, weight_polic
 STEPS, LR = 20, 0.05
 
 
-# --- models, built and fed by every rank -----------------------------------------------------------------------------
-
-
-def sequence_layers():
-    torch.manual_seed(11)
-    return [
-        States(nn.LSTM, 6, 8),
-        nn.LayerNorm(8),
-        SelfAttention(8, 2),
-        nn.BatchNorm1d(5),
-        States(nn.GRU, 8, 6),
-        nn.Linear(6, 8),
-        nn.Tanh(),
-        nn.Linear(8, 3),
-    ]
-
-
-def sequences(batch):
-    return sequence_layers(), torch.zeros(batch, 5, 6), nn.functional.mse_loss
-
-
-def sequence_data(index, seed):
-    generator = torch.Generator().manual_seed(1000 * seed + index)
-    return torch.randn(4, 5, 6, generator=generator), torch.randn(4, 5, 3, generator=generator)
-
-
-def image_layers():
-    torch.manual_seed(12)
-    layers = [
-        nn.Conv2d(2, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 2),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-        nn.BatchNorm1d(10),
-        nn.Linear(10, 3),
-    ]
-    return [layer.double() for layer in layers]
-
-
-def images(batch):
-    return image_layers(), torch.zeros(batch, 2, 7, 7, dtype=torch.float64), nn.functional.mse_loss
-
-
-def image_data(index, seed):
-    generator = torch.Generator().manual_seed(1000 * seed + index)
-    pair = torch.randn(4, 2, 7, 7, generator=generator), torch.randn(4, 3, generator=generator)
-    return pair[0].double(), pair[1].double()
-
-
-MODELS = {
-    "sequences": (sequences, sequence_layers, sequence_data),
-    "images": (images, image_layers, image_data),
-}
-
-
-def normed(batch):
-    layers = [nn.Linear(16, 16), parametrizations.weight_norm(nn.Linear(16, 16)), nn.Linear(16, 16)]
-    return layers, torch.zeros(batch, 16), runtime_cases.mean_square
-
-
-class Exploding(nn.Module):
-    """A layer whose output is no number in its sixth use in training: the check for copies, and five microbatches."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += self.training
-        return self.linear(x) * (float("nan") if self.calls > 5 else 1.0)
-
-
-def exploding(batch):
-    return [nn.Linear(16, 16), Exploding(), nn.Linear(16, 16)], torch.zeros(batch, 16), runtime_cases.mean_square
-
-
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +51,7 @@ def nf1b_plan(chain, stages, batch, *, limit=None, vertical_sync=False, optimize
 
 
 def spec(name):
-    return ModelSpec(f"test_latest:{name}", f"test_latest:{name.removesuffix('s')}_data")
+    return ModelSpec(f"cases.newest_models:{name}", f"cases.newest_models:{name.removesuffix('s')}_data")
 
 
 TWO, THREE = [(0, 4), (4, 9)], [(0, 2), (2, 5), (5, 9)]
@@ -421,7 +342,7 @@ def written(tmp_path_factory):
     bound = any_bound(Problem(plan.chain, plan.platform, plan.policy))
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(plan_text(replace(plan, lower_bounds=(bound,))))
-    return path, "--model", "test_latest:sequences", "--data", "test_latest:sequence_data"
+    return path, "--model", "cases.newest_models:sequences", "--data", "cases.newest_models:sequence_data"
 
 
 def command(*arguments):
@@ -474,14 +395,16 @@ def vectors_plan(model, **options):
 def test_a_layer_that_keeps_copies_of_its_weights_is_refused_by_name():
     plan = vectors_plan(normed)
     with pytest.raises(BadInput, match=r"model: layer 1 \(.*\) keeps a copy of its weights, float32 \(16, 1\)"):
-        run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), RunOptions(steps=2, lr=LR))
+        run_plan(plan, ModelSpec("cases.newest_models:normed", "cases.runtime:vectors"), RunOptions(steps=2, lr=LR))
 
 
 def test_it_runs_where_the_plan_recomputes_it():
     plan = vectors_plan(normed)
     stages = (plan.allocation.stages[0], replace(plan.allocation.stages[1], checkpoint=((1, 2),)))
     plan = replace(plan, allocation=Allocation(stages))
-    report = run_plan(plan, ModelSpec("test_latest:normed", "cases.runtime:vectors"), RunOptions(steps=8, lr=LR))
+    report = run_plan(
+        plan, ModelSpec("cases.newest_models:normed", "cases.runtime:vectors"), RunOptions(steps=8, lr=LR)
+    )
     assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
 
 
@@ -491,13 +414,17 @@ def test_a_loss_that_is_no_number_is_named():
         "rank 1 failed in the forward of microbatch 4 on stage 1: the loss is nan for microbatch 4; a lower learning"
     )
     with pytest.raises(RunFailed, match=words):
-        run_plan(plan, ModelSpec("test_latest:exploding", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
+        run_plan(plan, ModelSpec("cases.newest_models:exploding", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
 
 
 def test_data_of_another_shape_is_named():
     plan = nf1b_plan(chain_of(images, 4), TWO, 2)
     with pytest.raises(RunFailed, match=r"rank 0 failed .* stage 0 gets float32 \(4, 5, 6\) for microbatch 0"):
-        run_plan(plan, ModelSpec("test_latest:images", "test_latest:sequence_data"), RunOptions(steps=2, lr=LR))
+        run_plan(
+            plan,
+            ModelSpec("cases.newest_models:images", "cases.newest_models:sequence_data"),
+            RunOptions(steps=2, lr=LR),
+        )
 
 
 def test_a_failing_backward_names_all_its_microbatches():
