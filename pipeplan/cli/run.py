@@ -97,7 +97,7 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
     type=click.IntRange(1),
     help="Remove older ones than N.  [default: keep all]",
 )
-@click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
+@click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint, if there is one.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
 @click.option("--trace", metavar="FILE", help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
 @click.option(

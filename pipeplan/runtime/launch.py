@@ -88,7 +88,7 @@ def _peers(options: RunOptions) -> Peers:
     """Return the processes that look after the folder of checkpoints with this one."""
     if options.checkpoint is None or not _is_under_torchrun():
         return Alone()
-    timeout_s = LEAST_TIMEOUT_S if options.timeout_s is None else options.timeout_s
+    timeout_s = max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
     return StorePeers(_torchrun_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
 
 

@@ -211,7 +211,7 @@ def kills(ranks: int) -> dict[str, Callable[[Setting], str]]:
     add("killed before the name", "flushed", 0, 2)
     add("killed after the name", "rename", 0, 4)
     add("killed inside the removal of the older one", "remove", 0, 4)
-    add("launcher killed in the middle of a file", "launcher", ranks - 1, 2)
+    add("launcher killed in the middle of a file", "launcher", ranks - 1, 2, 4)  # they may be through by then
     for rank in (0, ranks - 1):
         add("stopped in the middle of its file", "stopped", rank, 2)
         add("disk full in the middle of its file", "full", rank, 2)
