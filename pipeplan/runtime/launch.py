@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,13 +33,16 @@ from .lowering.lowered_run import LoweredRun
 from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
 from .model.spec import ModelSpec
+from .model.user_code import RAISED
 from .options import RunOptions
+from .own_processes import is_here, is_stopped, listen_here, our_imports_alone, settle_in
 from .peers import StorePeers, writing_to
 from .phases import run_rank
 from .stopping import SharedStop, StoreStop
 from .training.checkpoint import Alone, Checkpoint, Peers, newest
 
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
+LOOK_S: Final = 1.0  # how often the launcher looks for ranks that are stopped
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -112,9 +116,8 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     if kind_of(job.options.device, job.plan.chain.device) == "cuda":
         context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
     else:
-        # what takes seconds to import is imported once, in a server from which the ranks are forked
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch._dynamo"])
+        context.set_forkserver_preload([f"{__package__}.preloaded"])
     progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
     begun = SharedStop(context)
     processes: list[BaseProcess] = []
@@ -122,7 +125,7 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     asked = _asked(job, lambda: begun.stop(lowered.first.step))
     with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, asked:
         try:
-            with _uninterrupted():
+            with _uninterrupted(), our_imports_alone():
                 for rank in range(len(lowered.devices)):
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(
@@ -134,7 +137,8 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
                     theirs.close()
                     processes.append(process)
                     pipes.append(ours)
-            report = _outcome(lowered, processes, pipes, progress, _hearing(lowered, listener))
+            timeout_s = job.timeout_s(lowered)
+            report = _outcome(lowered, processes, pipes, progress, timeout_s, _hearing(lowered, listener))
         finally:
             _stop(processes)
     if report.steps < lowered.steps:
@@ -204,9 +208,13 @@ def _outcome(
     processes: Sequence[BaseProcess],
     pipes: Sequence[Connection],
     progress: Sequence[int],
+    timeout_s: float,
     hear: Callable[[StepDone], None],
 ) -> RunReport:
-    """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure."""
+    """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure.
+
+    A rank that is stopped for ``timeout_s`` has failed, whether others wait for it or not.
+    """
 
     def place(rank: int) -> str:
         index = progress[rank]
@@ -216,8 +224,18 @@ def _outcome(
     report: RunReport | None = None
     silent = dict(enumerate(pipes))
     deadline: float | None = None
+    stopped: Counter[int] = Counter()  # how often each rank was found so in a row
+    looked = time.monotonic()
     while silent and (deadline is None or time.monotonic() < deadline):
-        ready = wait(list(silent.values()), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        ready = wait(list(silent.values()), LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
+        if deadline is None and time.monotonic() >= looked + LOOK_S:
+            looked = time.monotonic()
+            stopped = Counter({rank: stopped[rank] + 1 for rank in silent if is_stopped(processes[rank].pid)})
+            failures += [
+                Failure(rank, "died", f"rank {rank} has been stopped for {count * LOOK_S:g} s{place(rank)}")
+                for rank, count in stopped.items()
+                if count * LOOK_S >= timeout_s
+            ]
         for rank, pipe in list(silent.items()):
             if pipe not in ready:
                 continue
@@ -244,7 +262,9 @@ def _outcome(
     if failures:
         root = root_cause(failures)
         if root.kind == "lost" and silent:
-            hung = "; ".join(f"rank {rank} doesn't answer{place(rank)}" for rank in silent)
+            still = [rank for rank in silent if is_stopped(processes[rank].pid)]
+            what = "is stopped" if still else "doesn't answer"
+            hung = "; ".join(f"rank {rank} {what}{place(rank)}" for rank in still or silent)
             root = Failure(root.rank, "lost", f"{hung}: {root.message}", root.trace)
         raise root.error()
     assert report is not None, "rank 0 reports when no rank has failed"
@@ -275,6 +295,7 @@ def _rank_main(
     """Be one rank: send the report or the failure, and go."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach all of our processes; the parent ends us
         signal.signal(signum, signal.SIG_IGN)
+    settle_in()
     threading.Thread(target=_follow_parent, daemon=True).start()
     code = 0
 
@@ -333,6 +354,8 @@ def _run_under_torchrun(
     The last stage's first replica tells of the progress, as far as it sees it itself.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if is_here(os.environ["MASTER_ADDR"]):
+        listen_here()
     if world != len(lowered.devices):
         raise BadInput(f"the plan uses {len(lowered.devices)} devices; torchrun started {world} processes")
     stores: list[Any] = []
@@ -363,10 +386,10 @@ def _run_under_torchrun(
             report = run_rank(job, rank, launcher)
     except RunStopped:
         raise
-    except Exception as error:
+    except RAISED as error:
         failure = failure_of(rank, error)
         for store in stores:
-            failure = told(failure, store, GRACE_S)
+            failure = told(failure, store, world, GRACE_S)
         raise failure.error() from error
     finally:
         for stop in stops:
