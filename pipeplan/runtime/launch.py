@@ -52,7 +52,7 @@ def run_plan(
     model: ModelSpec,
     options: RunOptions,
     listener: Callable[[StepProgress], None] | None = None,
-    note: Callable[[str], object] = str,
+    note: Callable[[str], None] | None = None,
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` and ``options`` say; return what happened.
 
@@ -96,7 +96,7 @@ def _peers(options: RunOptions) -> Peers:
     return StorePeers(_torchrun_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
 
 
-def _found(job: Job, note: Callable[[str], object], peers: Peers) -> Checkpoint | None:
+def _found(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkpoint | None:
     """Return the checkpoint to go on from, if there is one."""
     folder, seed = job.options.checkpoint, job.options.seed
     found = None if folder is None else newest(folder, note, peers)

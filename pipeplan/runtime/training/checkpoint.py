@@ -125,7 +125,7 @@ def folder_of(step: int) -> str:
 
 
 def newest(
-    folder: str | Path, passed_over: Callable[[str], object] = str, peers: Peers | None = None
+    folder: str | Path, passed_over: Callable[[str], None] | None = None, peers: Peers | None = None
 ) -> Checkpoint | None:
     """Return the good checkpoint in ``folder`` with the most updates; None if there are none at all.
 
@@ -138,8 +138,9 @@ def newest(
     for name in reversed(listed.split()):
         checkpoint, wrong = _examined(Path(folder) / name, peers)
         if checkpoint is not None:
-            for words in damage if peers.rank == 0 else ():
-                passed_over(words)
+            if passed_over is not None and peers.rank == 0:
+                for words in damage:
+                    passed_over(words)
             return checkpoint
         damage.append(wrong)
     if damage:
