@@ -216,7 +216,8 @@ def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
     assert 0 < found.position.step < 100000
     assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
     again = subprocess.run(
-        [sys.executable, str(script), "cases.runtime:announcing", str(found.position.step + 2), str(folder)],
+        [*(command if whom == "rank" else [sys.executable]), str(script), "cases.runtime:announcing",
+         str(found.position.step + 2), str(folder)],
         capture_output=True, text=True, env=environment(), timeout=SECONDS, check=True,
     )  # fmt: skip
     assert "loss" in again.stdout
