@@ -129,13 +129,14 @@ def newest(
 ) -> Checkpoint | None:
     """Return the good checkpoint in ``folder`` with the most updates; None if there are none at all.
 
-    All ``peers`` ask together; each reads its share of the files whole. ``passed_over`` hears on the first of them of
-    every damaged one that has more updates. BadInput when there are checkpoints and all of them are damaged.
+    All ``peers`` ask together: the first one lists the folder, each reads its share of the files whole. ``passed_over``
+    hears on the first of every damaged one that has more updates. BadInput when there are checkpoints and all of them
+    are damaged.
     """
     peers = peers or Alone()
-    listed = peers.gathered(" ".join(_steps(Path(folder))))[0] or ""  # the first one's list is everybody's
+    listed = peers.gathered(" ".join(_steps(Path(folder))) if peers.rank == 0 else None)[0]
     damage: list[str] = []
-    for name in reversed(listed.split()):
+    for name in reversed((listed or "").split()):
         checkpoint, wrong = _examined(Path(folder) / name, peers)
         if checkpoint is not None:
             if passed_over is not None and peers.rank == 0:
