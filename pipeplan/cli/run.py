@@ -104,7 +104,7 @@ def _coarsening(context: click.Context, option: click.Parameter, text: str | Non
     type=Count(),
     help="Remove older ones than N.  [default: keep all]",
 )
-@click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
+@click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint, if there is one.")
 @click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")
 @click.option("--trace", type=Output(), help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
 @click.option(

@@ -52,7 +52,7 @@ def run_plan(
     model: ModelSpec,
     options: RunOptions,
     listener: Callable[[StepProgress], None] | None = None,
-    note: Callable[[str], object] = str,
+    note: Callable[[str], None] | None = None,
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` and ``options`` say; return what happened.
 
@@ -92,11 +92,11 @@ def _peers(options: RunOptions) -> Peers:
     """Return the processes that look after the folder of checkpoints with this one."""
     if options.checkpoint is None or not _is_under_torchrun():
         return Alone()
-    timeout_s = LEAST_TIMEOUT_S if options.timeout_s is None else options.timeout_s
+    timeout_s = max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
     return StorePeers(_torchrun_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
 
 
-def _found(job: Job, note: Callable[[str], object], peers: Peers) -> Checkpoint | None:
+def _found(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkpoint | None:
     """Return the checkpoint to go on from, if there is one."""
     folder, seed = job.options.checkpoint, job.options.seed
     found = None if folder is None else newest(folder, note, peers)

@@ -59,7 +59,7 @@ class RunOptions:
     keep: int | None = None
     """How many of the newest checkpoints stay; None: all."""
     resume: bool = False
-    """Whether to go on from the folder's newest complete checkpoint, if there is one."""
+    """Whether to go on from the folder's newest good checkpoint, if there is one."""
     max_restarts: int = 0
     """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
     engine: Engine = "own"

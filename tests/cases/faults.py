@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from importlib import import_module
+from multiprocessing import parent_process
 
 import torch
 import torch.distributed as dist
@@ -67,10 +68,15 @@ def shrinking(batch):
     return faulty(shrink, batch)
 
 
+def fill_disk(size=2**10):
+    """Let no file be larger than ``size``."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 def without_room(batch):
     """A model too large for the files that its process may write, as on a disk that is full."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    fill_disk(2**16)
     return without_limit(batch)
 
 
@@ -151,16 +157,43 @@ def wait_deadly(rank, calls):
     dist.irecv = wrapped
 
 
+SAVED = "pipeplan.runtime.training.saved_state"
+
+
+def in_second_file(rank, do):
+    """Let ``do`` happen in the middle of the file that ``rank`` writes to its second checkpoint."""
+    saved = import_module(SAVED)
+    write_file, write, made = saved._write_file, saved._Summed.write, [0, 0]
+
+    def counted(*args):
+        made[0] += 1
+        return write_file(*args)
+
+    def wrapped(*args):
+        made[1] += made[0] == 2 and dist.get_rank() == rank
+        if made[1] == 8:
+            do()
+        return write(*args)
+
+    saved._write_file, saved._Summed.write = counted, wrapped
+
+
+IN_FILE = {
+    "shard": lambda: kill_process(None),
+    "launcher": lambda: os.kill(parent_process().pid, signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "full": fill_disk,
+}
+
 PLACES = {
     "send": ("torch.distributed:isend", 5),
     "receive": ("torch.distributed:irecv", 6),
     "reduce": ("torch.distributed:all_to_all_single", 9),  # each sum has two, the second one in the update
     "gather": ("torch.distributed:all_to_all_single", 10),
-    # of the second checkpoint: its folder is there; in the middle of a rank's file; the file is there; run.json is
-    # empty; everything is there but the name; the name is there; an older one is about to be removed
-    "begin": ("pipeplan.runtime.training.saved_state:begin", 2),
-    "shard": ("pipeplan.runtime.training.saved_state:_Summed.write", 100),
-    "written": ("pipeplan.runtime.training.saved_state:_write_file", 2),
+    # of the second checkpoint: its folder is there; a rank's file is; run.json is, but empty; everything is there but
+    # the name; the name is there; an older one is about to be removed
+    "begin": (f"{SAVED}:begin", 2),
+    "written": (f"{SAVED}:_write_file", 2),
     "about": ("pipeplan.runtime.training.checkpoint:json_text", 2),
     "flushed": ("os:fsync", 7),
     "rename": ("os:replace", 2),
@@ -174,6 +207,8 @@ def deadly(place, rank):
     def build(batch):
         if place == "wait":
             wait_deadly(rank, 5)
+        elif place in IN_FILE:
+            in_second_file(rank, IN_FILE[place])
         else:
             where, calls = PLACES[place]
             kill_in(where, rank, calls)
@@ -182,6 +217,6 @@ def deadly(place, rank):
     return build
 
 
-for _place in (*PLACES, "wait"):
-    for _rank in range(3):
+for _place in (*PLACES, *IN_FILE, "wait"):
+    for _rank in range(4):
         globals()[f"deadly_{_place}_{_rank}"] = deadly(_place, _rank)

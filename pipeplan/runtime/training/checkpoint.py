@@ -125,21 +125,23 @@ def folder_of(step: int) -> str:
 
 
 def newest(
-    folder: str | Path, passed_over: Callable[[str], object] = str, peers: Peers | None = None
+    folder: str | Path, passed_over: Callable[[str], None] | None = None, peers: Peers | None = None
 ) -> Checkpoint | None:
     """Return the good checkpoint in ``folder`` with the most updates; None if there are none at all.
 
-    All ``peers`` ask together; each reads its share of the files whole. ``passed_over`` hears on the first of them of
-    every damaged one that has more updates. BadInput when there are checkpoints and all of them are damaged.
+    All ``peers`` ask together: the first one lists the folder, each reads its share of the files whole. ``passed_over``
+    hears on the first of every damaged one that has more updates. BadInput when there are checkpoints and all of them
+    are damaged.
     """
     peers = peers or Alone()
-    listed = peers.gathered(" ".join(_steps(Path(folder))))[0] or ""  # the first one's list is everybody's
+    listed = peers.gathered(" ".join(_steps(Path(folder))) if peers.rank == 0 else None)[0]
     damage: list[str] = []
-    for name in reversed(listed.split()):
+    for name in reversed((listed or "").split()):
         checkpoint, wrong = _examined(Path(folder) / name, peers)
         if checkpoint is not None:
-            for words in damage if peers.rank == 0 else ():
-                passed_over(words)
+            if passed_over is not None and peers.rank == 0:
+                for words in damage:
+                    passed_over(words)
             return checkpoint
         damage.append(wrong)
     if damage:
