@@ -222,7 +222,7 @@ class Row:
     whom: str = "any"
 
 
-SILENT = r"rank {rank} doesn't answer: rank \d+ lost another rank in "
+SILENT = r"(torchrun: rank {rank}: Signal 9|rank {rank} doesn't answer: rank \d+ lost another rank in )"
 DIED = r"rank {rank} died .*: killed by SIGKILL"
 STOPPED = r"rank {rank} (has been stopped for|is stopped) "
 HUNG = r"(rank \d+ doesn't answer[^;:]*; )*rank {rank} doesn't answer in "
@@ -342,9 +342,13 @@ def by_torchrun(plan: Plan, text: str, folder: Path) -> tuple[int, str]:
         "--checkpoint-every", str(EVERY), "--timeout", f"{TIMEOUT_S:g}s", "--device", "cpu",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    said = dict.fromkeys(line for line in done.stderr.splitlines() if line.startswith("error: "))
-    ours = [line for line in done.stderr.splitlines() if "pipeplan/" in line and line.lstrip().startswith("File ")]
-    return done.returncode, " AND ".join([x.removeprefix("error: ") for x in said] + ours)
+    lines = done.stderr.splitlines()
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    root = re.search(r"Root Cause.*?rank +: (\d+) .*?traceback : (Signal [^\n]*)", done.stderr, re.DOTALL)
+    if not said and root is not None:  # torchrun ends the others as soon as one has died, before they can say anything
+        said = [f"torchrun: rank {root[1]}: {root[2]}"]
+    ours = [line for line in lines if "/pipeplan/" in line and line.lstrip().startswith("File ")]
+    return done.returncode, " AND ".join(dict.fromkeys([*said, *ours]))
 
 
 LAUNCHERS = {"own": by_own_launcher, "torchrun": by_torchrun}
@@ -366,9 +370,14 @@ def ranks_left() -> list[str]:
     return found
 
 
+def left_over() -> set[str]:
+    """Return what is in TMPDIR, but for what torchrun and torch's compiler put there and leave."""
+    return {x for x in os.listdir(tempfile.gettempdir()) if not x.startswith(("torchelastic_", "torchinductor_"))}
+
+
 def judged(row: Row, plan: Plan, launcher: str, rank: int, whole: list[float], folder: Path) -> Iterator[str]:
     """Run a row and yield what is wrong with how it ended."""
-    before = sorted(os.listdir(tempfile.gettempdir()))
+    before = left_over()
     text = f"{row.what},{row.place},{rank},{row.at},{folder}".encode().hex()
     began = time.monotonic()
     code, said = LAUNCHERS[launcher](plan, text, folder / "checkpoints")
@@ -384,8 +393,8 @@ def judged(row: Row, plan: Plan, launcher: str, rank: int, whole: list[float], f
         yield f"said {said!r}"
     if left := ranks_left():
         yield f"left processes {left}"
-    if (after := sorted(os.listdir(tempfile.gettempdir()))) != before:
-        yield f"left in TMPDIR {sorted(set(after) - set(before))}"
+    if more := left_over() - before:
+        yield f"left in TMPDIR {sorted(more)}"
     if row.what in ("stop", "hang") and launcher == "own" and seconds > TIMEOUT_S + 30:
         yield f"took {seconds:.0f} s"
     report = run_plan(plan, spec(None), options(folder / "checkpoints", MORE_STEPS, resume=True))
