@@ -12,8 +12,8 @@ PLATFORM = '{"memory": "16GB", "levels": [{"count": 2, "bandwidth": "1GB/s", "ba
 GPU = """{"name": "X", "memory": "1GB", "bandwidth": "1GB/s", "tflops": {"float32": 1, "float32": 2},
           "launch": "5us"}"""
 PROFILE = r"""{"format": "pipeplan-profile/1", "name": "x", "microbatch": 1, "dtype": "float32", "device": "",
-"source": "", "input_bytes": 0, "layers": [{"name": "a", "forward_ns": 1, "backward_ns": 1, "weight_bytes": 0, "output_bytes": 0,
-"saved_bytes": 0, "forward_\u006es": 2}]}"""
+"source": "", "input_bytes": 0, "layers": [{"name": "a", "forward_ns": 1, "backward_ns": 1, "weight_bytes": 0,
+"output_bytes": 0, "saved_bytes": 0, "forward_\u006es": 2}]}"""
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,21 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
     assert entries(tmp_path) == ["state.pt"]
 
 
+def test_a_library_that_words_the_systems_refusal_otherwise_changes_nothing(tmp_path):
+    def write(error):
+        with replaced(str(tmp_path / "state.pt")):
+            try:
+                raise error
+            except type(error):
+                raise RuntimeError("unexpected pos 704") from None
+
+    with pytest.raises(BadInput, match="cannot be written: No space left"):
+        write(OSError(28, "No space left on device"))
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        write(ValueError("of its own"))
+    assert entries(tmp_path) == []
+
+
 def test_what_can_be_written_is_known_before(tmp_path):
     """Neither an answer leaves anything, nor is what is there touched."""
     old = tmp_path / "old"
