@@ -222,7 +222,7 @@ class Row:
     whom: str = "any"
 
 
-SILENT = r"(torchrun: rank {rank}: Signal 9|rank {rank} doesn't answer: rank \d+ lost another rank in )"
+SILENT = r"(torchrun: rank {rank}: Signal 9|rank {rank} doesn't answer: rank \d+ lost another rank)"
 DIED = r"rank {rank} died .*: killed by SIGKILL"
 STOPPED = r"rank {rank} (has been stopped for|is stopped) "
 HUNG = r"(rank \d+ doesn't answer[^;:]*; )*rank {rank} doesn't answer in "
