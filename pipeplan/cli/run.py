@@ -195,7 +195,13 @@ def command(
     note = sharing(kind_of(options.device, loaded.chain.device), ranks)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)
-    report = run_plan(loaded, spec, options, progress_printer(loaded, as_json))
+    report = run_plan(
+        loaded,
+        spec,
+        options,
+        progress_printer(loaded, as_json),
+        lambda words: click.echo(f"note: damaged, and passed over: {words}", err=True),
+    )
     if report is None:  # another rank under torchrun reports
         return
     if trace is not None:

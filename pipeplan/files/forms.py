@@ -18,6 +18,7 @@ from ..errors import BadInput
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validator says in its own words
 
 

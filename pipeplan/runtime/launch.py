@@ -26,7 +26,7 @@ from ..errors import BadInput, RunFailed, RunStopped
 from ..plan import Plan
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
-from .job import Job, job_of
+from .job import LEAST_TIMEOUT_S, Job, job_of
 from .launcher import Launcher
 from .lowering.instructions import sentence
 from .lowering.lowered_run import LoweredRun
@@ -36,9 +36,10 @@ from .model.spec import ModelSpec, builder_of
 from .model.user_code import RAISED
 from .options import RunOptions
 from .own_processes import is_here, is_stopped, listen_here, our_imports_alone, settle_in
+from .peers import StorePeers, writing_to
 from .phases import run_rank
 from .stopping import SharedStop, StoreStop
-from .training.checkpoint import Checkpoint, newest, usable_folder
+from .training.checkpoint import Alone, Checkpoint, Peers, newest
 
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 LOOK_S: Final = 1.0  # how often the launcher looks for ranks that are stopped
@@ -47,9 +48,15 @@ TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_plan(
-    plan: Plan, model: ModelSpec, options: RunOptions, listener: Callable[[StepProgress], None] | None = None
+    plan: Plan,
+    model: ModelSpec,
+    options: RunOptions,
+    listener: Callable[[StepProgress], None] | None = None,
+    note: Callable[[str], object] = str,
 ) -> RunReport | None:
-    """Train ``model`` as ``plan`` and ``options`` say; return what happened. ``listener`` hears of every update.
+    """Train ``model`` as ``plan`` and ``options`` say; return what happened.
+
+    ``listener`` hears of every update, ``note`` of every damaged checkpoint that is passed over.
 
     The plan's policy gives weights, optimizer and microbatches per update. One process runs for each used device:
     processes of its own on this machine, or under torchrun the calling process as the rank that its environment names
@@ -63,26 +70,38 @@ def run_plan(
         builder_of(model)  # whether there is one shows before any process starts
     job = job_of(plan, model, options)
     kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
-    if job.folder is not None:
-        usable_folder(job.folder)
-    for attempt in range(options.max_restarts + 1):
-        if options.resume or attempt:
-            job = replace(job, resume=_found(job))
-        lowered = job.lowered()
-        try:
-            if all(name in os.environ for name in TORCHRUN):
-                return _run_under_torchrun(job, lowered, listener)
-            return _run_here(job, lowered, listener)
-        except RunFailed:
-            if attempt == options.max_restarts:
-                raise
+    peers = _peers(options)
+    with writing_to(job.folder, peers):
+        for attempt in range(options.max_restarts + 1):
+            if options.resume or attempt:
+                job = replace(job, resume=_found(job, note, peers))
+            lowered = job.lowered()
+            try:
+                if _is_under_torchrun():
+                    return _run_under_torchrun(job, lowered, listener)
+                return _run_here(job, lowered, listener)
+            except RunFailed:
+                if attempt == options.max_restarts:
+                    raise
     raise AssertionError("the last attempt returns or raises")
 
 
-def _found(job: Job) -> Checkpoint | None:
+def _is_under_torchrun() -> bool:
+    return all(name in os.environ for name in TORCHRUN)
+
+
+def _peers(options: RunOptions) -> Peers:
+    """Return the processes that look after the folder of checkpoints with this one."""
+    if options.checkpoint is None or not _is_under_torchrun():
+        return Alone()
+    timeout_s = LEAST_TIMEOUT_S if options.timeout_s is None else options.timeout_s
+    return StorePeers(_torchrun_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+
+
+def _found(job: Job, note: Callable[[str], object], peers: Peers) -> Checkpoint | None:
     """Return the checkpoint to go on from, if there is one."""
     folder, seed = job.options.checkpoint, job.options.seed
-    found = None if folder is None else newest(folder)
+    found = None if folder is None else newest(folder, note, peers)
     if found is not None and found.model != job.plan.chain.name:
         raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
     if found is not None and found.seed != seed:
@@ -322,6 +341,13 @@ def _follow_parent() -> None:
 # --- torchrun -------------------------------------------------------------------------------------------------------
 
 
+def _torchrun_store() -> Any:
+    """Return torchrun's own store, which outlives any rank; what is in it is of this start of the ranks."""
+    store, _, _ = next(rendezvous("env://"))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"pipeplan/{restart}", store)  # type: ignore[attr-defined]  # not exported, as above
+
+
 def _run_under_torchrun(
     job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None
 ) -> RunReport | None:
@@ -338,9 +364,7 @@ def _run_under_torchrun(
     stops: list[StoreStop] = []
 
     def open_store() -> Any:
-        store, _, _ = next(rendezvous("env://"))  # torchrun's own store outlives any rank
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        stores.append(dist.PrefixStore(f"pipeplan/{restart}", store))  # type: ignore[attr-defined]  # as above
+        stores.append(_torchrun_store())
         if job.folder is not None:
             stops.append(StoreStop(stores[0], rank, world, lowered.first.step, job.timeout_s(lowered)))
         return stores[0]

@@ -29,7 +29,6 @@ from .measure.times import RankMeasurement
 from .minibatch_end import MiniBatchEnd
 from .model.loaded import LoadedModel
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, meet
-from .torch_engine import execute_on_torch
 from .training.rank import Rank
 from .training.state import trained_state
 
@@ -59,6 +58,8 @@ def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
     begin_peak(rank.device)
     barrier()
     if job.options.engine == "torch":
+        from .torch_engine import execute_on_torch  # its imports take seconds, for this engine alone
+
         times = execute_on_torch(rank, stages.runners, work.data, end.updated, meeting.links, meeting.recorder)
     else:
         order = None

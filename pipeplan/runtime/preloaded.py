@@ -2,8 +2,7 @@
 
 import gc
 
-import torch._dynamo  # ranks use it, sooner or later
-import torch.distributed.checkpoint  # noqa: F401  # as above
+import torch._dynamo  # noqa: F401  # every optimizer that is made imports it
 
 from . import launch  # noqa: F401  # ranks run what is in it
 
