@@ -44,6 +44,7 @@ from .training.checkpoint import Alone, Checkpoint, Peers, newest
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 LOOK_S: Final = 1.0  # how often the launcher looks for ranks that are stopped
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
+AGENTS_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"  # that torchrun serves it, so that no rank need be there for it
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -390,6 +391,8 @@ def _run_under_torchrun(
         raise
     except RAISED as error:
         failure = failure_of(rank, error)
+        if not stores and os.environ.get(AGENTS_STORE) == "True":  # it failed before the ranks met, and others may wait
+            stores.append(_torchrun_store())
         for store in stores:
             failure = told(failure, store, world, GRACE_S)
         raise failure.error() from error
