@@ -32,7 +32,7 @@ from .lowering.instructions import sentence
 from .lowering.lowered_run import LoweredRun
 from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
-from .model.spec import ModelSpec, builder_of
+from .model.spec import ModelSpec
 from .model.user_code import RAISED
 from .options import RunOptions
 from .own_processes import is_here, is_stopped, listen_here, our_imports_alone, settle_in
@@ -67,8 +67,7 @@ def run_plan(
     with the rank and the operation; RunStopped after a signal.
     """
     options.check()
-    if model.of_zoo:
-        builder_of(model)  # whether there is one shows before any process starts
+    model.check()
     job = job_of(plan, model, options)
     kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
     peers = _peers(options)
