@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.own_processes import INTERFACES, is_here, is_stopped, listen_here
+from pipeplan.runtime.own_processes import INTERFACES, LOOK_S, StopWatch, is_here, is_stopped, listen_here
 from pipeplan.runtime.training.checkpoint import newest
 
 OPTIONS = {"steps": 6, "lr": 0.01}
@@ -138,6 +140,25 @@ def test_addresses_of_this_machine(monkeypatch):
     assert os.environ[INTERFACES[0]] == "eth7"
 
 
-def test_a_running_process_is_not_stopped():
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for states in /proc")
+def test_processes_are_stopped_for_as_long_as_they_were_seen_so(monkeypatch):
     assert not is_stopped(os.getpid())
     assert not is_stopped(None)
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            watch, pids = StopWatch(), {0: os.getpid(), 3: process.pid}
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert watch.look(pids) == {}
+            now[0] = LOOK_S
+            assert watch.look(pids) == {3: LOOK_S}
+            now[0] = 100 * LOOK_S  # for most of which nobody looked
+            assert watch.look(pids) == watch.look(pids) == {3: 2 * LOOK_S}
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+            now[0] += LOOK_S
+            assert watch.look(pids) == {}
+        finally:
+            process.kill()
