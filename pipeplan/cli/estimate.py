@@ -6,14 +6,13 @@ import json
 import re
 from dataclasses import replace
 from fractions import Fraction
-from math import isnan
 from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import BadInput
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON, Share
+from .options import DEFAULT_BANDWIDTH, JSON, Number, Share
 
 if TYPE_CHECKING:
     from ..papers.transformer import Grid
@@ -54,7 +53,7 @@ LEAST_SHARE = 1e-4
 )
 @click.option("--gpu", metavar="NAME|FILE", help="Take --mem and --peak from the table of GPUs, such as v100.")
 @click.option("--mem", metavar="SIZE", help="Memory of a GPU, such as 16GB: exit 1 when a stage doesn't fit.")
-@click.option("--peak", type=click.FloatRange(1e-6, 10**6), metavar="TFLOPS", help="Peak of a GPU in 1e12 flop/s.")
+@click.option("--peak", type=Number(1e-6, 10**6), metavar="TFLOPS", help="Peak of a GPU in 1e12 flop/s.")
 @click.option("--share", type=Share(), default="50%", show_default=True, help="Share of the peak over a whole batch.")
 @click.option("--tokens", default="300e9", show_default=True, metavar="N", help="Tokens to train on.")
 @click.option("--bandwidth", metavar="RATE", help=f"In the all-reduce, per GPU.  [default: {DEFAULT_BANDWIDTH}]")
@@ -109,8 +108,6 @@ def command(
     device = None if gpu is None else accelerator(gpu)
     memory = parse_bytes(mem, "--mem") if mem is not None else None if device is None else device.memory_bytes
     flops = peak * 1e12 if peak is not None else None if device is None else device.peak("float16")
-    if peak is not None and isnan(peak):
-        raise BadInput("--peak: nan is not a number of Tflop/s")
     if share < LEAST_SHARE:
         raise BadInput(f"--share: {100 * share:g}% of the peak is less than {LEAST_SHARE:.2%}")
     question = Question(

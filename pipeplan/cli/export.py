@@ -21,7 +21,7 @@ from .options import JSON, PLAN, Count, Output, refuse_unknown
 )
 @click.option("--schedule", metavar="NAME", help="As in simulate.  [default: the plan's own]")
 @click.option("--microbatches", type=click.IntRange(1, 10**6), help="Per mini-batch.  [default: as in simulate]")
-@click.option("--chunks", type=Count(), help="interleaved: stages per GPU.  [default: 2]")
+@click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
 @click.option("-o", "--output", default="-", type=Output(), help="Where to write it; - is standard output.")
 @JSON
 def command(

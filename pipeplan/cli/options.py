@@ -30,15 +30,17 @@ class Count(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """A finite number from 0, or ``above`` 0."""
+    """A finite number from ``least`` up to ``most``, or ``above`` the least."""
 
-    def __init__(self, *, above: bool = False) -> None:
-        super().__init__(0, min_open=above)
+    def __init__(self, least: float = 0, most: float | None = None, *, above: bool = False) -> None:
+        super().__init__(least, most, min_open=above)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number; nan, which every comparison lets through, is none."""
+        """Return the number; BadInput for nan, which every comparison lets through, and for what has no end."""
         number = super().convert(value, param, ctx)
-        return number if isfinite(number) else self.fail(f"{value!r} is not a finite number", param, ctx)
+        if not isfinite(number):
+            raise BadInput(f"{_name(param)}: {value} is not a number to compute with")
+        return number
 
 
 class Output(click.ParamType[str]):
@@ -66,11 +68,14 @@ class Time(click.ParamType[int]):
         """Return nanoseconds; BadInput for what is no time."""
         if isinstance(value, int):
             return value
-        where = "time" if param is None else param.opts[0]
-        ns = parse_time(str(value), where)
+        ns = parse_time(str(value), _name(param))
         if self.above and not ns:
-            raise BadInput(f"{where}: {value!r} is no time to wait")
+            raise BadInput(f"{_name(param)}: {value!r} is no time to wait")
         return ns
+
+
+def _name(option: click.Parameter | None) -> str:
+    return "value" if option is None else option.opts[0]
 
 
 SEED = Count(0, LARGEST_SEED)

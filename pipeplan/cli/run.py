@@ -49,7 +49,7 @@ def _coarsening(context: click.Context, option: click.Parameter, text: str | Non
 @click.option(
     "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
 )
-@click.option("--limit", type=Count(), help="message-driven: microbatches at most in each pipeline.")
+@click.option("--limit", type=Count(most=10**6), help="message-driven: microbatches at most in each pipeline.")
 @click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
 @click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
 @click.option(

@@ -26,10 +26,10 @@ MOST_RUNS = 10**4
     help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
     "several are compared.  [default: the plan's own]",
 )
-@click.option("--depth", type=Count(), help="pipedream: microbatches in flight.  [default: NOAM]")
-@click.option("--chunks", type=Count(), help="interleaved: stages per GPU.  [default: 2]")
-@click.option("--batch", type=Count(), help="nf1b: microbatches per mini-batch.  [default: the plan's, or 4]")
-@click.option("--limit", type=Count(), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
+@click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
+@click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
+@click.option("--batch", type=Count(most=10**6), help="nf1b: microbatches per mini-batch.  [default: the plan's, or 4]")
+@click.option("--limit", type=Count(most=10**6), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
 @click.option(
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
 )

@@ -85,5 +85,8 @@ def _told(path: str) -> Iterator[None]:
     """Turn what the system says against writing to ``path`` into BadInput."""
     try:
         yield
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:
+        said = error if isinstance(error, OSError) else error.__context__  # torch says it in words of its own
+        if not isinstance(said, OSError):
+            raise
+        raise BadInput(f"{path}: cannot be written: {said.strerror or said}") from error

@@ -11,7 +11,6 @@ import signal
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,15 +34,23 @@ from .measure.report import RunReport
 from .model.spec import ModelSpec
 from .model.user_code import RAISED
 from .options import RunOptions
-from .own_processes import is_here, is_stopped, listen_here, our_imports_alone, settle_in
+from .own_processes import (
+    LOOK_S,
+    StopWatch,
+    is_here,
+    is_stopped,
+    listen_here,
+    our_imports_alone,
+    settle_in,
+)
 from .peers import StorePeers, writing_to
 from .phases import run_rank
 from .stopping import SharedStop, StoreStop
 from .training.checkpoint import Alone, Checkpoint, Peers, newest
 
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
-LOOK_S: Final = 1.0  # how often the launcher looks for ranks that are stopped
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
+AGENTS_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"  # that torchrun serves it, so that no rank need be there for it
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -66,6 +73,7 @@ def run_plan(
     with the rank and the operation; RunStopped after a signal.
     """
     options.check()
+    model.check()
     job = job_of(plan, model, options)
     kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
     peers = _peers(options)
@@ -224,18 +232,14 @@ def _outcome(
     report: RunReport | None = None
     silent = dict(enumerate(pipes))
     deadline: float | None = None
-    stopped: Counter[int] = Counter()  # how often each rank was found so in a row
-    looked = time.monotonic()
+    stopped = StopWatch()
     while silent and (deadline is None or time.monotonic() < deadline):
         ready = wait(list(silent.values()), LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
-        if deadline is None and time.monotonic() >= looked + LOOK_S:
-            looked = time.monotonic()
-            stopped = Counter({rank: stopped[rank] + 1 for rank in silent if is_stopped(processes[rank].pid)})
-            failures += [
-                Failure(rank, "died", f"rank {rank} has been stopped for {count * LOOK_S:g} s{place(rank)}")
-                for rank, count in stopped.items()
-                if count * LOOK_S >= timeout_s
-            ]
+        failures += [
+            Failure(rank, "died", f"rank {rank} has been stopped for {seconds:g} s{place(rank)}")
+            for rank, seconds in stopped.look({rank: processes[rank].pid for rank in silent}).items()
+            if seconds >= timeout_s
+        ]
         for rank, pipe in list(silent.items()):
             if pipe not in ready:
                 continue
@@ -388,6 +392,8 @@ def _run_under_torchrun(
         raise
     except RAISED as error:
         failure = failure_of(rank, error)
+        if not stores and os.environ.get(AGENTS_STORE) == "True":  # it failed before the ranks met, and others may wait
+            stores.append(_torchrun_store())
         for store in stores:
             failure = told(failure, store, world, GRACE_S)
         raise failure.error() from error

@@ -6,11 +6,14 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+LOOK_S: Final = 1.0
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 OURS: Final = "pipeplan"  # the variable's value where we have set it
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -55,6 +58,22 @@ def is_here(address: str) -> bool:
     except OSError:
         return False
     return bool(found) and all(x == "::1" or x.startswith(("127.", "::ffff:127.")) for x in found)
+
+
+class StopWatch:
+    """For how long have processes been stopped, as far as we were not stopped ourselves?"""
+
+    def __init__(self) -> None:
+        self._found: Counter[int] = Counter()  # how often in a row
+        self._looked = time.monotonic()
+
+    def look(self, processes: Mapping[int, int | None]) -> dict[int, float]:
+        """Return the seconds by rank of those that are, given process ids by rank; looks every :data:`LOOK_S`."""
+        if time.monotonic() >= self._looked + LOOK_S:
+            self._looked = time.monotonic()
+            still = [rank for rank, pid in processes.items() if is_stopped(pid)]
+            self._found = Counter({rank: self._found[rank] + 1 for rank in still})
+        return {rank: count * LOOK_S for rank, count in self._found.items()}
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -2,13 +2,15 @@
 
 import io
 import os
+import resource
+import signal
 import stat
 import sys
 
 import pytest
 
 from pipeplan.errors import BadInput
-from pipeplan.files.text import read_text, write_text
+from pipeplan.files.text import check_writable, read_text, replaced, write_text
 
 
 def test_what_cannot_be_read(tmp_path, monkeypatch):
@@ -105,3 +107,61 @@ def test_links_are_followed_and_pipes_are_not_replaced(tmp_path):
         os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert entries(tmp_path) == ["folder", "link.json", "pipe"]
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
+    """A write that fails in the middle, of any file that is written atomically."""
+    target = tmp_path / "state.pt"
+    target.write_text("old")
+
+    def write():
+        with replaced(str(target)) as file:
+            for _ in range(100):
+                file.write(b"x" * 2**12)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+        with pytest.raises(BadInput, match=r"state.pt: cannot be written: File too large"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert target.read_text() == "old"
+    assert entries(tmp_path) == ["state.pt"]
+
+
+def test_a_library_that_words_the_systems_refusal_otherwise_changes_nothing(tmp_path):
+    def write(error):
+        with replaced(str(tmp_path / "state.pt")):
+            try:
+                raise error
+            except type(error):
+                raise RuntimeError("unexpected pos 704") from None
+
+    with pytest.raises(BadInput, match="cannot be written: No space left"):
+        write(OSError(28, "No space left on device"))
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        write(ValueError("of its own"))
+    assert entries(tmp_path) == []
+
+
+def test_what_can_be_written_is_known_before(tmp_path):
+    """Neither an answer leaves anything, nor is what is there touched."""
+    old = tmp_path / "old"
+    old.write_text("old")
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("-", "/dev/null", tmp_path / "new", old, tmp_path / "pipe"):
+        check_writable(str(path))
+    for path, words in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none" / "new", f"there is no folder {tmp_path / 'none'}"),
+        (old / "new", f"there is no folder {old}"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        ("/proc/new", "No such file or directory"),
+    ):
+        with pytest.raises(BadInput, match=f"cannot be written: {words}"):
+            check_writable(str(path))
+    assert old.read_text() == "old"
+    assert entries(tmp_path) == ["old", "pipe"]

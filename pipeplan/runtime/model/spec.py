@@ -37,6 +37,19 @@ class ModelSpec:
         """Whether ``build`` can name nothing but a model of the zoo, so that it may come from a file."""
         return self.build.startswith(ZOO) or ":" not in self.build
 
+    def check(self) -> None:
+        """Raise BadInput for what can be seen to be missing or malformed without running code of the user's."""
+        if self.of_zoo:
+            builder_of(self)
+        else:
+            _parts(self.build)
+            if self.data is None:
+                raise BadInput(
+                    f"model {self.build}: needs data to train on; name a data(index, seed) as module:function"
+                )
+        if self.data is not None:
+            _parts(self.data)
+
 
 def builder_of(spec: ModelSpec) -> Any:
     """Return the zoo model, or the user's function, that builds the model of ``spec``."""
@@ -47,10 +60,10 @@ def data_of(spec: ModelSpec, batch: int) -> Data:
     """Return the data of ``spec`` in microbatches of ``batch`` samples; BadInput when nothing names any."""
     if spec.data is not None:
         return find(spec.data)  # type: ignore[no-any-return]  # callable, as find checks
+    spec.check()
     build = builder_of(spec)
-    if isinstance(build, Model):
-        return build.data(batch)
-    raise BadInput(f"model {spec.build}: needs data to train on; name a data(index, seed) as module:function")
+    assert isinstance(build, Model), "any other model needs data of its own"
+    return build.data(batch)
 
 
 def find(text: str) -> Any:
@@ -58,9 +71,7 @@ def find(text: str) -> Any:
 
     CodeFailed when the module cannot be imported for what is in it.
     """
-    module_name, _, attribute = text.partition(":")
-    if not (module_name and attribute):
-        raise BadInput(f"{text!r} is not of the form module:function")
+    module_name, attribute = _parts(text)
     with user_code(text), _working_folder_first():
         try:
             found = module = import_module(module_name)
@@ -73,6 +84,13 @@ def find(text: str) -> Any:
     if not callable(found):
         raise BadInput(f"{text}: is a {type(found).__name__}, which cannot be called")
     return found
+
+
+def _parts(text: str) -> tuple[str, str]:
+    module, _, attribute = text.partition(":")
+    if not (module and attribute):
+        raise BadInput(f"{text!r} is not of the form module:function")
+    return module, attribute
 
 
 @contextmanager

@@ -126,3 +126,24 @@ def failing(batch):
 def test_a_layer_that_fails_on_the_example_is_named():
     with pytest.raises(CodeFailed, match=r"layers\[1\]: failed on float32 \(1, 2\)"):
         load_model(ModelSpec(f"{__name__}:failing", f"{__name__}:pair"), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (ModelSpec("no_such_module:build"), "model no_such_module:build: needs data to train on"),
+        (ModelSpec("no_such_module:build", "data"), "'data' is not of the form module:function"),
+        (ModelSpec("gpt-tiny", ":data"), "':data' is not of the form module:function"),
+        (ModelSpec(":build", "no_such_module:data"), "':build' is not of the form module:function"),
+        (ModelSpec("gpt-huge"), "no model is named 'gpt-huge'"),
+        (ModelSpec("zoo:gpt-tiny,rooms=3"), "no option is named 'rooms'"),
+    ],
+)
+def test_what_is_missing_is_seen_without_importing_anything(spec, words):
+    with pytest.raises(BadInput, match=words):
+        spec.check()
+
+
+def test_what_may_be_there_is_left_to_those_who_import_it():
+    ModelSpec("no_such_module:build", "no_such_module:data").check()
+    ModelSpec("zoo:gpt-tiny,blocks=2").check()

@@ -1,0 +1,110 @@
+"""What options take: numbers within bounds, files that can be written, and one document for standard output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from conftest import Command
+
+from pipeplan.cli import COMMANDS, group
+from pipeplan.cli.options import Number, Output, Share, Time, refuse_two_documents
+from pipeplan.errors import BadInput
+
+CONTEXT = click.Context(group)
+OPTIONS = [
+    (name, option)
+    for name in COMMANDS
+    for option in group.get_command(CONTEXT, name).params  # type: ignore[union-attr]  # all are there
+    if isinstance(option, click.Option) and not option.is_flag
+]
+COUNTS = [(name, option) for name, option in OPTIONS if isinstance(option.type, click.types.IntParamType)]
+REALS = [
+    (name, option) for name, option in OPTIONS if isinstance(option.type, click.types.FloatParamType | Share | Time)
+]
+NO_NUMBERS = ("nan", "inf", "-inf", "-1", "1e999", "", "one", "9" * 5000)
+
+
+@pytest.mark.parametrize(("command", "option"), [*COUNTS, *REALS], ids=lambda x: getattr(x, "name", x))
+def test_every_number_is_bounded(command: str, option: click.Option) -> None:
+    """Below, and counts above too: nothing runs for a number that nobody means, or breaks far from where it is said."""
+    if isinstance(option.type, click.types.IntParamType):
+        assert isinstance(option.type, click.IntRange)
+        assert option.type.min is not None
+        assert option.type.max is not None
+    for text in NO_NUMBERS:
+        with pytest.raises((click.BadParameter, BadInput)):
+            option.type.convert(text, option, CONTEXT)
+
+
+def test_no_number_is_of_a_type_that_takes_any() -> None:
+    assert len(COUNTS) > 40
+    assert len(REALS) > 5
+    assert all(isinstance(x.type, click.FloatRange | Share | Time) for _, x in REALS)
+    assert isinstance(Number(above=True).convert("1e-300", None, None), float)
+    with pytest.raises(click.BadParameter):
+        Number(above=True).convert("0", None, None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--granularity", "9" * 5000 + "%"),
+        ("compare", "p.json", "--gpus", "9" * 5000, "--mem", "1GB"),
+        ("timeprest", "--workers", "9" * 5000, "--microbatches", "2"),
+        ("run", "p.json", "--coarsening", "9" * 5000),
+        ("run", "p.json", "--timeout", "0"),
+        ("run", "p.json", "--timeout", "0ns"),
+        ("run", "p.json", "--timeout", "-5s"),
+        ("run", "p.json", "--seed", "4294967296"),
+        ("run", "p.json", "--lr", "nan"),
+        ("run", "p.json", "--loss-scale", "nan"),
+        ("run", "p.json", "--loss-scale", "0"),
+    ],
+)
+def test_numbers_in_texts_are_bounded_too(arguments: tuple[str, ...], pipeplan: Command) -> None:
+    code, out, err = pipeplan(*arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert "p.json" not in err.splitlines()[-1]  # which isn't there: it was not looked for
+
+
+def test_every_file_that_is_written_is_looked_at_first(tmp_path: Path, pipeplan: Command) -> None:
+    """Before profiles and plans are read, so before anything is searched, simulated or trained."""
+    names = {"-o", "--trace", "--csv", "--recalibrated"}
+    written = [(name, option) for name, option in OPTIONS if names & set(option.opts)]
+    assert len(written) > 10
+    assert all(isinstance(option.type, Output) for _, option in written)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for target, words in (
+        (tmp_path / "none" / "x.json", f"there is no folder {tmp_path / 'none'}"),
+        (tmp_path / "file" / "x.json", "there is no folder"),
+        (tmp_path / "folder", "Is a directory"),
+        (Path("/proc/x.json"), "No such file or directory"),
+    ):
+        for name, option in written:
+            with pytest.raises(BadInput, match=f"cannot be written: {words}"):
+                option.type.convert(str(target), option, CONTEXT)
+            assert name in COMMANDS
+    code, out, err = pipeplan("plan", "nowhere.json", "--gpus", "2", "--mem", "1GB", "-o", str(tmp_path / "none" / "x"))
+    assert (code, out) == (2, "")
+    assert err == f"error: {tmp_path}/none/x: cannot be written: there is no folder {tmp_path}/none\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "p.json", "--trace", "-", "--json"),
+        ("simulate", "p.json", "--trace", "-", "--json"),
+        ("compare", "p.json", "--csv", "-", "--json"),
+        ("diff", "p.json", "t.json", "--recalibrated", "-", "--json"),
+    ],
+)
+def test_standard_output_takes_one_document(arguments: tuple[str, ...], pipeplan: Command) -> None:
+    code, out, err = pipeplan(*arguments)
+    assert (code, out) == (2, "")
+    assert f"{arguments[-3]} - and --json would both go to standard output" in err
+    refuse_two_documents(False, trace="-", csv=None)

@@ -1,0 +1,164 @@
+"""How runs end that something happens to: stopped, left by sys.exit, without numbers, by messages, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist
+from cases import runtime as runtime_cases
+from cases.patience import fails_when_patient
+from cases.runtime import chain_of, plan_of
+
+from pipeplan.errors import RunFailed
+from pipeplan.runtime.failure import Failure, told
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.own_processes import INTERFACES, LOOK_S, StopWatch, is_here, is_stopped, listen_here
+from pipeplan.runtime.training.checkpoint import newest
+
+OPTIONS = {"steps": 6, "lr": 0.01}
+LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
+
+
+def plan_on(stages, **options):
+    return plan_of(chain_of(runtime_cases.healthy, 4), stages, **options)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return plan_on([(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+
+
+def model(name, data="cases.runtime:vectors"):
+    return ModelSpec(f"cases.endings:{name}", data)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="looks for sockets and states in /proc")
+def test_a_stopped_rank_is_found_and_named_and_all_have_listened_to_this_machine_alone(two, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(timeout_s):
+        run_plan(two, model("stopping"), RunOptions(timeout_s=timeout_s, **OPTIONS))
+
+    fails_when_patient(run, RunFailed, "rank 1 (has been|is) stopped .*in the forward of microbatch 4 on stage 1")
+    found = [Path(f"listens-{rank}").read_text().split() for rank in range(2)]
+    assert all(found), "gloo listens on every rank"
+    assert all(address.startswith(LOOPBACK) for addresses in found for address in addresses)
+
+
+def test_a_program_that_its_model_ends_is_a_failure(two, tmp_path):
+    words = (
+        r"^rank 1 failed in the forward of microbatch 4 on stage 1: it ended the program by sys.exit\(0\) \(.*:\d+\)"
+    )
+    with pytest.raises(RunFailed, match=words) as caught:
+        run_plan(two, model("leaving"), RunOptions(**OPTIONS))
+    assert caught.value.exit_code == 1
+
+
+def test_a_program_that_ends_as_it_builds_its_model_is_a_failure_under_torchrun_too(monkeypatch):
+    """There nobody else would notice: the rank's exit code is that of success."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "lo")
+    words = r"^rank 0 failed: cases.endings:leaving_at_once: it ended the program by sys.exit\(0\) \(.*endings.py:\d+\)"
+    with pytest.raises(RunFailed, match=words):
+        run_plan(plan_on([(0, 6, (0,))], weights="flush", accumulate=2), model("leaving_at_once"), RunOptions(1, 0.01))
+
+
+def test_a_grid_by_messages_is_resumed_after_a_rank_was_killed(tmp_path):
+    stages = [(0, 3, (0, 1)), (3, 6, (2, 3))]
+    plan = message_driven_plan(plan_on(stages, weights="flush", accumulate=4), 2)
+    healthy = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
+    whole = run_plan(plan, healthy, RunOptions(**OPTIONS))
+    with pytest.raises(RunFailed, match=r"^rank 3 died in .*: killed by SIGKILL"):
+        run_plan(plan, model("killed_in_a_send"), RunOptions(checkpoint=tmp_path, every=2, **OPTIONS))
+    kept = newest(str(tmp_path)).position.step
+    rest = run_plan(plan, healthy, RunOptions(checkpoint=tmp_path, resume=True, every=2, **OPTIONS))
+    assert rest.losses == whole.losses[4 * kept :]
+    assert kept == 2
+
+
+def test_a_loss_without_a_number_is_named_with_its_microbatch(two):
+    words = r"^rank 1 failed in the forward of microbatch 5 on stage 1: the loss is nan"
+    with pytest.raises(RunFailed, match=words):
+        run_plan(two, ModelSpec("cases.runtime:healthy", "cases.endings:nan_from"), RunOptions(**OPTIONS))
+
+
+# --- who is named ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_nothing_was_heard_of_are_named():
+    """Under torchrun, where the store is all that ranks have of each other."""
+    store = dist.HashStore()
+    lost = Failure(0, "lost", "rank 0 lost another rank")
+    first = told(lost, store, 3, 0.1)
+    assert first.message == "rank 1 doesn't answer; rank 2 doesn't answer: rank 0 lost another rank"
+    assert told(Failure(2, "lost", "rank 2 lost another rank"), store, 3, 0.1) == first
+
+
+def test_a_reason_comes_before_a_loss():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    reason = Failure(1, "failed", "rank 1 failed")
+    assert told(reason, store, 2, 0.1) == reason
+    assert told(Failure(0, "lost", "rank 0 lost another rank"), store, 2, 0.1) == reason
+    assert json.loads(store.get("failure"))["rank"] == 1
+
+
+def test_a_store_that_has_gone_tells_nothing():
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("connection reset")
+
+    failure = Failure(1, "failed", "rank 1 failed")
+    assert told(failure, Gone(), 2, 0.1) is failure
+
+
+def test_addresses_of_this_machine(monkeypatch):
+    assert is_here("127.0.0.1")
+    assert is_here("localhost")
+    assert not is_here("192.0.2.1")
+    assert not is_here("no.such.host.invalid")
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    listen_here()
+    assert {os.environ[name] for name in INTERFACES} == {"lo"} or not os.path.exists("/sys/class/net/lo")
+    monkeypatch.setenv(INTERFACES[0], "eth7")
+    listen_here()
+    assert os.environ[INTERFACES[0]] == "eth7"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for states in /proc")
+def test_processes_are_stopped_for_as_long_as_they_were_seen_so(monkeypatch):
+    assert not is_stopped(os.getpid())
+    assert not is_stopped(None)
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            watch, pids = StopWatch(), {0: os.getpid(), 3: process.pid}
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert watch.look(pids) == {}
+            now[0] = LOOK_S
+            assert watch.look(pids) == {3: LOOK_S}
+            now[0] = 100 * LOOK_S  # for most of which nobody looked
+            assert watch.look(pids) == watch.look(pids) == {3: 2 * LOOK_S}
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+            now[0] += LOOK_S
+            assert watch.look(pids) == {}
+        finally:
+            process.kill()
