@@ -6,6 +6,7 @@ Forms are msgspec types: reading refuses unknown keys, missing ones and other ty
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from inspect import cleandoc
@@ -64,5 +65,10 @@ def read_json(text: str, form: type[T], place: str) -> T:
 
 
 def json_text(form: msgspec.Struct) -> str:
-    """Return the JSON of a form, indented by one column."""
-    return msgspec.json.format(msgspec.json.encode(form), indent=1).decode() + "\n"
+    """Return the JSON of a form, indented by one column; what doesn't print in its strings is escaped."""
+    lines = msgspec.json.format(msgspec.json.encode(form), indent=1).decode().split("\n")
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in lines) + "\n"
+
+
+def _escaped(line: str) -> str:
+    return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..cost.saved import storages
 from ..errors import BadInput
+from ..names import shown
 from ..problem import Chain, Layer
 
 LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it times thousands of versions or speeds
@@ -19,7 +20,7 @@ def check_chain(chain: Chain, place_of_layer: Callable[[int], str]) -> None:
     ``layers[3].forward_ns: -2 is negative``.
     """
     if not chain.layers:
-        raise BadInput(f"{chain.name}: there are no layers")
+        raise BadInput(f"{shown(chain.name)}: there are no layers")
     if chain.microbatch < 1:
         raise BadInput(f"microbatch: {chain.microbatch} is not positive")
     if chain.input_bytes < 0:
@@ -41,12 +42,12 @@ def check_chain(chain: Chain, place_of_layer: Callable[[int], str]) -> None:
                 f"{layer.backward_ns}, which includes it"
             )
     if not any(layer.forward_ns + layer.backward_ns for layer in chain.layers):
-        raise BadInput(f"{chain.name}: all forward and backward times are 0; there is nothing to plan")
+        raise BadInput(f"{shown(chain.name)}: all forward and backward times are 0; there is nothing to plan")
     _check_pairs("edges", chain.edges or (), len(chain))
     _check_pairs("tied", chain.tied, len(chain))
     read = sum(size * max(len(r), 1) for size, r in zip(chain.tensor_bytes, chain.readers, strict=True))
     if read > LARGEST_TOTAL:
-        raise BadInput(f"{chain.name}: the tensors that layers read sum up to {read} bytes, more than 1e15")
+        raise BadInput(f"{shown(chain.name)}: the tensors that layers read sum up to {read} bytes, more than 1e15")
     reads: list[set[int]] = [set() for _ in chain.layers]
     for tensor, readers in enumerate(chain.readers):
         for reader in readers:

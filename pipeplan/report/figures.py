@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from ..errors import BadInput
+from ..names import shown
 from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..schedule.memory import activation_steps
@@ -37,7 +39,7 @@ def save_pattern(plan: Plan, path: str) -> None:
     figure, (axes,) = make_figure([len(window.rows)])
     _draw(axes, window.rows, window.start_ns, window.end_ns)
     what = "one period" if plan.pattern is not None else window.title
-    save_figure(figure, axes, f"{plan.chain.name}: {what}. {headline(plan)}", path)
+    save_figure(figure, axes, f"{shown(plan.chain.name)}: {what}. {headline(plan)}", path)
 
 
 def save_timeline(simulation: Simulation, path: str) -> None:
@@ -54,7 +56,7 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     memory.set_xlabel("ms")
     memory.spines[["top", "right"]].set_visible(False)
     title = (
-        f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {simulation.name}, "
+        f"{shown(plan.chain.name)}: {timeline.program.microbatches} microbatches, {simulation.name}, "
         f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
     )
     save_figure(figure, axes, title, path)
@@ -133,10 +135,11 @@ def save_figure(figure: Figure, axes: Any, title: str, path: str) -> None:
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(title, fontsize=9, loc="left", parse_math=False)
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
     try:
-        with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}):
+        with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a letter of a name that the font lacks is drawn as a box
             figure.savefig(path, dpi=130, metadata=metadata)
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
