@@ -245,7 +245,7 @@ def _memory(simulation: Simulation) -> str:
 
 def _provenance(plan: Plan) -> str:
     origin = plan.provenance
-    facts = [f"planned by {shown(origin.algorithm)}"]
+    facts = [f"by the plan's own account: planned by {shown(origin.algorithm)}"]
     facts += [shown(f"{name} {value}", SENTENCE) for name, value in origin.options.items()]
     facts += [
         f"{name} {shown(value)}"
