@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
 import sys
+import traceback
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -34,10 +36,20 @@ COMMANDS = {
     "schema": ("schema", "Print the JSON Schema of a file."),
 }
 INTERRUPTED = 130
+TRACEBACK = "pipeplan.traceback"  # in the meta of contexts: whether --debug asks for it
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on first use."""
+    """A group whose commands are imported on first use; those with --debug print the traceback of an error too."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except PipeplanError as error:
+            if ctx.meta.get(TRACEBACK):
+                traceback.print_exception(error)
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the work, not of the alphabet."""
@@ -90,6 +102,7 @@ def main() -> NoReturn:
     except BrokenPipeError:  # the reader of a pipe has gone; a second failure at exit would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
+    gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -15,7 +15,7 @@ import click
 from ..errors import BadInput
 from ..partition import ALGORITHMS
 from ..units import parse_bytes
-from .options import EFFORT, JSON, SOLVER, parse_counts, problem_options, read_problem
+from .options import EFFORT, JSON, SOLVER, Output, parse_counts, problem_options, read_problem, refuse_two_documents
 
 NAMES = ["auto", "gpipe", *ALGORITHMS]
 DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
@@ -28,7 +28,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 )
 @EFFORT
 @SOLVER
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV; - is standard output.")
+@click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
 @JSON
 def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_json: bool, **shared: Any) -> None:
     """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB.
@@ -41,6 +41,7 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
     from ..planner.incumbent import Settings
     from ..report.comparison import print_rows
 
+    refuse_two_documents(as_json, csv=csv_file)
     names = algorithms.split(",")
     for name in names:
         if name not in NAMES:

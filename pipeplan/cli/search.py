@@ -11,7 +11,7 @@ import click
 
 from ..names import SENTENCE, shown
 from ..units import parse_time
-from .options import JSON
+from .options import JSON, Output
 
 if TYPE_CHECKING:
     from ..planner.incumbent import Settings
@@ -23,7 +23,7 @@ QUIET_S = 1.0  # what takes less needs no progress
 TIME_LIMIT = click.option(
     "--time-limit", metavar="TIME", help="Stop searching after this long, such as 30s, with the best so far."
 )
-OUTPUT = click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON; - is standard output.")
+OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as JSON; - is standard output.")
 
 
 def search_options(command: Command) -> Command:

@@ -13,6 +13,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from ..errors import BadInput
+from ..files.text import replaced
 from ..names import shown
 from ..plan import Plan
 from ..planner.simulation import Simulation
@@ -137,9 +138,7 @@ def save_figure(figure: Figure, axes: Any, title: str, path: str) -> None:
         raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")
     axes.set_title(title, fontsize=9, loc="left", parse_math=False)
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
-    try:
-        with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a letter of a name that the font lacks is drawn as a box
-            figure.savefig(path, dpi=130, metadata=metadata)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
+    looks = mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"})
+    with looks, warnings.catch_warnings(), replaced(path) as file:
+        warnings.filterwarnings("ignore", "Glyph")  # a letter of a name that the font lacks is drawn as a box
+        figure.savefig(file, format=suffix[1:], dpi=130, metadata=metadata)

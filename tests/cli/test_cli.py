@@ -104,7 +104,7 @@ def test_a_drained_plan_simulates_its_mini_batch(profile: str, tmp_path: Path, p
 def test_algorithms_and_schema(pipeplan: Command) -> None:
     assert "contiguous" in pipeplan("algorithms")[1]
     assert {row["name"] for row in json.loads(pipeplan("algorithms", "--json")[1])} >= {"contiguous", "pipedream"}
-    for name in ("profile", "platform", "plan"):
+    for name in ("profile", "platform", "plan", "trace", "accelerator"):
         assert "$defs" in json.loads(pipeplan("schema", name)[1])
 
 
