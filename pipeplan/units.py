@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from .errors import BadInput
+from .names import shown
 
 _PREFIX = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -74,20 +75,20 @@ def format_devices(devices: Sequence[int], separator: str = ",") -> str:
 
 def _parse(text: str, units: dict[str, int] | dict[str, Fraction], place: str, example: str) -> int:
     match = _QUANTITY.fullmatch(text)
-    text = text if len(text) <= 80 else f"{text[:77]}..."
+    text = f"'{shown(text)}'"
     if match is None:
-        raise BadInput(f"{place}: {text!r} is not a non-negative number with a unit, such as {example}")
+        raise BadInput(f"{place}: {text} is not a non-negative number with a unit, such as {example}")
     number, unit = Fraction(match["number"]), match["unit"]
     if not unit and number == 0:
         return 0
     if not unit:
-        raise BadInput(f"{place}: {text!r} has no unit; write {example}")
+        raise BadInput(f"{place}: {text} has no unit; write {example}")
     factor = units.get(unit)
     if factor is None:
-        raise BadInput(f"{place}: {unit!r} in {text!r} is not a known unit; write {example}")
+        raise BadInput(f"{place}: {unit!r} in {text} is not a known unit; write {example}")
     value = round(number * factor)
     if value > LARGEST:
-        raise BadInput(f"{place}: {text!r} is too large (at most {LARGEST:.0e} in base units)")
+        raise BadInput(f"{place}: {text} is too large (at most {LARGEST:.0e} in base units)")
     return value
 
 

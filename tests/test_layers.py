@@ -10,7 +10,7 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "version errors integers units problem plan"
+NOUNS = "version errors integers names units problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -22,7 +22,8 @@ LAW = {
     "version": "",
     "errors": "",
     "integers": "",
-    "units": "errors",
+    "names": "",
+    "units": "errors names",
     "problem": "integers",
     "plan": "problem",
     "zoo": "errors",

@@ -13,6 +13,7 @@ from itertools import pairwise
 from ..cost import time_model
 from ..cost.stage_graph import Operation, Resource, StageGraph
 from ..errors import InvalidPlan
+from ..names import shown
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
@@ -173,9 +174,10 @@ def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> li
             for layer in (one, other)
         ]
         if holders[0] != holders[1]:
+            names = [f"{layer} ({shown(chain.layers[layer].name)})" for layer in (one, other)]
             found.append(
-                f"layers {one} ({chain.layers[one].name}) and {other} ({chain.layers[other].name}) share weights but "
-                f"are in stages {holders[0]} and {holders[1]}; only --weights flush can keep them equal"
+                f"layers {names[0]} and {names[1]} share weights but are in stages {holders[0]} and {holders[1]}; only "
+                "--weights flush can keep them equal"
             )
     return found
 

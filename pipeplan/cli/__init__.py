@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from ..errors import InvalidPlan, PipeplanError
+from ..names import SENTENCE, shown
 from ..version import __version__
 
 # name -> (module, one line for --help); each module has the click command as ``command``
@@ -77,20 +79,22 @@ def group() -> None:
 
 def main() -> NoReturn:
     """Run the ``pipeplan`` command; the one place where errors become exit codes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter gets its code
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = group.main(standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:
-        error.show()
+        _as_text(error).show()
         code = 2
     except InvalidPlan as error:
         for sentence in error.violations:
-            click.echo(f"error: {sentence}", err=True)
+            click.echo(f"error: {shown(sentence, SENTENCE)}", err=True)
         code = error.exit_code
     except PipeplanError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
         code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
@@ -100,3 +104,11 @@ def main() -> NoReturn:
         code = 128 + signal.SIGPIPE
     gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _as_text(error: click.ClickException) -> click.ClickException:
+    """Return an error that quotes what was typed with that as text; others say what click knows, on several lines."""
+    quoting = click.BadParameter, click.BadOptionUsage, click.BadArgumentUsage, click.NoSuchOption
+    if isinstance(error, click.MissingParameter) or not (isinstance(error, quoting) or type(error) is click.UsageError):
+        return error
+    return click.UsageError(shown(error.format_message(), SENTENCE), error.ctx)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import BadInput
+from ..names import shown
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes
 from .options import DEFAULT_BANDWIDTH, JSON, Number, Share
 
@@ -172,12 +173,12 @@ def _checkpointed(
     if ac == "none":
         return grid
     if not (ac.isascii() and ac.isdecimal() and 0 < len(ac) < 8 and int(ac)):
-        raise BadInput(f"--ac: {ac[:40]!r} is neither a positive number of layers nor none")
+        raise BadInput(f"--ac: '{shown(ac, 40)}' is neither a positive number of layers nor none")
     return replace(grid, checkpoint=int(ac))
 
 
 def _tokens(text: str) -> int:
     count = Fraction(text) if re.fullmatch(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?", text) else None
     if count is None or count.denominator != 1 or not 0 < count <= MOST_TOKENS:
-        raise BadInput(f"--tokens: {text[:40]!r} is not a positive whole number up to 1e18, such as 300e9")
+        raise BadInput(f"--tokens: '{shown(text, 40)}' is not a positive whole number up to 1e18, such as 300e9")
     return int(count)

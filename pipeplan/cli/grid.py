@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from ..errors import BadInput
+from ..names import shown
 from ..units import parse_time
 from .options import EFFORT, merging, parse_counts, problem_options, read_problem
 from .search import search, search_options
@@ -130,5 +131,5 @@ def plan_grid(
 
 def _pipelines(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < len(text) < 7 and int(text)):
-        raise BadInput(f"--data-parallel: {text[:40]!r} is neither auto nor a positive number of pipelines")
+        raise BadInput(f"--data-parallel: '{shown(text, 40)}' is neither auto nor a positive number of pipelines")
     return int(text)

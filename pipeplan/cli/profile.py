@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..names import SENTENCE, shown
 from ..zoo import ZOO
 from .model import named_function, named_model
 from .options import DEBUG, Count, Number, Output, merging
@@ -107,8 +108,8 @@ def command(
 
         gpu = accelerator(estimate)
         if not quiet:
-            link = f" --bandwidth {gpu.link}" if gpu.link else ""
-            click.echo(f"{gpu.name}: to plan for it, --mem {gpu.memory}{link} at most", err=True)
+            link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
+            click.echo(f"{shown(gpu.name)}: to plan for it, --mem {shown(gpu.memory)}{link} at most", err=True)
         measured = estimate_model(build, batch, gpu, options, **about)
     else:
         check_device(options.device)
@@ -122,7 +123,7 @@ def command(
         print_measurements(measured, chain)
     write_text(output, profile_text(chain))
     if output != "-":
-        click.echo(f"{len(chain)} layers written to {output}")
+        click.echo(f"{len(chain)} layers written to {shown(output, SENTENCE)}")
 
 
 def _ignore(_: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ..names import SENTENCE, shown
 from .options import PLAN, Output, refuse_unknown
 
 
@@ -30,9 +31,9 @@ def command(plan: str, output: str, schedule: str | None, microbatches: int | No
     loaded = load_plan(plan)
     schedule = schedule or own_schedule(loaded)
     wanted = microbatches or default_microbatches(loaded, schedule)
-    shown = microbatches_shown(loaded, wanted, mini_batch(loaded, schedule))
-    if microbatches is not None and shown < microbatches:
-        click.echo(f"note: the page shows {shown} of {microbatches} microbatches", err=True)
-    write_text(output, report_html(simulate_plan(loaded, shown, schedule)))
+    count = microbatches_shown(loaded, wanted, mini_batch(loaded, schedule))
+    if microbatches is not None and count < microbatches:
+        click.echo(f"note: the page shows {count} of {microbatches} microbatches", err=True)
+    write_text(output, report_html(simulate_plan(loaded, count, schedule)))
     if output != "-":
-        click.echo(f"written to {output}")
+        click.echo(f"written to {shown(output, SENTENCE)}")

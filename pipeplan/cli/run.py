@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..names import SENTENCE, shown
 from .model import trained_model
 from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
 
@@ -200,7 +201,7 @@ def command(
         spec,
         options,
         progress_printer(loaded, as_json),
-        lambda words: click.echo(f"note: damaged, and passed over: {words}", err=True),
+        lambda words: click.echo(f"note: damaged, and passed over: {shown(words, SENTENCE)}", err=True),
     )
     if report is None:  # another rank under torchrun reports
         return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..names import SENTENCE, shown
 from ..units import parse_time
 from .options import JSON, Output
 
@@ -65,4 +66,4 @@ def search(
     elif output != "-":
         show(replace(found, plan=plan))
         if output is not None:
-            click.echo(f"written to {output}")
+            click.echo(f"written to {shown(output, SENTENCE)}")

@@ -7,6 +7,7 @@ import json
 import click
 
 from ..errors import BadInput
+from ..names import SENTENCE, shown
 from .options import JSON, Count, Output, parse_counts
 
 DEFAULT_RANGE = "2-8"
@@ -83,7 +84,7 @@ def command(
     else:
         print_analysis(analysis, backward)
         if output is not None:
-            click.echo(f"written to {output}")
+            click.echo(f"written to {shown(output, SENTENCE)}")
 
 
 def _one(text: str, where: str) -> int:

@@ -8,6 +8,7 @@ from importlib import resources
 import msgspec
 
 from ..errors import BadInput
+from ..names import shown
 from ..units import parse_bandwidth, parse_bytes, parse_time
 from .forms import read_json
 from .text import read_text
@@ -47,7 +48,9 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if convolution and dtype == "float32":
             dtype = "tf32" if "tf32" in self.tflops else dtype
         if dtype not in self.tflops:
-            raise BadInput(f"{self.name}: no peak is known for {dtype}, only for {', '.join(self.tflops)}")
+            raise BadInput(
+                f"{shown(self.name)}: no peak is known for {dtype}, only for {shown(', '.join(self.tflops))}"
+            )
         return self.tflops[dtype] * 1e12
 
 
@@ -64,7 +67,7 @@ def accelerator(text: str) -> Accelerator:
     if text.lower() in known:
         return known[text.lower()]
     if not text.endswith(".json"):
-        raise BadInput(f"no accelerator is named {text!r}; known are {', '.join(known)}, or FILE.json")
+        raise BadInput(f"no accelerator is named '{shown(text)}'; known are {', '.join(known)}, or FILE.json")
     found = read_json(read_text(text), Accelerator, text)
     if not found.tflops or any(peak <= 0 for peak in found.tflops.values()):
         raise BadInput(f"{text}: $.tflops must have positive peaks")

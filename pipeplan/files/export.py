@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ..errors import PipeplanError
+from ..names import shown
 from ..plan import Plan, Stage
 from ..schedule.timeline import Timeline
 
@@ -63,10 +64,10 @@ def torchtitan(plan: Plan, stages: Sequence[Stage], run: Timeline) -> str:
     parts = []
     for stage in stages:
         names = [layer.name for layer in plan.chain.layers[stage.start : stage.stop]]
-        merged = next((name for name in names if ".." in name or "(" in name), None)
-        if merged is not None:
+        odd = next((name for name in names if ".." in name or "(" in name or not name.isprintable()), None)
+        if odd is not None:
             raise CannotExpress(
-                f"torchtitan: layer {merged!r} is no module name; plan a profile with one module per layer"
+                f"torchtitan: layer '{shown(odd)}' is no module name; plan a profile with one module per layer"
             )
         parts.append(names)
     lines = [
@@ -74,7 +75,7 @@ def torchtitan(plan: Plan, stages: Sequence[Stage], run: Timeline) -> str:
         f"pipeline_parallel_degree = {ranks}",
         f"data_parallel_replicate_degree = {stages[0].replicas}",
         "module_fqns_per_model_part = [",
-        *(f"    {json.dumps(names)}," for names in parts),
+        *(f"    {json.dumps(names, ensure_ascii=False)}," for names in parts),
         "]",
         "",
         "[activation_checkpoint]",
@@ -96,10 +97,12 @@ def megatron(plan: Plan, stages: Sequence[Stage], run: Timeline) -> str:
     names = [layer.name for layer in plan.chain.layers]
     decoders = [i for i, name in enumerate(names) if DECODER.fullmatch(name)]
     if not decoders:
-        raise CannotExpress(f"megatron: no layer of {plan.chain.name} is named as a decoder layer, such as layers.3")
+        raise CannotExpress(
+            f"megatron: no layer of {shown(plan.chain.name)} is named as a decoder layer, such as layers.3"
+        )
     odd = next((i for i in range(decoders[0], decoders[-1]) if i not in decoders), None)
     if odd is not None:
-        raise CannotExpress(f"megatron: layer {odd} ({names[odd]}) between the decoder layers is none")
+        raise CannotExpress(f"megatron: layer {odd} ({shown(names[odd])}) between the decoder layers is none")
     if decoders[0] == 0 or decoders[-1] == len(names) - 1:
         raise CannotExpress("megatron: a layout starts with the embedding and ends with the output layer")
     if stages[0].stop < decoders[0]:

@@ -94,5 +94,10 @@ def _repeated(text: str) -> str:
 
 
 def json_text(form: msgspec.Struct) -> str:
-    """Return the JSON of a form, indented by one column."""
-    return msgspec.json.format(msgspec.json.encode(form), indent=1).decode() + "\n"
+    """Return the JSON of a form, indented by one column; what doesn't print in its strings is escaped."""
+    lines = msgspec.json.format(msgspec.json.encode(form), indent=1).decode().split("\n")
+    return "\n".join(line if line.isprintable() else _escaped(line) for line in lines) + "\n"
+
+
+def _escaped(line: str) -> str:
+    return "".join(sign if sign.isprintable() else json.dumps(sign)[1:-1] for sign in line)

@@ -10,6 +10,7 @@ from itertools import pairwise
 import networkx as nx
 
 from ..errors import BadInput
+from ..names import shown
 from ..problem import Chain, Layer
 from ..units import ms_to_ns
 from .profile_rules import check_chain
@@ -75,18 +76,18 @@ def _parse_graph(text: str, place: str) -> tuple[dict[str, _Node], nx.DiGraph]:
         if line[0] in "\t ":
             match = _EDGE.fullmatch(line.strip())
             if match is None:
-                raise BadInput(f"{here}: {_shown(line)} is not an edge such as 'node1 -- node2'")
+                raise BadInput(f"{here}: '{shown(line)}' is not an edge such as 'node1 -- node2'")
             edges.append((here, match["source"], match["target"]))
             continue
         match = _NODE.fullmatch(line.strip())
         if match is None:
             raise BadInput(
-                f"{here}: {_shown(line)} is not a node such as 'node1 -- ReLU -- forward_compute_time=0.5, "
+                f"{here}: '{shown(line)}' is not a node such as 'node1 -- ReLU -- forward_compute_time=0.5, "
                 "backward_compute_time=0.2, activation_size=1024.0, parameter_size=0.0'"
             )
         node = match["id"]
         if re.fullmatch(r"node[0-9]{1,18}", node) is None:
-            raise BadInput(f"{here}: {_shown(node)} is not a node's name such as 'node12'")
+            raise BadInput(f"{here}: '{shown(node)}' is not a node's name such as 'node12'")
         if node in nodes:
             raise BadInput(f"{here}: {node} is there twice, first in {nodes[node].place}")
         nodes[node] = _Node(here, match["description"], _layer(match, here))
@@ -95,7 +96,7 @@ def _parse_graph(text: str, place: str) -> tuple[dict[str, _Node], nx.DiGraph]:
     for here, source, target in edges:
         for node in (source, target):
             if node not in nodes:
-                raise BadInput(f"{here}: the edge names {_shown(node)}, which is not a node of this graph")
+                raise BadInput(f"{here}: the edge names '{shown(node)}', which is not a node of this graph")
         graph.add_edge(source, target)
     if len(nodes) > 1 and not edges:
         raise BadInput(f"{place}: {len(nodes)} nodes and not one edge; the file seems cut off")
@@ -123,17 +124,13 @@ def _value(match: re.Match[str], field: str, here: str) -> Fraction:
     total = Fraction(0)
     for part in parts:
         if _NUMBER.fullmatch(part.strip()) is None:
-            raise BadInput(f"{here}: {field}={_shown(text)} is not a number")
+            raise BadInput(f"{here}: {field}='{shown(text)}' is not a number")
         value = Fraction(part.strip())
         if value < 0:
-            raise BadInput(f"{here}: {field}={_shown(text)} is negative")
+            raise BadInput(f"{here}: {field}='{shown(text)}' is negative")
         total += value
     return total
 
 
 def _number(node: str) -> int:
     return int(node.removeprefix("node"))
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")

@@ -7,7 +7,7 @@ recomputed.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -51,7 +51,12 @@ BoundFile = form(
     rename={"allocation": "class"},
     period_ns=Positive,
 )
-ProvenanceFile = form(Provenance, optional=())
+ProvenanceFile = form(
+    Provenance,
+    optional=(),
+    claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
+    seconds=Annotated[float, msgspec.Meta(ge=0)],
+)
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",
     [

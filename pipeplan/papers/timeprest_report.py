@@ -106,7 +106,7 @@ def staircase(analysis: Analysis, width: int) -> list[Text]:
 def print_analysis(analysis: Analysis, backward: BackwardTime, width: int | None = None) -> None:
     """Print one schedule: its staircase, v beside the paper's, sequences, when v = 1, and memory beside 1F1B's."""
     out = console(width)
-    out.print(f"[bold]TiMePReSt[/bold] in unit time: {_setting(analysis)}")
+    out.print(Text.assemble(("TiMePReSt", "bold"), f" in unit time: {_setting(analysis)}"))
     parts = analysis.backward.denominator
     if parts <= MOST_PARTS:
         column = "time point" if parts == 1 else f"1/{parts} time point"
@@ -121,8 +121,11 @@ def print_analysis(analysis: Analysis, backward: BackwardTime, width: int | None
     out.print()
     out.print(_memory(analysis))
     out.print(
-        "[dim]most held at once: activations in microbatches, versions of the weights; 1F1B is PipeDream's with weight "
-        "stashing[/dim]"
+        Text(
+            "most held at once: activations in microbatches, versions of the weights; 1F1B is PipeDream's with weight "
+            "stashing",
+            "dim",
+        )
     )
 
 
@@ -240,7 +243,8 @@ def print_table(rows: Sequence[Sequence[Analysis]], backward: BackwardTime, widt
     first = rows[0][0]
     sync = "vertical sync" if first.vertical_sync else "no vertical sync"
     limit = "" if first.limit is None else f", at most {_count(first.limit, 'mini-batch')} admitted"
-    out.print(f"[bold]version difference v[/bold] by the schedule: backward {_points(str(backward))}, {sync}{limit}")
+    what = f" by the schedule: backward {_points(str(backward))}, {sync}{limit}"
+    out.print(Text.assemble(("version difference v", "bold"), what))
     known = [paper_holds(analysis) for row in rows for analysis in row]
     if any(holds is not None for holds in known):
         out.print("in brackets: what the paper's formula says where that is something else")
@@ -253,11 +257,11 @@ def print_table(rows: Sequence[Sequence[Analysis]], backward: BackwardTime, widt
         out.print(f"the paper's formula differs at {', '.join(wrong) or 'none of them'}")
 
 
-def _cell(analysis: Analysis) -> str:
+def _cell(analysis: Analysis) -> Text:
     text = "-".join(map(str, analysis.version_differences))
     if paper_holds(analysis) is False:
         text += f" ({paper_version_difference(analysis.workers, analysis.microbatches)})"
-    return f"[bold]{text}[/bold]" if analysis.version_differences == (1,) else text
+    return Text(text, "bold" if analysis.version_differences == (1,) else "")
 
 
 def analysis_figures(analysis: Analysis) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from itertools import groupby
 from math import sqrt
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..cost.time_model import ring_all_reduce_ns
 from ..problem import Policy
@@ -125,8 +125,11 @@ def print_estimate(question: Question, figures: dict[str, Any], assumptions: Seq
     out = console()
     model, grid, policy = question.model, question.grid, question.policy
     out.print(
-        f"[bold]{escape(question.name)}[/bold]: {model.parameters / 1e9:.3f}e9 parameters; {model.layers} layers of "
-        f"hidden size {model.hidden}, {model.heads} heads, sequence {model.sequence}, vocabulary {model.vocabulary}"
+        Text.assemble(
+            (question.name, "bold"),
+            f": {model.parameters / 1e9:.3f}e9 parameters; {model.layers} layers of hidden size {model.hidden}, "
+            f"{model.heads} heads, sequence {model.sequence}, vocabulary {model.vocabulary}",
+        )
     )
     out.print(
         f"on {_count(grid.gpus, 'GPU')} = {_count(grid.inter, 'stage')} x {_count(grid.data, 'pipeline')}; a batch of "
@@ -139,7 +142,9 @@ def print_estimate(question: Question, figures: dict[str, Any], assumptions: Seq
     state = f"state on the host, {policy.bucket_parameters:,} parameters at a time" if policy.offload else "no offload"
     out.print(f"memory      mixed precision, Adam, {state}; {_recomputed(grid)}")
     out.print(_table(question, figures["memory"], out.width))
-    out.print("[dim]GB on one GPU; even share: Myelin's rule; stages: with embedding, head, logits and messages[/dim]")
+    out.print(
+        Text("GB on one GPU; even share: Myelin's rule; stages: with embedding, head, logits and messages", "dim")
+    )
     out.print()
     for sentence in _verdict(question, figures["memory"]):
         out.print(sentence)
@@ -183,19 +188,23 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return cells
 
 
-def _verdict(question: Question, memory: dict[str, Any]) -> list[str]:
+def _verdict(question: Question, memory: dict[str, Any]) -> list[str | Text]:
     total = f"all GPUs together {format_bytes(memory['all_gpus_bytes'])}"
     if question.memory_bytes is None:
         return [f"largest     {format_bytes(memory['peak_bytes'])} on one GPU, {total}"]
     size = format_bytes(question.memory_bytes)
     if memory["fits"]:
-        return [f"fits        [bold]{format_bytes(memory['peak_bytes'])}[/bold] of {size} at most, {total}"]
+        peak = format_bytes(memory["peak_bytes"])
+        return [Text.assemble("fits        ", (peak, "bold"), f" of {size} at most, {total}")]
     over = [stage for stage, row in enumerate(memory["stages"]) if not row["fits"]]
     largest = max(over, key=lambda stage: int(memory["stages"][stage]["total_bytes"]))
     rule = "fits" if memory["even_share"]["fits"] else "does not fit"
     return [
-        f"[bold]too large[/bold]   {len(over)} of {_count(len(memory['stages']), 'stage')} for {size}; stage {largest} "
-        f"needs {format_bytes(memory['peak_bytes'])}, an even share {rule}; {total}",
+        Text.assemble(
+            ("too large", "bold"),
+            f"   {len(over)} of {_count(len(memory['stages']), 'stage')} for {size}; stage {largest} "
+            f"needs {format_bytes(memory['peak_bytes'])}, an even share {rule}; {total}",
+        ),
         f"feasible    with {', or '.join(memory['remedies'])}",
     ]
 
@@ -214,8 +223,8 @@ def _formulas(checkpointing: dict[str, Any], memory: dict[str, Any]) -> list[str
     ]
 
 
-def _times(question: Question, time: dict[str, Any]) -> list[str]:
-    lines = [f"flops       {time['flops_per_batch']:.4g} per batch"]
+def _times(question: Question, time: dict[str, Any]) -> list[str | Text]:
+    lines: list[str | Text] = [f"flops       {time['flops_per_batch']:.4g} per batch"]
     if question.grid.data > 1:
         lines.append(
             f"all-reduce  {format_bytes(time['all_reduce_bytes'])} of gradients over {question.grid.data} GPUs at "
@@ -226,6 +235,10 @@ def _times(question: Question, time: dict[str, Any]) -> list[str]:
         lines += [
             f"batch       {time['batch_seconds']:.2f} s at {100 * question.share:g}% of "
             f"{question.peak / 1e12:g} Tflop/s",
-            f"training    [bold]{time['days']:.1f} days[/bold] for {tokens} tokens, {time['batches']:.0f} batches",
+            Text.assemble(
+                "training    ",
+                (f"{time['days']:.1f} days", "bold"),
+                f" for {tokens} tokens, {time['batches']:.0f} batches",
+            ),
         ]
     return lines

@@ -8,6 +8,7 @@ from ..check.bounds import any_bound
 from ..check.validate import judged, structure_violations
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
+from ..names import shown
 from ..partition.granularity import merge_articulation
 from ..plan import Bound, Pattern, Plan
 from ..problem import Chain, Problem
@@ -82,4 +83,4 @@ def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:
         if plan.chain.layers == merge(one).layers:
             found: Chain = merge(other)
             return found
-    raise BadInput(f"the plan was made from another profile than {one.name}: its layers differ")
+    raise BadInput(f"the plan was made from another profile than {shown(one.name)}: its layers differ")

@@ -13,6 +13,7 @@ from ..check.evaluate import evaluate_simulated, fits
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
+from ..names import shown
 from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..plan import Allocation, Schedule, Stage
 from ..problem import Device, Level, Platform, Problem, Weights
@@ -188,7 +189,7 @@ def _worst(problem: Problem, allocation: Allocation) -> str:
 
 
 def _named(problem: Problem, stage: Stage) -> str:
-    names = [layer.name for layer in problem.chain.layers[stage.start : stage.stop]]
+    names = [shown(layer.name) for layer in problem.chain.layers[stage.start : stage.stop]]
     if len(names) == 1:
         return f"layer {stage.start} ({names[0]})"
     return f"layers {stage.start} to {stage.stop - 1} ({names[0]} to {names[-1]})"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, log
 
-from rich.markup import escape
+from rich.text import Text
 
+from ..names import shown
 from ..planner.compare import OnePlatform, Reached
 from ..problem import Problem
 from .tables import console, make_table
@@ -21,7 +22,8 @@ def print_rows(
     geometric mean of the ratio to the row's best, over the rows where both are feasible, and CPU seconds at most.
     """
     out = console(width)
-    out.print(f"[bold]{escape(problem.chain.name)}[/bold]: period in ms per microbatch, - where nothing fits")
+    what = ": period in ms per microbatch, - where nothing fits"
+    out.print(Text.assemble((shown(problem.chain.name), "bold"), what))
     for assumption in assumptions:
         out.print(f"assumed: {assumption}")
     names = [cell.algorithm for cell in rows[0].cells]
@@ -31,7 +33,7 @@ def print_rows(
             str(row.gpus),
             f"{row.memory_bytes / 1e9:g} GB",
             f"{row.bound_ns / 1e6:.2f}",
-            *(_shown(cell, row) for cell in row.cells),
+            *(_period(cell, row) for cell in row.cells),
         )
     table.add_section()
     columns = [[row.cells[i] for row in rows] for i in range(len(names))]
@@ -41,11 +43,11 @@ def print_rows(
     out.print(table)
 
 
-def _shown(cell: Reached, row: OnePlatform) -> str:
+def _period(cell: Reached, row: OnePlatform) -> Text:
     if cell.period_ns is None:
-        return "-"
+        return Text("-")
     text = f"{'dp ' if cell.data_parallel else ''}{cell.period_ns / 1e6:.2f}"
-    return f"[bold]{text}[/bold]" if cell.period_ns == row.best_ns else text
+    return Text(text, "bold" if cell.period_ns == row.best_ns else "")
 
 
 def _mean_ratio(column: Sequence[Reached], rows: Sequence[OnePlatform]) -> str:

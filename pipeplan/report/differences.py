@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from rich.markup import escape
+from rich.text import Text
 
 from ..check.evaluate import evaluate, gap
 from ..cost.saved import saved_bytes
+from ..names import shown
 from ..plan import Plan
 from ..planner.carry import Carried
 from ..problem import Chain, Layer
@@ -18,6 +19,7 @@ from ..units import format_bytes, format_ns
 from .tables import LAYER_WIDTH, alone_ns, bound_class, console, make_table
 
 MOST_ROWS = 30
+SOURCE_WIDTH = 200  # columns of where a profile is from, which is a sentence
 
 
 def difference_figures(
@@ -57,8 +59,11 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     out = console()
     for label, chain in (("A", before), ("B", after)):
         out.print(
-            f"[bold]{label}[/bold] {escape(chain.name)}: {len(chain)} layers, microbatch {chain.microbatch}, "
-            f"{escape(chain.dtype)}, {escape(chain.device)}; {escape(chain.source)}"
+            Text.assemble(
+                (label, "bold"),
+                f" {shown(chain.name)}: {len(chain)} layers, microbatch {chain.microbatch}, "
+                f"{shown(chain.dtype)}, {shown(chain.device)}; {shown(chain.source, SOURCE_WIDTH)}",
+            )
         )
     if before.microbatch != after.microbatch:
         out.print(f"note: microbatches of {before.microbatch} and {after.microbatch} samples are compared as they are")
@@ -75,21 +80,20 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     if not moved:
         out.print("no layer differs")
         return
-    shown = moved
+    listed = moved
     if not every and len(moved) > MOST_ROWS:
         by_size = sorted(moved, key=lambda pair: -abs(pair.share_change or 1.0))
         keep = {id(pair) for pair in by_size[:MOST_ROWS]}
-        shown = [pair for pair in moved if id(pair) in keep]
+        listed = [pair for pair in moved if id(pair) in keep]
     out.print()
     columns = ("layer", "A ms", "B ms", "B/A", "share", "weights", "saved", "output")
     caption = "share: of all time, B minus A in points; sizes are B minus A"
     table = make_table(*columns, left=("layer",), space=2, caption=caption)
-    table.columns[0].max_width = LAYER_WIDTH
-    for pair in shown:
+    for pair in listed:
         table.add_row(*_row(pair))
     out.print(table)
-    if len(shown) < len(moved):
-        out.print(f"{len(moved) - len(shown)} more layers differ; --all lists them")
+    if len(listed) < len(moved):
+        out.print(f"{len(moved) - len(listed)} more layers differ; --all lists them")
 
 
 def print_carried(plan: Plan, result: Carried) -> None:
@@ -108,9 +112,9 @@ def print_carried(plan: Plan, result: Carried) -> None:
             f"a gap of {gap(result.period_ns, bound):.2%}"
         )
         return
-    out.print("[bold]the plan does not hold for B[/bold]:")
+    out.print(Text.assemble(("the plan does not hold for B", "bold"), ":"))
     for sentence in result.violations:
-        out.print(f"- {escape(sentence)}")
+        out.print(f"- {sentence}")
     if result.other_order_ns is not None:
         out.print(f"its stages can run in another order, with fewer in flight, at {format_ns(result.other_order_ns)}")
 
@@ -118,7 +122,15 @@ def print_carried(plan: Plan, result: Carried) -> None:
 def _row(pair: LayerPair) -> list[str]:
     times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
     if pair.before is None or pair.after is None:
-        return [escape(pair.name), *times, "only in A" if pair.after is None else "only in B", "", "", "", ""]
+        return [
+            shown(pair.name, LAYER_WIDTH),
+            *times,
+            "only in A" if pair.after is None else "only in B",
+            "",
+            "",
+            "",
+            "",
+        ]
     ratio, change, saved = pair.time_ratio, pair.share_change, pair.saved_bytes
     sizes = [
         (pair.before.weight_bytes, pair.after.weight_bytes),
@@ -126,7 +138,7 @@ def _row(pair: LayerPair) -> list[str]:
         (pair.before.output_bytes, pair.after.output_bytes),
     ]
     return [
-        escape(pair.name),
+        shown(pair.name, LAYER_WIDTH),
         *times,
         "" if ratio is None else f"{ratio:.2f}",
         "" if change is None else f"{100 * change:+.2f}",

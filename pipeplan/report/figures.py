@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 
 from ..errors import BadInput
 from ..files.text import replaced
+from ..names import shown
 from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..schedule.memory import activation_steps
@@ -38,7 +40,7 @@ def save_pattern(plan: Plan, path: str) -> None:
     figure, (axes,) = make_figure([len(window.rows)])
     _draw(axes, window.rows, window.start_ns, window.end_ns)
     what = "one period" if plan.pattern is not None else window.title
-    save_figure(figure, axes, f"{plan.chain.name}: {what}. {headline(plan)}", path)
+    save_figure(figure, axes, f"{shown(plan.chain.name)}: {what}. {headline(plan)}", path)
 
 
 def save_timeline(simulation: Simulation, path: str) -> None:
@@ -55,7 +57,7 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     memory.set_xlabel("ms")
     memory.spines[["top", "right"]].set_visible(False)
     title = (
-        f"{plan.chain.name}: {timeline.program.microbatches} microbatches, {simulation.name}, "
+        f"{shown(plan.chain.name)}: {timeline.program.microbatches} microbatches, {simulation.name}, "
         f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
     )
     save_figure(figure, axes, title, path)
@@ -134,7 +136,9 @@ def save_figure(figure: Figure, axes: Any, title: str, path: str) -> None:
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(title, fontsize=9, loc="left", parse_math=False)
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
-    with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}), replaced(path) as file:
+    looks = mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"})
+    with looks, warnings.catch_warnings(), replaced(path) as file:
+        warnings.filterwarnings("ignore", "Glyph")  # a letter of a name that the font lacks is drawn as a box
         figure.savefig(file, format=suffix[1:], dpi=130, metadata=metadata)

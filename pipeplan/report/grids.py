@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ..check.evaluate import Evaluation
 from ..plan import Plan
@@ -23,9 +24,13 @@ def print_grids(
     used, count = chosen["inter"] * chosen["data"], len(plan.platform)
     gap = chosen["batch_ns"] / options["bound_ns"] - 1
     out.print(
-        f"grid [bold]{chosen['inter']} x {chosen['data']}[/bold], {_settings(chosen)}: "
-        f"[bold]{seconds(chosen['batch_ns'])}[/bold] per batch of {batch} "
-        f"(bound {seconds(options['bound_ns'])}, gap {gap:.2%})"
+        Text.assemble(
+            "grid ",
+            (f"{chosen['inter']} x {chosen['data']}", "bold"),
+            f", {_settings(chosen)}: ",
+            (seconds(chosen["batch_ns"]), "bold"),
+            f" per batch of {batch} (bound {seconds(options['bound_ns'])}, gap {gap:.2%})",
+        )
     )
     out.print(
         f"bound: no grid of up to {count} GPUs with contiguous stages and microbatches of "
@@ -62,9 +67,7 @@ def _table(grids: Sequence[dict[str, Any]], chosen: dict[str, Any]) -> Table:
         name = f"{figures['inter']} x {figures['data']}"
         about = "" if figures.get("simulated") == "in full" else "~"
         if "batch_ns" in figures:
-            table.add_row(
-                f"[bold]{name}[/bold]" if best else name, about + seconds(figures["batch_ns"]), _settings(figures)
-            )
+            table.add_row(Text(name, "bold" if best else ""), about + seconds(figures["batch_ns"]), _settings(figures))
         else:
             table.add_row(name, "-", figures["reason"])
     return table

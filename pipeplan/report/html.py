@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..check.evaluate import Evaluation, evaluate, gap
+from ..names import SENTENCE, shown
 from ..plan import Bound, Plan, Stage
 from ..planner.simulation import Simulation
 from ..schedule.kinds import kind_of
@@ -19,6 +20,7 @@ from .tables import alone_ns, bound_class, distance, machine, stage_figures
 ROW_PIXELS = 20
 LABEL_PIXELS = 7.0  # per character, on a chart about 1200 pixels wide
 CHART_PIXELS = 1200.0
+HALF = 28  # columns of each of two names in a cell
 MOST_OPERATIONS = 8000  # of the GPUs, in the run that the page shows; more would make it slow
 
 
@@ -44,7 +46,7 @@ def report_html(simulation: Simulation) -> str:
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',
-        f"<title>{escape(plan.chain.name)}: pipeline plan</title><style>{STYLE}</style></head><body>",
+        f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{STYLE}</style></head><body>",
         _head(plan, result),
         "<h2>Period against lower bounds</h2>",
         _bounds(plan, result),
@@ -89,14 +91,14 @@ def _head(plan: Plan, result: Evaluation) -> str:
     gaps = [gap(result.period_ns, bound) for bound in plan.lower_bounds if not bound.claimed]
     if gaps:
         cards.append((f"{min(gaps):.2%}", "above the best lower bound"))
-    shown = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
+    boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
     return (
-        f"<h1>{escape(chain.name)} on {len(platform)} GPUs</h1>"
+        f"<h1>{escape(shown(chain.name))} on {len(platform)} GPUs</h1>"
         f'<p class="soft">{len(chain)} layers, {format_bytes(int(chain.sums.weight_bytes[-1]))} of weights, '
         f"{format_ns(alone)} forward and backward; {escape(machine(platform))}; "
         f"{len(plan.allocation.stages)} stages on {used} GPUs; weights {plan.policy.weights}, an update every "
         f"{plan.policy.accumulate} microbatches</p>"
-        f'<div class="cards">{shown}</div>'
+        f'<div class="cards">{boxes}</div>'
     )
 
 
@@ -151,8 +153,8 @@ def _stages(plan: Plan, result: Evaluation) -> str:
 
 def _layers(plan: Plan, stage: Stage) -> str:
     first, last = plan.chain.layers[stage.start].name, plan.chain.layers[stage.stop - 1].name
-    names = first if first == last else f"{first} to {last}"
-    return f"{stage.start}-{stage.stop - 1}  {names if len(names) <= 60 else names[:59] + '…'}"
+    names = shown(first) if first == last else f"{shown(first, HALF)} to {shown(last, HALF)}"
+    return f"{stage.start}-{stage.stop - 1}  {names}"
 
 
 def _legend(rows: Sequence[GanttRow]) -> str:
@@ -243,11 +245,13 @@ def _memory(simulation: Simulation) -> str:
 
 def _provenance(plan: Plan) -> str:
     origin = plan.provenance
-    facts = [f"planned by {origin.algorithm}"]
-    facts += [f"{name} {value}" for name, value in origin.options.items()]
+    facts = [f"by the plan's own account: planned by {shown(origin.algorithm)}"]
+    facts += [shown(f"{name} {value}", SENTENCE) for name, value in origin.options.items()]
     facts += [
-        f"{name} {value}" for name, value in (("solver", origin.solver), ("status", origin.solver_status)) if value
+        f"{name} {shown(value)}"
+        for name, value in (("solver", origin.solver), ("status", origin.solver_status))
+        if value
     ]
-    facts += [f"pipeplan {origin.version}"] if origin.version else []
-    facts += [f"profile from {plan.chain.source}"] if plan.chain.source else []
+    facts += [f"pipeplan {shown(origin.version)}"] if origin.version else []
+    facts += [f"profile from {shown(plan.chain.source, SENTENCE)}"] if plan.chain.source else []
     return f'<p class="soft" style="margin-top:32px">{escape("; ".join(facts))}</p>'

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
-
 from ..cost.saved import saved_bytes
+from ..names import shown
 from ..problem import Chain
 from ..units import format_bytes, format_ns
-from .tables import LAYER_WIDTH, make_table
+from .tables import LAYER_WIDTH, console, make_table
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
@@ -20,11 +18,10 @@ UNSTEADY = 0.25  # spread over median above which a layer's time is called unste
 
 def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     """Print one row per layer as it was measured, totals, and what the reader should know about the numbers."""
-    out = Console(stderr=True, highlight=False, width=None if Console(stderr=True).is_terminal else 120)
+    out = console(stderr=True)
     columns = ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output")
     caption = "times in ms, ± width of the middle half"
     table = make_table("layer", *columns, left=("layer",), space=2, caption=caption)
-    table.columns[0].max_width = LAYER_WIDTH
     unsteady = 0
     for index, x in enumerate(measured.layers):
         layer, kept = x.layer, int(saved_bytes(measured.chain, index, index + 1))
@@ -32,16 +29,18 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
         unsteady += spread > UNSTEADY * time
         times = (layer.forward_ns, x.forward_spread_ns, layer.backward_ns, x.backward_spread_ns, layer.optimizer_ns)
         sizes = (layer.weight_bytes, kept, layer.output_bytes)
-        table.add_row(escape(layer.name), *(f"{t / 1e6:.3f}" for t in times), *(format_bytes(s) for s in sizes))
+        table.add_row(
+            shown(layer.name, LAYER_WIDTH), *(f"{t / 1e6:.3f}" for t in times), *(format_bytes(s) for s in sizes)
+        )
     out.print(table)
     whole = measured.chain.sums
     out.print(
-        f"{escape(chain.name)} on {escape(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "
+        f"{shown(chain.name)} on {shown(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "
         f"{format_ns(int(whole.backward_ns[-1]))}, optimizer {format_ns(int(whole.optimizer_ns[-1]))}; weights "
         f"{format_bytes(int(whole.weight_bytes[-1]))}, saved {format_bytes(int(saved_bytes(chain, 0, len(chain))))}"
     )
     for one, other in chain.tied:
-        names = escape(chain.layers[one].name), escape(chain.layers[other].name)
+        names = shown(chain.layers[one].name), shown(chain.layers[other].name)
         out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts")
     if unsteady:
         out.print(

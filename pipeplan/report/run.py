@@ -9,7 +9,10 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from ..check.evaluate import evaluate
+from ..names import shown
 from ..plan import Plan
 from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
@@ -94,7 +97,11 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
     if measured is None:
         out.print("period      too few microbatches for a steady state; more --steps show one")
     else:
-        out.print(f"period      [bold]{format_ns(measured)}[/bold] measured, median over the updates of the middle")
+        out.print(
+            Text.assemble(
+                "period      ", (format_ns(measured), "bold"), " measured, median over the updates of the middle"
+            )
+        )
         if calibrated is not None:
             out.print(
                 f"            {format_ns(calibrated)} predicted with this run's own operation times: "
@@ -131,7 +138,7 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
     if report.exchange != "gloo":
-        out.print(f"ran on {', '.join(sorted(set(report.hardware)))}; {_EXCHANGES[report.exchange]}")
+        out.print(f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange]}")
     for memory in report.memory:
         out.print(
             f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "

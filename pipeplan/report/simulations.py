@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
@@ -45,7 +45,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     shown = _shown(rows, links)
     columns = out.width - max(len(row.name) for row in shown) - 1
     for title, start, end in panels(timeline, columns):
-        out.print(f"[dim]{title}, {format_ns(start)} to {format_ns(end)}[/dim]")
+        out.print(Text(f"{title}, {format_ns(start)} to {format_ns(end)}", "dim"))
         for line in draw(shown, start, end, out.width):
             out.print(line, no_wrap=True, crop=True)
     out.print()
@@ -78,7 +78,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     if figures["links"]:
         table = _table("link", "use")
         for row in figures["links"]:
-            table.add_row(escape(row["link"].removeprefix("link ")), f"{row['use']:.1%}")
+            table.add_row(row["link"].removeprefix("link "), f"{row['use']:.1%}")
         out.print()
         out.print(table)
 
@@ -109,7 +109,7 @@ def print_schedules(
     for run in runs:
         program, figures = run.timeline.program, run.figures()
         peak = max(row["peak_bytes"] for row in figures["devices"])
-        cells = {
+        cells: dict[str, str | Text] = {
             "schedule": run.schedule,
             "stages": str(len(program.graph.stages)),
             "weights": program.graph.policy.weights,
@@ -119,13 +119,13 @@ def print_schedules(
             "makespan": f"{run.makespan_ns / 1e6:.2f}",
             "bubble": f"{figures['longest_stage_bubble']:.1%}",
             "held": str(max(row["most_held"] for row in figures["devices"])),
-            "peak": f"{peak / 1e9:.2f}" + (" " if run.fits else "[bold red]![/bold red]"),
+            "peak": Text.assemble(f"{peak / 1e9:.2f}", " " if run.fits else ("!", "bold red")),
             "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
         }
         table.add_row(*(cells[name] for name in shown))
     out.print(table)
     for refusal in refused:
-        out.print(f"{refusal.schedule}: not possible: {escape(refusal.reason)}")
+        out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
 
 
 def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..cost.stage_graph import StageCost
+from ..names import shown
 from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Platform
 from ..schedule.kinds import kind_of
@@ -20,14 +21,19 @@ from ..schedule.pattern import DeviceUse
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
 
 LAYER_WIDTH = 36  # columns of a layer's name, at most
+SHORT = 10  # where two stand in a cell
 PIPED_WIDTH = 120  # columns when the output is not a terminal
 
 
-def console(width: int | None = None) -> Console:
-    """Return the console for results: standard output, as wide as the terminal or 120 columns in a pipe."""
-    if width is None and not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+def console(width: int | None = None, stderr: bool = False) -> Console:
+    """Return the console for results, or for progress on ``stderr``: as wide as the terminal, or 120 columns in a pipe.
+
+    Text is text: it takes nothing in a string for markup; what is to be bold is a ``Text`` that says so.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = PIPED_WIDTH
-    return Console(width=width, highlight=False)
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def make_table(
@@ -115,8 +121,11 @@ def print_plan(
     chain, platform = plan.chain, plan.platform
     alone = alone_ns(chain)
     out.print(
-        f"[bold]{escape(chain.name)}[/bold]: {len(chain)} layers, {format_ns(alone)} forward and backward, "
-        f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights"
+        Text.assemble(
+            (shown(chain.name), "bold"),
+            f": {len(chain)} layers, {format_ns(alone)} forward and backward, "
+            f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights",
+        )
     )
     out.print(f"on {len(platform)} {machine(platform)}")
     for assumption in assumptions:
@@ -124,8 +133,11 @@ def print_plan(
     out.print()
     speedup = alone / result.period_ns
     out.print(
-        f"period      [bold]{format_ns(result.period_ns)}[/bold] per microbatch, {throughput(plan, result)}, "
-        f"{speedup:.2f} times one GPU"
+        Text.assemble(
+            "period      ",
+            (format_ns(result.period_ns), "bold"),
+            f" per microbatch, {throughput(plan, result)}, {speedup:.2f} times one GPU",
+        )
     )
     if result.makespan_ns is not None:
         out.print(f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}")
@@ -139,7 +151,7 @@ def print_plan(
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
-        out.print(f"claimed     {format_ns(claimed)} by {plan.provenance.algorithm} itself, before scheduling")
+        out.print(f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling")
     out.print(
         f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"
     )
@@ -191,7 +203,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
             memory = [""] * len(parts) + ["see", str(first)]
         table.add_row(
             str(s),
-            escape(_layers(plan, stage)) if parts else f"{stage.start}-{stage.stop - 1}",
+            _layers(plan, stage) if parts else f"{stage.start}-{stage.stop - 1}",
             format_devices(stage.devices),
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
@@ -210,8 +222,7 @@ def _layers(plan: Plan, stage: Stage) -> str:
 
 
 def _short(name: str) -> str:
-    name = name.split("..")[0].split("(")[0]
-    return name if len(name) <= 10 else name[:9] + "…"
+    return shown(name.split("..")[0].split("(")[0], SHORT)
 
 
 def _recomputed(stage: Stage) -> str:

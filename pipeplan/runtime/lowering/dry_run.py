@@ -18,10 +18,10 @@ def torchrun_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
     """Return the command that starts ``pipeplan`` with ``arguments`` on every node of the plan's platform."""
     nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
     if nodes == 1:
-        return f"torchrun --standalone --nproc-per-node={per_node} -m pipeplan {shlex.join(arguments)}"
+        return f"torchrun --standalone --nproc-per-node={per_node} -m pipeplan {_typed(arguments)}"
     return (
         f"torchrun --nnodes={nodes} --nproc-per-node={per_node} --rdzv-backend=c10d "
-        f"--rdzv-endpoint=FIRST_NODE:{PORT} -m pipeplan {shlex.join(arguments)}"
+        f"--rdzv-endpoint=FIRST_NODE:{PORT} -m pipeplan {_typed(arguments)}"
     )
 
 
@@ -32,8 +32,22 @@ def slurm_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
     return (
         f"srun --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={per_node} torchrun --nnodes={nodes} "
         f'--nproc-per-node={per_node} --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint={first}:{PORT} '
-        f"-m pipeplan {shlex.join(arguments)}"
+        f"-m pipeplan {_typed(arguments)}"
     )
+
+
+def _typed(arguments: Sequence[str]) -> str:
+    """Return arguments as a shell takes them, with what doesn't print as its UTF-8 bytes in bash's ``$'..'``."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _dollar_quoted(word) for word in arguments)
+
+
+def _dollar_quoted(word: str) -> str:
+    def sign_of(sign: str) -> str:
+        if sign.isprintable() and sign not in "\\'":
+            return sign
+        return "".join(f"\\x{byte:02x}" for byte in sign.encode(errors="surrogateescape"))
+
+    return f"$'{''.join(map(sign_of, word))}'"
 
 
 def nodes_of(platform: Platform, devices: Sequence[int]) -> tuple[int, int]:

@@ -1,0 +1,247 @@
+"""Thirteen kinds of small plans, every change of one field of their files, and which of those are right to accept."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cases.files import small_plan
+from cases.plans import fitted, greedy_pattern
+
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.errors import BadInput
+from pipeplan.files.plans import plan_text, read_plan
+from pipeplan.plan import Bound, Plan, Stage
+from pipeplan.planner.grid.plan import make_grid_plan
+from pipeplan.planner.grid.problem import grid_problem
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+
+LAYERS = tuple(
+    Layer(f"l{i}", 10 + i, 21 + 2 * i, 100, 50, saved_bytes=60, optimizer_ns=3, parameters=25) for i in range(5)
+)
+CHAIN = Chain("five", LAYERS, 40, microbatch=8, device="test", source="by hand")
+GRAPH = replace(
+    CHAIN, edges=((0, 1), (0, 2), (1, 3), (2, 3), (3, 4)), layers=(replace(LAYERS[0], saves=(-1,)), *LAYERS[1:])
+)
+SMALL = 10**4
+
+
+def kinds() -> dict[str, Plan]:
+    """Return a plan of every kind that is kept or run in its own way."""
+    flat = Platform.flat(2, SMALL, 10**9, 1)
+    servers = Platform((*flat.devices, *flat.devices), (Level(2, 10**10), Level(2, 10**9, 2)), full_duplex=True)
+
+    def planned(policy: Policy, chain: Chain = CHAIN, platform: Platform = flat, **options: Any) -> Plan:
+        kind, limit = options.pop("schedule", None), options.pop("limit", None)
+        problem = Problem(chain, platform, policy, options.pop("replicas", False), options.pop("checkpointing", "none"))
+        return make_plan(
+            problem, options.pop("algorithm", "contiguous"), effort="quick", schedule=kind, limit=limit
+        ).plan
+
+    asked = Problem(CHAIN, replace(servers, full_duplex=False), Policy("flush", optimizer="adam"), True, "segments")
+    grid = grid_problem(asked, 64, [CHAIN], overlap=True)[0]
+    return {
+        "2bw, recomputed replicas of two speeds": small_plan(),
+        "2bw, several stages on a GPU": _shared(flat),
+        "2bw, offload": planned(Policy("2bw", 4, "adam", "mixed", offload=True, bucket_parameters=10)),
+        "2bw, segments": planned(Policy("2bw"), platform=Platform.flat(2, 1140, 10**9, 1), checkpointing="segments"),
+        "stash": planned(Policy("stash", optimizer="momentum")),
+        "stash, vertical sync": planned(Policy("stash", vertical_sync=True)),
+        "stash, replicas in servers": planned(
+            Policy("stash", 2), platform=servers, replicas=True, algorithm="pipedream"
+        ),
+        "latest": planned(Policy("latest", 1), schedule="pattern"),
+        "flush": planned(Policy("flush", 4, "adam"), algorithm="balance"),
+        "flush, tied graph": planned(Policy("flush", 3), replace(GRAPH, tied=((0, 4),)), algorithm="balance"),
+        "nf1b": planned(Policy("latest", 2), schedule="nf1b", limit=2, algorithm="balance"),
+        "message-driven": planned(Policy("flush", 4), schedule="message-driven", limit=2, algorithm="balance"),
+        "grid": make_grid_plan(grid, effort="quick").plan,
+    }
+
+
+def _shared(platform: Platform) -> Plan:
+    """Return a plan whose first GPU has two stages, in the order in which operations found a free place."""
+    rng, policy = random.Random(1), Policy("2bw", 9)
+    stages = (Stage(0, 2, (0,)), Stage(2, 4, (1,)), Stage(4, 5, (0,)))
+    graph = stage_graph(CHAIN, platform, policy, stages)
+    pattern = greedy_pattern(rng, graph, graph.period_floor_ns + 60)
+    assert pattern is not None
+    plan = fitted(rng, CHAIN, platform, policy, stages, pattern)
+    return replace(plan, lower_bounds=(*plan.lower_bounds, Bound("one-special", False, "none", 60)))
+
+
+Place = tuple[str | int, ...]
+
+
+def places(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield every place of a document with its value, containers too."""
+    if path:
+        yield path, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*path, key))
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from places(inner, (*path, i))
+
+
+OTHER_WORDS = {
+    "weights": ("2bw", "stash", "flush", "latest"),
+    "optimizer": ("sgd", "momentum", "adam"),
+    "precision": ("fp32", "mixed"),
+    "class": ("contiguous", "one-special", "any"),
+    "checkpointing": ("none", "stages", "segments"),
+    "kind": ("pattern", "flush", "nf1b", "message-driven", "F", "B", "SEND_F", "SEND_B"),
+}
+
+
+def changes(path: Place, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, other value) for one place; ``...`` is: left out."""
+    if isinstance(path[-1], str):
+        yield "left out", ...
+    yield "null", None
+    match value:
+        case bool():
+            yield from (("flipped", not value), ("a number", int(value)))
+        case int():
+            yield from (
+                ("+1", value + 1),
+                ("-1", value - 1),
+                ("doubled", 2 * value),
+                ("0", 0),
+                ("negative", -value - 1),
+            )
+            yield from (("huge", 10**18), ("endless", 10**400), ("a half more", value + 0.5), ("text", str(value)))
+        case float():
+            yield from (("+0.001", value + 0.001), ("negative", -value - 1), ("text", str(value)))
+        case str():
+            yield from (("longer", value + "x"), ("empty", ""), ("control", f"{value}\x1b"), ("a number", 3))
+            for word in OTHER_WORDS.get(str(path[-1]), ()):
+                yield word, word
+        case list():
+            yield from (("empty", []), ("reversed", value[::-1]), ("text", "x"))
+            if value:
+                yield from (("last left out", value[:-1]), ("first twice", [value[0], *value]))
+        case dict():
+            yield from (("empty", {}), ("one key more", value | {"x": 1}), ("a list", []))
+        case None:
+            yield from (("a number", 1), ("a list", []), ("text", "x"))
+
+
+def changed(document: Any, path: Place, value: Any) -> Any:
+    """Return the document with another value at one place."""
+    document = copy.deepcopy(document)
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return document
+
+
+def mutations(document: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield (place, change, document) for every change of a single field that changes anything."""
+    for path, value in places(document):
+        place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)[1:]
+        for name, other in changes(path, value):
+            if other is ... or other != value or type(other) is not type(value):
+                yield place, name, changed(document, path, other)
+
+
+def document_of(plan: Plan) -> Any:
+    return json.loads(plan_text(plan))
+
+
+def refusal(document: Any, folder: Path) -> list[str]:
+    """Return why a document is no valid plan, a sentence for each reason; empty when it is one."""
+    file = folder / "plan.json"
+    file.write_text(json.dumps(document))
+    try:
+        return read_plan(str(file))[1]
+    except BadInput as error:
+        return [str(error).removeprefix(f"{file}: ")]
+
+
+# What a sentence calls the place where a plan is wrong.
+PLACE = re.compile(
+    r"\$|\bfield\b|profile|platform|polic|stage|schedule|pattern|period|device|link|bound|gap|layers?|operation|weights|accumulates"
+)
+
+# Reading compares every figure in the file with what stages, starts and settings give. So whatever is accepted beside
+# an edited figure leaves period, memory and gap as the file says them; the reasons say why nothing else matters.
+ACCEPTED: dict[str, tuple[str, str]] = {
+    r"provenance\.(algorithm|version|solver|solver_status)": (
+        r"longer|empty|control|text",
+        "where a plan is from is its own account, from which nothing follows; it is shown as text",
+    ),
+    r"provenance\.seconds": (r"\+0.001", "how long planning took is its own account"),
+    r"provenance\.claimed_period_ns": (
+        r"null|\+1|-1|doubled|huge|a number",
+        "what an algorithm hoped for before scheduling is called claimed and judges nothing",
+    ),
+    r"provenance\.options(\..*|\[.*)?": (r".*", "options and the table of other grids are the planner's own account"),
+    r"pattern\.operations\[\d+\]\.start_ns": (
+        r"\+1|-1",
+        "a start is a decision: within its slack, the order, the period and every peak are the same",
+    ),
+    r"stages\[\d+\]\.checkpoint": (r"a list|empty|null", "no segments, said in the other way"),
+    r"stages\[\d+\]\.devices": (
+        r"reversed",
+        "replicas are alike; the rule who gets which microbatch is the list's order",
+    ),
+    r"profile\.edges": (r"reversed|first twice", "edges are a set"),
+    r"platform\.levels\[\d+\]\.latency": (r"left out|null|longer", "no message of the plan crosses that level"),
+    r"platform\.devices\[\d+\]\.speed": (
+        r"left out|null|\+0.001",
+        "replicas take as long as the slowest of them, which is another",
+    ),
+    r"policy\.weights": (r"2bw|stash|latest", "the stages hold as many versions under either policy"),
+    r"policy\.precision": (r"fp32|mixed", "its numbers take as many bytes in all, counted anew"),
+    r"policy\.offload": (r"flipped", "there is no state to offload, or all of it is in one bucket"),
+    r"policy\.vertical_sync": (r"flipped", "the stages keep as many versions either way"),
+    r"policy\.bucket_parameters": (
+        r"left out|\+1|-1|doubled",
+        "nothing is offloaded, or all parameters are in one bucket either way",
+    ),
+    r"policy\.coarsening": (
+        r"left out|a number|\+1|-1|doubled|null",
+        "null is the default; sums of so few parameters are one chunk",
+    ),
+    r"policy\.accumulate": (
+        r"\+1|-1|doubled",
+        "an update's share of a pass rounds to the same, and as many are in flight",
+    ),
+    r"lower_bounds": (
+        r"first twice|reversed|last left out",
+        "each bound is judged by itself; the gap is to the first of class any",
+    ),
+    r"lower_bounds\[\d+\]\.period_ns": (
+        r"-1|\+1|doubled",
+        "a bound of a narrower class is called a claim, and none is above the period; class any is refused here",
+    ),
+    r"lower_bounds\[\d+\]\.class": (
+        r"contiguous|one-special|any",
+        "the plan is in that class; class any is derived anew, and the others are called claims",
+    ),
+    r"lower_bounds\[\d+\]\.(checkpointing|replicas)": (
+        r"none|stages|segments|flipped",
+        "the plan is in that class, whose bound is derived anew or called a claim",
+    ),
+}
+
+
+def reason_of(place: str, change: str) -> str | None:
+    """Return why a change may be accepted, None where nothing says so."""
+    for pattern, (names, reason) in ACCEPTED.items():
+        if re.fullmatch(pattern, place) and re.fullmatch(names, change):
+            return reason
+    return None

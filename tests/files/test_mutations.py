@@ -1,0 +1,43 @@
+"""Whatever single field of a plan is changed is refused with its place, or on a list with the reason why it is right.
+
+A sample, the same each time; ``scripts/checks/plan_mutations.py`` makes every change.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cases.mutations import PLACE, document_of, kinds, mutations, reason_of, refusal
+
+SAMPLE = 110  # changes of each kind of plan
+
+KINDS = kinds()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_change_of_a_field_is_refused_with_its_place_or_right(kind, tmp_path):
+    document = document_of(KINDS[kind])
+    assert refusal(document, tmp_path) == []
+    every = list(mutations(document))
+    assert len(every) > 900
+    refused = 0
+    for place, change, edited in random.Random(kind).sample(every, SAMPLE):
+        found = refusal(edited, tmp_path)
+        refused += bool(found)
+        for sentence in found:
+            assert PLACE.search(sentence), (place, change, sentence)
+        assert found or reason_of(place, change), f"{place}: {change} is accepted, and nothing says why"
+    assert refused > SAMPLE / 2
+
+
+def test_the_plans_are_of_many_kinds():
+    assert len(KINDS) >= 12
+    assert {plan.schedule.kind for plan in KINDS.values()} == {"pattern", "flush", "nf1b", "message-driven"}
+    assert {plan.policy.weights for plan in KINDS.values()} == {"2bw", "stash", "latest", "flush"}
+    allocations = [plan.allocation for plan in KINDS.values()]
+    assert not all(allocation.contiguous for allocation in allocations)
+    stages = [stage for allocation in allocations for stage in allocation.stages]
+    assert any(stage.replicas > 1 for stage in stages)
+    assert any(stage.checkpoint not in ((), ((stage.start, stage.stop),)) for stage in stages)
+    assert any(plan.policy.offload for plan in KINDS.values())
