@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from .deadline import NEVER, Deadline
 from .integers import Ints, ceil_div
 
 
@@ -279,6 +280,7 @@ class Problem:
     """An instance: the chain, the platform, the policy, and what a plan may use.
 
     ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
+    Searches for plans raise OutOfTime at the ``deadline``, which changes no answer that comes before it.
     """
 
     chain: Chain
@@ -286,6 +288,7 @@ class Problem:
     policy: Policy = Policy()
     replicas: bool = True
     checkpointing: Checkpointing = "stages"
+    deadline: Deadline = NEVER
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

@@ -10,7 +10,7 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "version errors integers units problem plan"
+NOUNS = "version errors integers units deadline problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -23,7 +23,8 @@ LAW = {
     "errors": "",
     "integers": "",
     "units": "errors",
-    "problem": "integers",
+    "deadline": "errors",
+    "problem": "integers deadline",
     "plan": "problem",
     "zoo": "errors",
     "cost": NOUNS,

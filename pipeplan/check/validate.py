@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from ..cost import time_model
 from ..cost.stage_graph import Operation, Resource, StageGraph
+from ..deadline import NEVER
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
@@ -66,7 +67,7 @@ def simulated_violations(plan: Plan, graph: StageGraph) -> list[str]:
     reason = refused(graph, plan.schedule.kind)
     if reason is not None:
         return [reason]
-    result = evaluate_simulated(graph, plan.schedule, plan.platform)
+    result = evaluate_simulated(graph, plan.schedule, plan.platform, NEVER)
     found = []
     for index, resource in enumerate(graph.resources):
         if not resource.is_link:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..problem import Chain, Checkpointing, Platform, Policy, Problem
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
@@ -31,6 +32,20 @@ SOLVER = click.option(
     default="cbc",
     show_default=True,
     help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
+)
+
+
+def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
+    return NEVER if text is None else Deadline.within(parse_time(text, option.opts[0]) / 1e9)
+
+
+TIME_LIMIT = click.option(
+    "--time-limit",
+    "deadline",
+    metavar="TIME",
+    callback=_deadline,
+    is_eager=True,
+    help="Stop searching after this long, such as 30s, with the best so far.",
 )
 
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
@@ -115,6 +130,7 @@ def read_problem(
     no_replicas: bool = False,
     vertical_sync: bool = False,
     segments: bool = True,
+    deadline: Deadline = NEVER,
 ) -> tuple[Problem, list[str]]:
     """Return the problem that the shared options describe, and the assumptions made where nothing was said.
 
@@ -132,7 +148,7 @@ def read_problem(
     policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
-    return Problem(chain, where, policy, not no_replicas, allowed), assumptions
+    return Problem(chain, where, policy, not no_replicas, allowed, deadline), assumptions
 
 
 def _platform(

@@ -42,6 +42,7 @@ def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts
     need = np.full((size, size), _TOO_MANY, dtype=np.int32)
     cap = longest_delay(problem, period)
     for time, limit in tables.best.relaxed():
+        problem.deadline.check()
         delay = time + enter
         groups = ceil_div(np.minimum(delay, NEVER), period)
         if most == 1:
@@ -89,6 +90,7 @@ def shortest_delays(tables: StageTables, period: int) -> Ints:
     most = len(tables.problem.platform) if tables.problem.replicas else 1
     least = np.full_like(tables.gradients, NEVER)
     for time, limit in tables.best.relaxed():
+        tables.problem.deadline.check()
         np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
     enter = closed(tables, tables.round_trips[0], period)
     delay = np.zeros(len(tables.cuts), dtype=np.int64)
