@@ -230,8 +230,10 @@ class Platform:
         """The lowest level that joins the devices a..b-1, shape (P, P + 1); 0 where b <= a."""
         count = len(self.devices)
         table = np.zeros((count, count + 1), dtype=np.int64)
-        for a in range(count):
-            table[a, a + 1 :] = [self.level_of((a, b - 1)) for b in range(a + 1, count + 1)]
+        first, last = np.arange(count)[:, None], np.arange(-1, count)[None, :]
+        for k in range(1, len(self.levels)):
+            below = self.unit_sizes[k - 1]
+            table[(first // below != last // below) & (last > first)] = k
         return table
 
     @property

@@ -149,6 +149,7 @@ def _filled(problem: Problem, recompute: bool) -> list[tuple[tuple[int, ...], in
     cuts, sums = legal_cuts(problem), problem.chain.sums
     work = ((2 if recompute else 1) * sums.forward_ns + sums.backward_ns)[cuts]
     speeds = [float(device.speed) for device in problem.platform.devices]
+    fastest = max(speeds)
 
     def within(time: int) -> list[tuple[tuple[int, ...], int, int]] | None:
         found: list[tuple[tuple[int, ...], int, int]] = []
@@ -158,10 +159,12 @@ def _filled(problem: Problem, recompute: bool) -> list[tuple[tuple[int, ...], in
             if stop > at:
                 found.append(((d,), int(cuts[at]), int(cuts[stop])))
                 at = stop
+            elif speed == fastest:
+                return None
             if at == len(cuts) - 1:
                 return found
         return None
 
-    found = smallest(within, 1, int(work[-1] / max(speeds)) + 1)
+    found = smallest(within, 1, int(work[-1] / fastest) + 1)
     assert found is not None, "the fastest device can take all"
     return found[1]

@@ -164,7 +164,7 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
         return incumbent, status
     again = Incumbent(decided, settings)
     if status != "interrupted":
-        status = "time limit" if again.expired else run_search(propose, again) or status
+        status = "time limit" if again.expired else run_search(propose, again, dispensable=True) or status
     again.try_(incumbent.best.allocation)
     return again, status
 

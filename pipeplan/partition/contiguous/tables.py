@@ -86,7 +86,9 @@ def stage_tables(problem: Problem) -> StageTables:
         for level in range(len(platform.levels))
     ]
     devices, spans = len(platform), platform.spans
-    outer = np.concatenate([np.zeros((1, devices + 1), dtype=np.int64), spans[:-1]])
+    outer = np.zeros_like(spans)
+    if len(platform.levels) > 1:  # untouched zeros take no memory
+        outer[1:] = spans[:-1]
     if not problem.replicas:  # the stage on device b - 1 alone
         outer = np.array([[0, 0, *(spans[b - 2, b] for b in range(2, devices + 1))]], dtype=np.int64)
         spans = np.zeros_like(outer)
@@ -140,17 +142,17 @@ def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
         for memory in sorted(set(memories)):
             eligible = (speeds >= speed) & (memories >= memory)
 
-            def up_to(which: npt.NDArray[np.bool_]) -> Ints:
-                return np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+            def between(which: npt.NDArray[np.bool_]) -> Ints:
+                table = np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+                return table[None, :] - table[:-1, None]
 
-            size, slow, small = (
-                table[None, :] - table[:-1, None]
-                for table in map(up_to, (eligible, eligible & (speeds == speed), eligible & (memories == memory)))
-            )
-            ends = eligible[:, None] & np.concatenate([[False], eligible])[None, :]
-            groups = np.where(ends & (slow > 0) & (small > 0) & (size > 0), size, 0)
+            groups = between(eligible)
+            groups[~(eligible[:, None] & np.concatenate([[False], eligible])[None, :])] = 0
+            for needed in (speeds == speed, memories == memory):
+                groups[between(eligible & needed) <= 0] = 0
+            groups[groups < 0] = 0
             if groups.any():
-                found.append((Device(int(memory), Fraction(speed)), groups.astype(np.int64)))
+                found.append((Device(int(memory), Fraction(speed)), groups))
     assert count == 0 or found
     return found
 
