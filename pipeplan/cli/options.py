@@ -15,6 +15,7 @@ from ..problem import Chain, Checkpointing, Platform, Policy, Problem
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+MOST_COUNT = 4096  # GPUs that any command plans for
 DEFAULT_BANDWIDTH = "12GB/s"
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
@@ -35,7 +36,8 @@ SOLVER = click.option(
 )
 
 
-def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
+def deadline_of(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
+    """Return the deadline that a --time-limit sets from when it is read, as a click callback."""
     return NEVER if text is None else Deadline.within(parse_time(text, option.opts[0]) / 1e9)
 
 
@@ -43,14 +45,14 @@ TIME_LIMIT = click.option(
     "--time-limit",
     "deadline",
     metavar="TIME",
-    callback=_deadline,
+    callback=deadline_of,
     is_eager=True,
     help="Stop searching after this long, such as 30s, with the best so far.",
 )
 
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
     "profile": click.argument("profile", metavar="PROFILE"),
-    "gpus": click.option("--gpus", type=click.IntRange(1, 4096), help="Number of equal GPUs."),
+    "gpus": click.option("--gpus", type=click.IntRange(1, MOST_COUNT), help="Number of equal GPUs."),
     "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
     "bandwidth": click.option(
         "--bandwidth",
@@ -209,8 +211,9 @@ def parse_counts(text: str, where: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not (first.isdecimal() and (last.isdecimal() or not dash)) or int(first) < 1 or int(last or first) > 4096:
-            raise BadInput(f"{where}: {part!r} is neither a count nor a range such as 2-8")
+        said = [first, last] if dash else [first]
+        if not all(x.isdecimal() and len(x) < 9 and 0 < int(x) <= MOST_COUNT for x in said):
+            raise BadInput(f"{where}: {part!r} is neither a count nor a range such as 2-8, up to {MOST_COUNT}")
         counts += range(int(first), int(last or first) + 1)
     if not counts:
         raise BadInput(f"{where}: {text!r} names no count")
