@@ -17,6 +17,10 @@ class BadInput(PipeplanError):
     exit_code = 2
 
 
+class CodeFailed(PipeplanError):
+    """The user's own code raised, or ended the program; the message says what it said, and in which file and line."""
+
+
 class Infeasible(PipeplanError):
     """No plan exists under the limits; the message names what binds and the least change that helps."""
 

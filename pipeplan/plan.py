@@ -81,12 +81,17 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``."""
+    """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``.
+
+    ``claimed`` says that this is the word of a file, which nothing here has derived. It is never written: whoever reads
+    a file finds out by themselves.
+    """
 
     allocation: Literal["contiguous", "one-special", "any"]
     replicas: bool
     checkpointing: Checkpointing
     period_ns: int
+    claimed: bool = False
 
 
 ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven"]

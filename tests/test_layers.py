@@ -41,7 +41,7 @@ LAW = {
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
     "runtime.profiler": f"{NOUNS} files runtime.device runtime.model",
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
-    "runtime.training": f"{NOUNS} schedule {RUNTIME.removesuffix(' runtime.training')}",
+    "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
     "runtime": f"{NOUNS} cost schedule check files {RUNTIME}",
     "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
@@ -57,7 +57,7 @@ OUTSIDE = {
     "rich": "report papers",
     "matplotlib": "report papers",
     "numba": "",
-    "msgspec": "files runtime.measure.trace_file",
+    "msgspec": "files runtime.measure.trace_file runtime.training.checkpoint",
 }
 
 MODULES = {

@@ -25,6 +25,15 @@ def any_bound(problem: Problem) -> Bound:
     return Bound("any", problem.replicas, problem.checkpointing, period)
 
 
+def overstated(bound: Bound, derived_ns: int) -> list[str]:
+    """Return a sentence if ``bound`` claims more than what can be derived for its class."""
+    if bound.period_ns <= derived_ns:
+        return []
+    return [
+        f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} is more than can be derived ({derived_ns} ns)"
+    ]
+
+
 def work_ns(problem: Problem) -> Fraction:
     """Return U: the least time that one microbatch takes in all on devices of speed 1, without recomputation."""
     sums = problem.chain.sums

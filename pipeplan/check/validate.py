@@ -12,34 +12,33 @@ from itertools import pairwise
 
 from ..cost import time_model
 from ..cost.stage_graph import Operation, Resource, StageGraph
-from ..deadline import NEVER
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..units import format_bytes
-from .evaluate import Evaluation, evaluate, evaluate_simulated
+from .evaluate import Evaluation, evaluate
 
 
 def check(plan: Plan) -> Evaluation:
     """Return the figures of ``plan``; raise InvalidPlan with every violation when it has any."""
-    graph, found = _judged(plan)
-    if graph is None or found:
+    result, found = judged(plan)
+    if result is None or found:
         raise InvalidPlan(found)
-    return evaluate(plan, graph)
+    return result
 
 
 def violations(plan: Plan) -> list[str]:
-    """Return one sentence for each rule that ``plan`` breaks; an empty list means that it is valid.
+    """Return one sentence for each rule that ``plan`` breaks; an empty list means that it is valid."""
+    return judged(plan)[1]
+
+
+def judged(plan: Plan) -> tuple[Evaluation | None, list[str]]:
+    """Return the figures of ``plan``, None where broken rules leave them without meaning, and its :func:`violations`.
 
     Structure is judged first: times and memory have no meaning on stages that don't cover the chain.
     """
-    return _judged(plan)[1]
-
-
-def _judged(plan: Plan) -> tuple[StageGraph | None, list[str]]:
-    """Return the stage graph, None where the structure gives none, and the violations."""
     found = [
         *structure_violations(plan.chain, plan.platform, plan.policy, plan.allocation.stages),
         *schedule_violations(plan),
@@ -49,32 +48,32 @@ def _judged(plan: Plan) -> tuple[StageGraph | None, list[str]]:
     graph = graph_of(plan)
     endless = too_long(len(graph.operations), plan.schedule)
     if endless is not None:
-        return graph, [f"schedule: {endless}"]
-    kind = kind_of(plan)
-    if kind.simulated is not None:
-        return graph, simulated_violations(plan, graph)
-    if plan.pattern is None:
-        return graph, ["the plan has no pattern: nothing says when its operations run"]
-    found = operation_violations(graph, plan.pattern)
-    if found:
-        return graph, found
-    period = None if kind.drains else plan.pattern.period_ns
-    return graph, [*pattern_violations(graph, plan.pattern), *bound_violations(plan, period)]
+        return None, [f"schedule: {endless}"]
+    if kind_of(plan).simulated is not None:
+        reason = refused(graph, plan.schedule.kind)
+        if reason is not None:
+            return None, [reason]
+        result = evaluate(plan, graph)
+        found = simulated_violations(result)
+    elif plan.pattern is None:
+        return None, ["the plan has no pattern: nothing says when its operations run"]
+    else:
+        found = operation_violations(graph, plan.pattern) or pattern_violations(graph, plan.pattern)
+        if found:
+            return None, found
+        result = evaluate(plan, graph)
+    return result, [*found, *bound_violations(plan, result.period_ns)]
 
 
-def simulated_violations(plan: Plan, graph: StageGraph) -> list[str]:
-    """Return every breach of the rules of a plan that runs by simulation: one GPU per stage, memory, bounds."""
-    reason = refused(graph, plan.schedule.kind)
-    if reason is not None:
-        return [reason]
-    result = evaluate_simulated(graph, plan.schedule, plan.platform, NEVER)
-    found = []
+def simulated_violations(result: Evaluation) -> list[str]:
+    """Return where a plan that runs by simulation has not the memory that ``result`` says it needs."""
+    graph, found = result.graph, []
     for index, resource in enumerate(graph.resources):
         if not resource.is_link:
             for device in resource.devices:
                 name = resource.name if resource.replicas == 1 else f"device {device} of {resource.name}"
                 found += _over(name, graph.stages_on(index), result.devices[device])
-    return [*found, *bound_violations(plan, result.period_ns)]
+    return found
 
 
 def structure_violations(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> list[str]:
@@ -293,14 +292,11 @@ def _synchronisation(graph: StageGraph, pattern: Pattern) -> list[str]:
     return found
 
 
-def bound_violations(plan: Plan, period: int | None) -> list[str]:
-    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period (ns).
-
-    A plan that drains in a pattern's order has None: its period is longer than the pattern's.
-    """
+def bound_violations(plan: Plan, period: int) -> list[str]:
+    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period (ns)."""
     found = []
     for bound in plan.lower_bounds:
-        if period is not None and bound.period_ns > period:
+        if bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         found += class_violations(bound, plan.allocation)
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
+import traceback
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -31,10 +33,20 @@ COMMANDS = {
     "schema": ("schema", "Print the JSON Schema of a file."),
 }
 INTERRUPTED = 130
+TRACEBACK = "pipeplan.traceback"  # in the meta of contexts: whether --debug asks for it
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on first use."""
+    """A group whose commands are imported on first use; those with --debug print the traceback of an error too."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except PipeplanError as error:
+            if ctx.meta.get(TRACEBACK):
+                traceback.print_exception(error)
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the work, not of the alphabet."""
@@ -90,4 +102,5 @@ def main() -> NoReturn:
     except Ended as ended:
         click.echo(f"ended by {signal.Signals(ended.number).name}", err=True)
         code = ended.exit_code
+    gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)

@@ -12,24 +12,30 @@ from .options import JSON, PLAN
 
 @click.command()
 @PLAN
+@click.option("--bounds", is_flag=True, help="Derive claimed lower bounds anew, too, which takes as long as planning.")
 @JSON
-def command(plan: str, as_json: bool) -> None:
+def command(plan: str, bounds: bool, as_json: bool) -> None:
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
-    Its order is also proved free of deadlock with blocking sends and receives.
+    Its order is also proved free of deadlock with blocking sends and receives. Of its lower bounds, those whose proof
+    is a search (classes contiguous and one-special) are the file's claims and called so, unless --bounds checks them.
 
     \b
     Example: pipeplan check plan.json
     """
     from ..files.plans import read_plan
-    from ..report.tables import headline
+    from ..planner.derived import derived
+    from ..report.tables import bound_figures, headline
     from ..schedule.deadlock import plan_deadlock
 
     loaded, found = read_plan(plan)
     if not found:
         found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
+    if bounds and not found:
+        loaded, found = derived(loaded)
     if as_json:
-        click.echo(json.dumps({"valid": not found, "violations": found}, indent=1))
+        figures = [] if found else bound_figures(loaded)
+        click.echo(json.dumps({"valid": not found, "violations": found, "lower_bounds": figures}, indent=1))
         raise click.exceptions.Exit(1 if found else 0)
     if found:
         raise InvalidPlan([f"{plan}: {sentence}" for sentence in found])

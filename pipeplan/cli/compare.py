@@ -16,7 +16,17 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput, PipeplanError
 from ..partition import ALGORITHMS
 from ..units import parse_bytes
-from .options import EFFORT, JSON, SOLVER, deadline_of, parse_counts, problem_options, read_problem
+from .options import (
+    EFFORT,
+    JSON,
+    SOLVER,
+    Output,
+    deadline_of,
+    parse_counts,
+    problem_options,
+    read_problem,
+    refuse_two_documents,
+)
 
 if TYPE_CHECKING:
     from ..planner.compare import OnePlatform
@@ -34,7 +44,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 )
 @EFFORT
 @SOLVER
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV; - is standard output.")
+@click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
 @click.option(
     "--time-limit",
     "deadline",
@@ -63,6 +73,7 @@ def command(
     from ..planner.incumbent import Settings
     from ..report.comparison import print_rows
 
+    refuse_two_documents(as_json, csv=csv_file)
     names = algorithms.split(",")
     for name in names:
         if name not in NAMES:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from ..problem import Platform, Problem
 from ..units import parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON
+from .options import DEFAULT_BANDWIDTH, JSON, Output, refuse_two_documents
+
+if TYPE_CHECKING:
+    from ..runtime.measure.trace_file import MeasuredRun
 
 
 @click.command()
@@ -20,7 +24,7 @@ from .options import DEFAULT_BANDWIDTH, JSON
 @click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
 @click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
 @click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
-@click.option("--recalibrated", metavar="FILE", help="Plan and trace: write the profile scaled to measured times.")
+@click.option("--recalibrated", type=Output(), help="Plan and trace: write the profile scaled to measured times.")
 @JSON
 def command(
     one: str,
@@ -42,15 +46,17 @@ def command(
     \b
     Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
+    refuse_two_documents(as_json, recalibrated=recalibrated)
     from ..files.text import read_text
-    from ..runtime.measure.trace_file import is_measured
+    from ..runtime.measure.trace_file import read_measured
 
-    text = None if other == "-" else read_text(other)
-    if text is not None and is_measured(text):
-        _compare_run(one, other, text, recalibrated, as_json)
+    text = read_text(other)
+    run = read_measured(other, text)
+    if run is not None:
+        _compare_run(one, other, run, recalibrated, as_json)
         return
     if recalibrated is not None:
-        raise click.UsageError("--recalibrated goes with a plan and the trace of its run")
+        raise click.UsageError(f"--recalibrated goes with a plan and the trace of its run, which {other} is not")
     if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
         raise click.UsageError("say either --plan, or --gpus and --mem")
 
@@ -59,7 +65,7 @@ def command(
     from ..planner.carry import carried, matching_chain
     from ..report.differences import difference_figures, paired_layers, print_carried, print_differences
 
-    before, after = read_profile(one), read_profile(other)
+    after, before = read_profile(other, text), read_profile(one)
     pairs = paired_layers(before, after)
     result = loaded = None
     if plan is not None:
@@ -81,7 +87,7 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_json: bool) -> None:
+def _compare_run(plan: str, trace: str, run: MeasuredRun, recalibrated: str | None, as_json: bool) -> None:
     from ..files.plans import load_plan
     from ..files.profiles import profile_text
     from ..files.text import write_text
@@ -89,11 +95,10 @@ def _compare_run(plan: str, trace: str, text: str, recalibrated: str | None, as_
     from ..runtime.measure import trace_file
 
     loaded = load_plan(plan)
-    run = trace_file.read_measured(trace, text)
     trace_file.check_same_plan(loaded, run, trace)
     if recalibrated is not None:
-        write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run)))
+        write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run, trace)))
     if as_json:
         click.echo(json.dumps(asdict(comparison(loaded, run)), indent=1))
-    else:
+    elif recalibrated != "-":
         print_comparison(loaded, run)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN, refuse_unknown
+from .options import JSON, PLAN, Count, Output, refuse_unknown
 
 
 @click.command()
@@ -21,8 +21,8 @@ from .options import JSON, PLAN, refuse_unknown
 )
 @click.option("--schedule", metavar="NAME", help="As in simulate.  [default: the plan's own]")
 @click.option("--microbatches", type=click.IntRange(1, 10**6), help="Per mini-batch.  [default: as in simulate]")
-@click.option("--chunks", type=click.IntRange(1), help="interleaved: stages per GPU.  [default: 2]")
-@click.option("-o", "--output", default="-", metavar="FILE", help="Where to write it; - is standard output.")
+@click.option("--chunks", type=Count(), help="interleaved: stages per GPU.  [default: 2]")
+@click.option("-o", "--output", default="-", type=Output(), help="Where to write it; - is standard output.")
 @JSON
 def command(
     plan: str, target: str, schedule: str | None, microbatches: int | None, output: str, as_json: bool, **options: Any

@@ -6,24 +6,36 @@ Only what is typed is imported, never what a file names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
+from ..zoo import ZOO
 
-ZOO = "zoo:"
+if TYPE_CHECKING:
+    from ..runtime.model.spec import ModelSpec
 
 
 def named_function(text: str, what: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names, looked up from the working folder too."""
-    module, colon, attribute = text.partition(":")
-    if not (colon and module and attribute):
-        raise BadInput(f"{what}: {text!r} is not of the form module:function")
     from ..runtime.model.spec import find
 
     try:
         return find(text)  # type: ignore[no-any-return]  # it makes sure that it can be called
     except BadInput as error:
         raise BadInput(f"{what}: {error}") from error
+
+
+def trained_model(typed: str | None, data: str | None, plan: str, named: str) -> ModelSpec:
+    """Return which model a run trains: the ``typed`` one, or the zoo's that the profile in the file ``plan`` is named.
+
+    BadInput where that name could be one of code.
+    """
+    from ..runtime.model.spec import ModelSpec
+
+    spec = ModelSpec(named if typed is None else typed, data)
+    if typed is None and not spec.of_zoo:
+        raise BadInput(f"{plan}: its profile is named {named!r}; code runs only when it is typed: name it with --model")
+    return spec
 
 
 def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:

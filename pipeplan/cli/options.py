@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from math import isfinite
 from typing import Any, TypeVar
 
 import click
@@ -13,11 +14,81 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..problem import Chain, Checkpointing, Platform, Policy, Problem
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
+from . import TRACEBACK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST_COUNT = 4096  # GPUs that any command plans for
 DEFAULT_BANDWIDTH = "12GB/s"
 
+MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
+LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
+
+
+class Count(click.IntRange):
+    """A whole number from ``least`` up to ``most``."""
+
+    def __init__(self, least: int = 1, most: int = MOST) -> None:
+        super().__init__(least, most)
+
+
+class Number(click.FloatRange):
+    """A finite number from 0, or ``above`` 0."""
+
+    def __init__(self, *, above: bool = False) -> None:
+        super().__init__(0, min_open=above)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number; nan, which every comparison lets through, is none."""
+        number = super().convert(value, param, ctx)
+        return number if isfinite(number) else self.fail(f"{value!r} is not a finite number", param, ctx)
+
+
+class Output(click.ParamType[str]):
+    """A file to be written, ``-`` for standard output; whether it can be shows before anything is worked out."""
+
+    name = "FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the path; BadInput when nothing can be written there."""
+        from ..files.text import check_writable
+
+        check_writable(str(value))
+        return str(value)
+
+
+class Time(click.ParamType[int]):
+    """A time such as ``60s``, in nanoseconds; ``above`` 0 or from 0."""
+
+    name = "TIME"
+
+    def __init__(self, *, above: bool = False) -> None:
+        self.above = above
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return nanoseconds; BadInput for what is no time."""
+        if isinstance(value, int):
+            return value
+        where = "time" if param is None else param.opts[0]
+        ns = parse_time(str(value), where)
+        if self.above and not ns:
+            raise BadInput(f"{where}: {value!r} is no time to wait")
+        return ns
+
+
+SEED = Count(0, LARGEST_SEED)
+
+
+def _with_traceback(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    context.meta[TRACEBACK] = asked
+
+
+DEBUG = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=_with_traceback,
+    help="Print the traceback of a failure, too.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN")
 EFFORT = click.option(
@@ -77,7 +148,7 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "accumulate": click.option(
         "--accumulate",
-        type=click.IntRange(1),
+        type=Count(),
         help="Microbatches per update.  [default: 2bw as many as are in flight; flush 4 per GPU; "
         "latest the best up to GPUs - 1; else 1]",
     ),
@@ -206,15 +277,22 @@ def refuse_unknown(names: Iterable[str], *others: str) -> None:
             raise click.UsageError(f"--schedule: {name!r} is not one of {', '.join(known)}")
 
 
+def refuse_two_documents(as_json: bool, **targets: str | None) -> None:
+    """Raise UsageError when the files of the options ``targets`` and the JSON would both go to standard output."""
+    said = [f"--{name} -" for name, target in targets.items() if target == "-"] + ["--json"] * as_json
+    if len(said) > 1:
+        raise click.UsageError(f"{' and '.join(said)} would both go to standard output; name a file for one of them")
+
+
 def parse_counts(text: str, where: str) -> list[int]:
     """Return the counts that ``2,4-6`` says, in that order; BadInput names ``where``."""
     counts: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        said = [first, last] if dash else [first]
-        if not all(x.isdecimal() and len(x) < 9 and 0 < int(x) <= MOST_COUNT for x in said):
-            raise BadInput(f"{where}: {part!r} is neither a count nor a range such as 2-8, up to {MOST_COUNT}")
-        counts += range(int(first), int(last or first) + 1)
+        match = re.fullmatch(r"([0-9]{1,8})(?:-([0-9]{1,8}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if first < 1 or last > MOST_COUNT:
+            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8, up to {MOST_COUNT}")
+        counts += range(first, last + 1)
     if not counts:
         raise BadInput(f"{where}: {text!r} names no count")
     return counts
@@ -232,10 +310,10 @@ def merging(text: str) -> Callable[[Chain], Chain]:
 
     if text == "articulation":
         return merge_articulation
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    match = re.fullmatch(r"([0-9]{1,60}(?:\.[0-9]{1,60})?)%", text)
     if match is None or not 0 < Fraction(match[1]) < 100:
         raise click.BadParameter(
-            f"{text!r} is not node, articulation or a share such as 1%", param_hint="--granularity"
+            f"{text[:40]!r} is not node, articulation or a share such as 1%", param_hint="--granularity"
         )
     share = Fraction(match[1]) / 100
     return lambda chain: merge_share(chain, share)

@@ -8,20 +8,21 @@ from typing import Any
 
 import click
 
-from .model import ZOO, named_function, named_model
-from .options import merging
+from ..zoo import ZOO
+from .model import named_function, named_model
+from .options import DEBUG, Count, Number, Output, merging
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Samples in a microbatch.")
+@click.option("--batch", type=Count(), default=8, show_default=True, help="Samples in a microbatch.")
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target) to measure with.")
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Measured steps after warm-up.")
+@click.option("--steps", type=Count(), default=10, show_default=True, help="Measured steps after warm-up.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=Number(),
     default=30,
     show_default=True,
     help="Begin no further step after that time; one is measured in any case.",
@@ -52,7 +53,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     help="Keep every layer, merge between cuts of one tensor, or merge neighbours up to a share of the time.",
 )
 @click.option("--name", help="Name in the profile.  [default: MODEL's]")
-@click.option("-o", "--output", metavar="FILE", default="-", show_default=True, help="Where to write the profile.")
+@click.option("-o", "--output", type=Output(), default="-", show_default=True, help="Where to write the profile.")
+@DEBUG
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no table of the layers on standard error.")
 def command(
     model: str,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from .options import PLAN, refuse_unknown
+from .options import PLAN, Output, refuse_unknown
 
 
 @click.command()
 @PLAN
-@click.option("-o", "--output", required=True, metavar="FILE", help="The page; - is standard output.")
+@click.option("-o", "--output", required=True, type=Output(), help="The page; - is standard output.")
 @click.option("--schedule", metavar="NAME", help="Of the run, as in simulate.  [default: the plan's own]")
 @click.option(
     "--microbatches", type=click.IntRange(1, 10**6), help="Of the run.  [default: as in simulate, if it fits]"

@@ -9,22 +9,19 @@ from typing import Any
 
 import click
 
-from ..errors import BadInput
-from ..units import parse_time
-from .model import ZOO
-from .options import JSON, PLAN
+from .model import trained_model
+from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
 
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
 STEPS = 50
+MOST_THREADS = 1024
 
 
-def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    if text is None or (text.isdecimal() and int(text) > 0):
-        return None if text is None else int(text)
-    if text != "all":
-        raise click.BadParameter(f"{text!r} is neither a positive number nor all")
-    return 0
+def _coarsening(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None or text == "all":
+        return 0 if text else None
+    return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
 
 
 @click.command()
@@ -33,11 +30,11 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
     "--model", metavar="MODEL", help="zoo:NAME or module:function.  [default: the zoo model of the plan's name]"
 )
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target).  [default: the zoo's]")
-@click.option("--steps", type=click.IntRange(1), help="Weight updates, those of a resumed run included.  [default: 50]")
-@click.option("--epochs", type=click.IntRange(1), help="Instead of --steps: passes over the data, of whole updates.")
-@click.option("--epoch-length", type=click.IntRange(1), help="Microbatches of an epoch.  [default: len(data)]")
+@click.option("--steps", type=Count(), help="Weight updates, those of a resumed run included.  [default: 50]")
+@click.option("--epochs", type=Count(), help="Instead of --steps: passes over the data, of whole updates.")
+@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: len(data)]")
 @click.option("--evaluate", "evaluates", is_flag=True, help="Run forward alone; options for updates do nothing.")
-@click.option("--lr", type=float, default=0.1, show_default=True, help="Learning rate.")
+@click.option("--lr", type=Number(), default=0.1, show_default=True, help="Learning rate.")
 @click.option(
     "--optimizer",
     metavar="NAME[,OPTION=VALUE...]",
@@ -52,27 +49,37 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
 )
-@click.option("--limit", type=click.IntRange(1), help="message-driven: microbatches at most in each pipeline.")
+@click.option("--limit", type=Count(), help="message-driven: microbatches at most in each pipeline.")
 @click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
-@click.option("--loss-scale", type=click.FloatRange(min=0, min_open=True), help="To begin with; fp16: 65536, bf16: 1.")
+@click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
 @click.option(
     "--loss-scale-window",
-    type=click.IntRange(0),
+    type=Count(0),
     help="Double it after so many updates without overflow; 0: never.  [default: 2000]",
 )
-@click.option(
-    "--bucket-size", type=click.IntRange(1), help="Parameters stepped, and summed, at a time.  [default: the plan's]"
-)
+@click.option("--bucket-size", type=Count(), help="Parameters stepped, and summed, at a time.  [default: the plan's]")
 @click.option(
     "--coarsening",
     metavar="K|all",
     callback=_coarsening,
     help="Buckets in one sum over replicas; the next is under way while they are stepped.  [default: the plan's, or 2]",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--timeout", metavar="TIME", help="Longest wait for another rank, such as 60s.  [default: from the plan]")
-@click.option("--link-delay", metavar="TIME", help="Let messages come so much later, to try what a slow network does.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each process.")
+@click.option("--seed", type=SEED, default=0, show_default=True)
+@click.option(
+    "--timeout",
+    metavar="TIME",
+    type=Time(above=True),
+    help="Longest wait for another rank, such as 60s.  [default: from the plan]",
+)
+@click.option(
+    "--link-delay",
+    metavar="TIME",
+    type=Time(),
+    help="Let messages come so much later, to try what a slow network does.",
+)
+@click.option(
+    "--threads", type=Count(most=MOST_THREADS), default=1, show_default=True, help="CPU threads of each process."
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
@@ -87,19 +94,19 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
     "--checkpoint-every",
     "every",
     metavar="N",
-    type=click.IntRange(1),
+    type=Count(),
     help="After every N updates as well.  [default with --epochs: after every epoch]",
 )
 @click.option(
     "--keep-checkpoints",
     "keep",
     metavar="N",
-    type=click.IntRange(1),
+    type=Count(),
     help="Remove older ones than N.  [default: keep all]",
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint, if there is one.")
-@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="After failures.")
-@click.option("--trace", metavar="FILE", help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
+@click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")
+@click.option("--trace", type=Output(), help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
 @click.option(
     "--engine",
     type=click.Choice(["own", "torch"]),
@@ -109,6 +116,7 @@ def _coarsening(_: click.Context, option: click.Parameter, text: str | None) -> 
 )
 @click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
+@DEBUG
 def command(
     plan: str,
     model: str | None,
@@ -119,8 +127,8 @@ def command(
     vertical_sync: bool,
     schedule: str | None,
     limit: int | None,
-    timeout: str | None,
-    link_delay: str | None,
+    timeout: int | None,
+    link_delay: int | None,
     optimizer: str | None,
     scheduler: str | None,
     trace: str | None,
@@ -145,8 +153,7 @@ def command(
         raise click.UsageError("--epoch-length goes with --epochs")
     if trace is not None and given["engine"] == "torch":
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
-    if trace is not None and not Path(trace).absolute().parent.is_dir():
-        raise BadInput(f"--trace: there is no folder {Path(trace).absolute().parent}")
+    refuse_two_documents(as_json, trace=trace)
     from ..files.plans import load_plan
     from ..files.text import write_text
     from ..schedule.kinds import KINDS
@@ -155,17 +162,16 @@ def command(
     if limit is not None and schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..report.run import print_dry_run, print_report, progress_printer
-    from ..runtime.model.spec import ModelSpec
     from ..runtime.options import RunOptions, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
     loaded = run_otherwise(loaded, vertical_sync, schedule is not None or limit is not None, limit)
-    spec = ModelSpec((model or loaded.chain.name).removeprefix(ZOO), data)
+    spec = trained_model(model, data, plan, loaded.chain.name)
     options = RunOptions(
         steps=steps or STEPS,
-        timeout_s=None if timeout is None else parse_time(timeout, "--timeout") / 1e9,
-        link_delay_s=0.0 if link_delay is None else parse_time(link_delay, "--link-delay") / 1e9,
+        timeout_s=None if timeout is None else timeout / 1e9,
+        link_delay_s=(link_delay or 0) / 1e9,
         optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
         half=HalfOptions(half, loss_scale, loss_scale_window),
@@ -189,11 +195,18 @@ def command(
     note = sharing(kind_of(options.device, loaded.chain.device), ranks)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)
-    report = run_plan(loaded, spec, options, progress_printer(loaded, as_json))
+    report = run_plan(
+        loaded,
+        spec,
+        options,
+        progress_printer(loaded, as_json),
+        lambda words: click.echo(f"note: damaged, and passed over: {words}", err=True),
+    )
     if report is None:  # another rank under torchrun reports
         return
     if trace is not None:
         from ..runtime.measure.trace_file import measured_trace
 
         write_text(trace, measured_trace(loaded, report))
-    print_report(loaded, report, options.evaluates, as_json)
+    if trace != "-":
+        print_report(loaded, report, options.evaluates, as_json)

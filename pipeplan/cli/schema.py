@@ -8,13 +8,15 @@ import click
 
 
 @click.command()
-@click.argument("name", type=click.Choice(["profile", "platform", "plan"]))
+@click.argument("name", type=click.Choice(["profile", "platform", "plan", "trace", "accelerator"]))
 def command(name: str) -> None:
-    """Print the JSON Schema of a profile, a platform or a plan.
+    """Print the JSON Schema of a profile, a platform, a plan, the trace of a run, or an accelerator.
 
     \b
     Example: pipeplan schema profile
     """
-    from ..files.schemas import schema
+    from ..files.schemas import SCHEMAS, schema
+    from ..runtime.measure.trace_file import TraceFile
 
-    click.echo(json.dumps(schema(name), indent=1))
+    forms = SCHEMAS | {"trace": TraceFile}
+    click.echo(json.dumps(schema(forms[name]), indent=1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .options import JSON, TIME_LIMIT
+from .options import JSON, TIME_LIMIT, Output
 
 if TYPE_CHECKING:
     from ..planner.incumbent import Settings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 QUIET_S = 1.0  # what takes less needs no progress
 
-OUTPUT = click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON; - is standard output.")
+OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as JSON; - is standard output.")
 
 
 def search_options(command: Command) -> Command:

@@ -6,14 +6,14 @@ import json
 
 import click
 
-from .options import JSON, PLAN
+from .options import JSON, PLAN, Count, Output
 
 
 @click.command()
 @PLAN
-@click.option("--width", type=click.IntRange(40), help="Columns.  [default: the terminal's]")
+@click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--no-links", is_flag=True, help="Draw GPUs only.")
-@click.option("-o", "--output", metavar="FILE", help="Draw it into a .svg, .png or .pdf instead.")
+@click.option("-o", "--output", type=Output(), help="Draw it into a .svg, .png or .pdf instead.")
 @JSON
 def command(plan: str, width: int | None, no_links: bool, output: str | None, as_json: bool) -> None:
     """Draw one period of PLAN: what every GPU and link does when, in the steady state; message-driven: its mini-batch.

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN, Share, refuse_unknown
+from .options import JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_unknown
 
 MOST_RUNS = 10**4
 
@@ -26,21 +26,21 @@ MOST_RUNS = 10**4
     help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
     "several are compared.  [default: the plan's own]",
 )
-@click.option("--depth", type=click.IntRange(1), help="pipedream: microbatches in flight.  [default: NOAM]")
-@click.option("--chunks", type=click.IntRange(1), help="interleaved: stages per GPU.  [default: 2]")
-@click.option("--batch", type=click.IntRange(1), help="nf1b: microbatches per mini-batch.  [default: the plan's, or 4]")
-@click.option("--limit", type=click.IntRange(1), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
+@click.option("--depth", type=Count(), help="pipedream: microbatches in flight.  [default: NOAM]")
+@click.option("--chunks", type=Count(), help="interleaved: stages per GPU.  [default: 2]")
+@click.option("--batch", type=Count(), help="nf1b: microbatches per mini-batch.  [default: the plan's, or 4]")
+@click.option("--limit", type=Count(), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
 @click.option(
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
 )
 @click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of --jitter.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of --jitter.")
 @click.option("--runs", type=click.IntRange(1, MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
-@click.option("--width", type=click.IntRange(40), help="Columns.  [default: the terminal's]")
+@click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links", is_flag=True, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")
-@click.option("-o", "--output", metavar="FILE", help="Also draw the run: .svg, .png or .pdf.")
-@click.option("--trace", metavar="FILE", help="Also write a Chrome trace, which ui.perfetto.dev opens.")
+@click.option("-o", "--output", type=Output(), help="Also draw the run: .svg, .png or .pdf.")
+@click.option("--trace", type=Output(), help="Also write a Chrome trace, which ui.perfetto.dev opens.")
 @JSON
 def command(
     plan: str,
@@ -74,6 +74,7 @@ def command(
     from ..schedule.registry import schedules
 
     refuse_unknown(names, "all")
+    refuse_two_documents(as_json, trace=trace)
     loaded = load_plan(plan)
     names = names or (own_schedule(loaded),)
     if weight_keeps is not None:
@@ -97,6 +98,8 @@ def command(
         from ..report.chrome_trace import trace_text
 
         write_text(trace, trace_text(simulations[0].timeline, loaded.platform))
+    if trace == "-":
+        return
     if as_text:
         click.echo(simulations[0].timeline.program.text(), nl=False)
     elif as_json:

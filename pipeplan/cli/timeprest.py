@@ -7,7 +7,7 @@ import json
 import click
 
 from ..errors import BadInput
-from .options import JSON, parse_counts
+from .options import JSON, Count, Output, parse_counts
 
 MOST_SCHEDULES = 1000  # of a table
 DEFAULT_RANGE = "2-8"
@@ -29,9 +29,9 @@ DEFAULT_RANGE = "2-8"
     show_default=True,
     help="A pass uses one version on all workers, as in the paper, or each worker its own newest.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Mini-batches admitted at once.  [default: any]")
+@click.option("--limit", type=Count(), help="Mini-batches admitted at once.  [default: any]")
 @click.option("--table", "as_table", is_flag=True, help="The version difference over workers and microbatches.")
-@click.option("-o", "--output", metavar="FILE", help="Draw the schedule as .png, .svg or .pdf.")
+@click.option("-o", "--output", type=Output(), help="Draw the schedule as .png, .svg or .pdf.")
 @click.option("--time-points", type=click.IntRange(1, 400), default=30, show_default=True, help="Drawn by -o.")
 @JSON
 def command(

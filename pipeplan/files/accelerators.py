@@ -30,17 +30,17 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def memory_bytes(self) -> int:
         """Memory in bytes."""
-        return parse_bytes(self.memory, "memory")
+        return parse_bytes(self.memory, "$.memory")
 
     @property
     def bandwidth_bytes(self) -> int:
         """Bytes per second from and to the memory."""
-        return parse_bandwidth(self.bandwidth, "bandwidth")
+        return parse_bandwidth(self.bandwidth, "$.bandwidth")
 
     @property
     def launch_ns(self) -> int:
         """The least time of one operation."""
-        return parse_time(self.launch, "launch")
+        return parse_time(self.launch, "$.launch")
 
     def peak(self, dtype: str, convolution: bool = False) -> float:
         """Return flop/s for numbers of ``dtype``; BadInput when the table has none."""
@@ -68,5 +68,8 @@ def accelerator(text: str) -> Accelerator:
     found = read_json(read_text(text), Accelerator, text)
     if not found.tflops or any(peak <= 0 for peak in found.tflops.values()):
         raise BadInput(f"{text}: $.tflops must have positive peaks")
-    _ = found.memory_bytes, found.bandwidth_bytes, found.launch_ns  # refuse wrong units here, not later
+    try:
+        _ = found.memory_bytes, found.bandwidth_bytes, found.launch_ns  # refuse wrong units here, not later
+    except BadInput as error:
+        raise BadInput(f"{text}: {error}") from None
     return found

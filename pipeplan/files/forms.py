@@ -6,6 +6,7 @@ Forms are msgspec types: reading refuses unknown keys, missing ones and other ty
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from inspect import cleandoc
@@ -18,6 +19,7 @@ from ..errors import BadInput
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
 Text = Annotated[str, msgspec.Meta(max_length=10_000)]  # a name, or where something comes from
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validator says in its own words
 
 
@@ -56,12 +58,40 @@ def converted(value: Any, to: type[T]) -> T:
 def read_json(text: str, form: type[T], place: str) -> T:
     """Return ``text`` read into ``form``; BadInput, starting with ``place``, says what in it is wrong and where."""
     try:
-        return msgspec.json.decode(text.encode(), type=form)
+        found = msgspec.json.decode(text.encode(), type=form)
+        refuse_repeated_keys(text, place)
+        return found
     except msgspec.MsgspecError as error:  # malformed JSON and validation errors alike
         said = str(error)
         raise BadInput(f"{place}: {said if said.startswith('JSON') else said[0].lower() + said[1:]}") from error
     except RecursionError as error:
         raise BadInput(f"{place}: JSON is nested too deeply") from error
+
+
+def refuse_repeated_keys(text: str, place: str) -> None:
+    """Raise BadInput if an object in ``text``, which is JSON, says something twice: readers take one or the other."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            raise BadInput(f"{place}: {_repeated(text)} is there twice")
+
+    json.loads(text, object_pairs_hook=unique, parse_int=str)
+
+
+def _repeated(text: str) -> str:
+    """Return the place of a key that its object has already, the one that is nested least."""
+    waiting = [("$", json.loads(text, object_pairs_hook=tuple, parse_int=str))]
+    for place, value in waiting:
+        if isinstance(value, list):
+            waiting += [(f"{place}[{i}]", x) for i, x in enumerate(value)]
+        elif isinstance(value, tuple):
+            seen: set[str] = set()
+            for key, x in value:
+                if key in seen:
+                    return f"{place}.{key[:80]}"
+                seen.add(key)
+                waiting.append((f"{place}.{key}", x))
+    raise AssertionError("only asked for what has one")
 
 
 def json_text(form: msgspec.Struct) -> str:

@@ -60,7 +60,7 @@ def read_graph_text(text: str, name: str, place: str, microbatch: int = 1) -> Ch
         microbatch=microbatch,
         source=f"PipeDream graph {place}",
     )
-    check_chain(chain, lambda i: nodes[order[i]].place)
+    check_chain(chain, place, lambda i: nodes[order[i]].place)
     return chain
 
 

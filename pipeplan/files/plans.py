@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..check.bounds import any_bound
+from ..check.bounds import any_bound, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
-from ..check.validate import violations
+from ..check.validate import judged
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
 from ..problem import Policy, Problem
@@ -44,7 +44,13 @@ DeviceUseFile = form(
     peak_bytes=int,
     in_flight=list[int],
 )
-BoundFile = form(Bound, rename={"allocation": "class"}, period_ns=Positive)
+BoundFile = form(
+    Bound,
+    ("allocation", "replicas", "checkpointing", "period_ns"),
+    optional=(),
+    rename={"allocation": "class"},
+    period_ns=Positive,
+)
 ProvenanceFile = form(Provenance, optional=())
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",
@@ -101,7 +107,8 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     """Return the plan in a JSON file and every violation: rules broken, and reported figures that don't follow.
 
     BadInput when the file isn't a plan at all. Figures are compared only when the rules hold; without that they have
-    no meaning.
+    no meaning. Bounds of class ``any`` are derived anew; those of other classes, whose proof is a search, are marked as
+    claimed.
     """
     form = read_json(read_text(path), PlanFile, path)
     chain = chain_of(form.profile, f"{path}: $.profile")
@@ -114,14 +121,19 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
             form.provenance.claimed_period_ns,
         ),
         pattern=None if form.pattern is None else converted(form.pattern, Pattern),
-        lower_bounds=converted(form.lower_bounds, tuple[Bound, ...]),
+        lower_bounds=tuple(
+            replace(bound, claimed=bound.allocation != "any")
+            for bound in converted(form.lower_bounds, tuple[Bound, ...])
+        ),
         provenance=converted(form.provenance, Provenance),
         schedule=converted(form.schedule, Schedule),
     )
-    found = violations(plan)
+    result, found = judged(plan)
     if form.profile.digest != digest(chain):
         found.append(f"profile.digest is {form.profile.digest[:12]}..., its layers give {digest(chain)[:12]}...")
-    return plan, found or _figures(form, plan)
+    if result is None or found:
+        return plan, found
+    return plan, _figures(form, plan, result)
 
 
 def load_plan(path: str) -> Plan:
@@ -132,20 +144,16 @@ def load_plan(path: str) -> Plan:
     return plan
 
 
-def _figures(form: Any, plan: Plan) -> list[str]:
-    """Compare a plan's reported figures with those that follow from its stages and starts."""
+def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
+    """Compare a plan's reported figures with those that follow from its stages and starts: its ``result``."""
     if any_class_bound(plan) is None:
         return ["lower_bounds quotes none of class any"]
     found = []
     for bound in plan.lower_bounds:
         if bound.allocation == "any":
             allowed = Problem(plan.chain, plan.platform, plan.policy, bound.replicas, bound.checkpointing)
-            derived = any_bound(allowed).period_ns
-            if bound.period_ns > derived:
-                found.append(
-                    f"lower_bounds: {bound.period_ns} ns of class any is more than can be derived ({derived} ns)"
-                )
-    expected = plan_form(plan)
+            found += overstated(bound, any_bound(allowed).period_ns)
+    expected = plan_form(plan, result)
     source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"
     for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):
         for name in DeviceUseFile.__struct_fields__:

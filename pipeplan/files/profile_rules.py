@@ -13,52 +13,56 @@ MOST_EDGES = 200_000
 LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it times thousands of versions or speeds
 
 
-def check_chain(chain: Chain, place_of_layer: Callable[[int], str]) -> None:
+def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] | None = None) -> None:
     """Raise BadInput unless the values of ``chain`` make sense; every function on chains relies on it.
 
     Counts are not negative, times and sizes sum up to at most :data:`LARGEST_TOTAL`, something takes time, edges and
-    ties are pairs of layers in order, and layers save what they read or make. ``place_of_layer`` names a layer:
-    ``layers[3].forward_ns: -2 is negative``.
+    ties are pairs of layers in order, and layers save what they read or make. Errors begin with ``place``, those about
+    a layer with ``place_of_layer`` of it where that is given: ``p.json: $.layers[3].forward_ns: -2 is negative``.
     """
+
+    def of_layer(i: int) -> str:
+        return f"{place}: $.layers[{i}]" if place_of_layer is None else place_of_layer(i)
+
     if not chain.layers:
-        raise BadInput(f"{chain.name}: there are no layers")
+        raise BadInput(f"{place}: there are no layers")
     if chain.microbatch < 1:
-        raise BadInput(f"microbatch: {chain.microbatch} is not positive")
+        raise BadInput(f"{place}: $.microbatch: {chain.microbatch} is not positive")
     if chain.input_bytes < 0:
-        raise BadInput(f"input_bytes: {chain.input_bytes} is negative")
+        raise BadInput(f"{place}: $.input_bytes: {chain.input_bytes} is negative")
     for field in ("forward_ns", "backward_ns", "weight_bytes", "output_bytes", "saved_bytes", "storage_bytes",
                   "backward_weight_ns", "optimizer_ns", "parameters"):  # fmt: skip
         total = 0
         for i, layer in enumerate(chain.layers):
             value = getattr(layer, field) or 0
             if value < 0:
-                raise BadInput(f"{place_of_layer(i)}.{field}: {value} is negative")
+                raise BadInput(f"{of_layer(i)}.{field}: {value} is negative")
             total += value
             if total > LARGEST_TOTAL:
-                raise BadInput(f"{place_of_layer(i)}.{field}: the layers up to here sum up to {total}, more than 1e15")
+                raise BadInput(f"{of_layer(i)}.{field}: the layers up to here sum up to {total}, more than 1e15")
     for i, layer in enumerate(chain.layers):
         if (layer.backward_weight_ns or 0) > layer.backward_ns:
             raise BadInput(
-                f"{place_of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "
+                f"{of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "
                 f"{layer.backward_ns}, which includes it"
             )
     if not any(layer.forward_ns + layer.backward_ns for layer in chain.layers):
-        raise BadInput(f"{chain.name}: all forward and backward times are 0; there is nothing to plan")
-    _check_pairs("edges", chain.edges or (), len(chain))
-    _check_pairs("tied", chain.tied, len(chain))
+        raise BadInput(f"{place}: all forward and backward times are 0; there is nothing to plan")
+    _check_pairs(f"{place}: $.edges", chain.edges or (), len(chain))
+    _check_pairs(f"{place}: $.tied", chain.tied, len(chain))
     read = sum(size * max(len(r), 1) for size, r in zip(chain.tensor_bytes, chain.readers, strict=True))
     if read > LARGEST_TOTAL:
-        raise BadInput(f"{chain.name}: the tensors that layers read sum up to {read} bytes, more than 1e15")
+        raise BadInput(f"{place}: the tensors that layers read sum up to {read} bytes, more than 1e15")
     reads: list[set[int]] = [set() for _ in chain.layers]
     for tensor, readers in enumerate(chain.readers):
         for reader in readers:
             reads[reader].add(tensor - 1)
     for i, layer in enumerate(chain.layers):
-        _check_saved(layer, i, reads[i], place_of_layer(i))
+        _check_saved(layer, i, reads[i], of_layer(i))
     for i, (layer, private) in enumerate(zip(chain.layers, storages(chain).facts.private, strict=True)):
         if private < 0:
             raise BadInput(
-                f"{place_of_layer(i)}.saved_bytes: {layer.saved_bytes} is less than what saves names, which takes "
+                f"{of_layer(i)}.saved_bytes: {layer.saved_bytes} is less than what saves names, which takes "
                 f"{(layer.saved_bytes or 0) - private}"
             )
 

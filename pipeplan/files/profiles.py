@@ -28,9 +28,9 @@ ProfileFile = form(
 )
 
 
-def read_profile(path: str) -> Chain:
-    """Return the chain in a profile: this project's JSON, or PipeDream's ``graph.txt``."""
-    text = read_text(path)
+def read_profile(path: str, text: str | None = None) -> Chain:
+    """Return the chain in a profile, ``text`` if it was read: this project's JSON, or PipeDream's ``graph.txt``."""
+    text = read_text(path) if text is None else text
     if not text.strip():
         raise BadInput(f"{path}: is empty; a profile is JSON or a graph.txt")
     if text.lstrip()[0] in "{[":
@@ -45,10 +45,7 @@ def chain_of(form: Any, place: str) -> Chain:
     chain = converted(form, Chain)
     if chain.edges is not None:
         chain = replace(chain, edges=tuple(sorted(set(chain.edges))))
-    try:
-        check_chain(chain, lambda i: f"$.layers[{i}]")
-    except BadInput as error:
-        raise BadInput(f"{place}: {error}") from None
+    check_chain(chain, place)
     return chain
 
 

@@ -6,13 +6,19 @@ from typing import Any
 
 import msgspec
 
+from .accelerators import Accelerator
 from .plans import PlanFile
 from .platforms import PlatformFile
 from .profiles import ProfileFile
 
-SCHEMAS: dict[str, type[msgspec.Struct]] = {"profile": ProfileFile, "platform": PlatformFile, "plan": PlanFile}
+SCHEMAS: dict[str, type[msgspec.Struct]] = {
+    "profile": ProfileFile,
+    "platform": PlatformFile,
+    "plan": PlanFile,
+    "accelerator": Accelerator,
+}
 
 
-def schema(name: str) -> dict[str, Any]:
-    """Return the JSON Schema of ``profile``, ``platform`` or ``plan``."""
-    return msgspec.json.schema(SCHEMAS[name])
+def schema(form: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON Schema of a form, such as one of :data:`SCHEMAS`."""
+    return msgspec.json.schema(form)

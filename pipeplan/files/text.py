@@ -7,8 +7,11 @@ import select
 import stat
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import EACCES, EISDIR
 from pathlib import Path
+from typing import IO
 
 from ..errors import BadInput
 
@@ -54,33 +57,64 @@ def _open(path: str, flags: int) -> int:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file atomically (a reader sees the old one or the new one), or standard output for ``-``.
-
-    Links are followed; what is no regular file, such as a pipe or ``/dev/null``, is written to and not replaced.
-    """
+    """Write a file as :func:`replaced` does, or standard output for ``-``."""
     if path == "-":
         sys.stdout.write(text)
         return
+    with replaced(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replaced(path: str) -> Iterator[IO[bytes]]:
+    """Open a file to be written atomically: a reader sees the old one or the new one, and a failure leaves no third.
+
+    Links are followed; what is no regular file, such as a pipe or ``/dev/null``, is written to and not replaced.
+    BadInput when it cannot be written.
+    """
     target = Path(os.path.realpath(path))
-    try:
+    with _told(path):
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            with target.open("wb") as file:
+                yield file
             return
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".pipeplan-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def check_writable(path: str) -> None:
+    """Raise BadInput unless a file can be written to ``path``: better before there is something to write than after."""
+    if path == "-":
+        return
+    target = Path(os.path.realpath(path))
+    with _told(path):
+        if not target.parent.is_dir():
+            raise BadInput(f"{path}: cannot be written: there is no folder {target.parent}")
+        if target.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        if target.exists() and not target.is_file():
+            if not os.access(target, os.W_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES))
+            return
+        with tempfile.TemporaryFile(dir=target.parent):  # not all that forbids it can be asked for
+            pass
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Turn what the system says against writing to ``path`` into BadInput."""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
+        yield
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
-from ..check.evaluate import evaluate
-from ..check.validate import structure_violations, violations
+from ..check.validate import judged, structure_violations
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..partition.granularity import merge_articulation
@@ -41,11 +40,10 @@ def carried(plan: Plan, chain: Chain) -> Carried:
     """
     moved = replace(plan, chain=chain, pattern=None, lower_bounds=())
     if kind_of(plan).simulated is not None:
-        found = violations(moved)
-        if found:
+        result, found = judged(moved)
+        if result is None or found:
             return Carried(moved, None, tuple(found))
-        moved = replace(moved, lower_bounds=(_any_bound(moved),))
-        return Carried(moved, evaluate(moved).period_ns, ())
+        return Carried(replace(moved, lower_bounds=(_any_bound(moved),)), result.period_ns, ())
     broken = structure_violations(chain, plan.platform, plan.policy, plan.allocation.stages)
     if broken or plan.pattern is None:
         return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
@@ -56,11 +54,10 @@ def carried(plan: Plan, chain: Chain) -> Carried:
             moved, None, ("no period lets the stages run in the order of the plan",), _other_order(graphs[1])
         )
     moved = replace(moved, pattern=pattern)
-    found = violations(moved)
-    if found:
+    result, found = judged(moved)
+    if result is None or found:
         return Carried(moved, None, tuple(found), _other_order(graphs[1]))
-    moved = replace(moved, lower_bounds=(_any_bound(moved),))
-    return Carried(moved, evaluate(moved).period_ns, ())
+    return Carried(replace(moved, lower_bounds=(_any_bound(moved),)), result.period_ns, ())
 
 
 def _any_bound(plan: Plan) -> Bound:

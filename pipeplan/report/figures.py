@@ -12,6 +12,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from ..errors import BadInput
+from ..files.text import replaced
 from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..schedule.memory import activation_steps
@@ -135,8 +136,5 @@ def save_figure(figure: Figure, axes: Any, title: str, path: str) -> None:
         raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")
     axes.set_title(title, fontsize=9, loc="left")
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
-    try:
-        with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}):
-            figure.savefig(path, dpi=130, metadata=metadata)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
+    with mpl.rc_context({"svg.hashsalt": "pipeplan", "svg.fonttype": "none"}), replaced(path) as file:
+        figure.savefig(file, format=suffix[1:], dpi=130, metadata=metadata)

@@ -22,7 +22,7 @@ th { font-weight: 600; } .left { text-align: left; } .wide { overflow-x: auto; }
 .bounds { display: grid; grid-template-columns: max-content 1fr; gap: 4px 12px; align-items: center; }
 .bounds .track { position: relative; height: 20px; }
 .bounds .fill { height: 100%; background: var(--bar); border-radius: 3px; }
-.bounds .fill.plan { background: var(--F2); }
+.bounds .fill.plan { background: var(--F2); } .bounds .fill.claimed { opacity: .35; }
 .legend span { margin-right: 16px; } .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px;
   border-radius: 2px; vertical-align: -1px; }
 .chart { display: grid; grid-template-columns: max-content 1fr; margin-top: 6px; }

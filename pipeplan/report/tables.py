@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -48,7 +49,7 @@ def headline(plan: Plan) -> str:
     """Return a plan in one line: period, throughput, bound, gap."""
     result = evaluate(plan)
     bounds = "; ".join(
-        f"lower bound {format_ns(b.period_ns)} (class {bound_class(b)}), gap {gap(result.period_ns, b):.2%}"
+        f"lower bound {format_ns(b.period_ns)} (class {bound_class(b)}), {distance(b, result.period_ns)}"
         for b in plan.lower_bounds
     )
     return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}; {bounds}"
@@ -59,6 +60,27 @@ def bound_class(bound: Bound) -> str:
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     return bound.allocation + (f" with {' and '.join(extras)}" if extras else "")
+
+
+def distance(bound: Bound, period_ns: int) -> str:
+    """Return how far a period is above a bound, in words; of a bound that was only claimed, that nobody checked it."""
+    return "claimed, not checked" if bound.claimed else f"gap {gap(period_ns, bound):.2%}"
+
+
+def bound_figures(plan: Plan) -> list[dict[str, Any]]:
+    """Return a valid plan's bounds for scripts: class, whether derived here, and if so, how far the plan is above."""
+    period = evaluate(plan).period_ns
+    return [
+        {
+            "class": bound.allocation,
+            "replicas": bound.replicas,
+            "checkpointing": bound.checkpointing,
+            "period_ns": bound.period_ns,
+            "checked": not bound.claimed,
+            "gap": None if bound.claimed else gap(period, bound),
+        }
+        for bound in plan.lower_bounds
+    ]
 
 
 def throughput(plan: Plan, result: Evaluation) -> str:
@@ -112,8 +134,8 @@ def print_plan(
         name, sentence = kind.headline(plan.schedule)
         out.print(f"{name:<12}{sentence}")
     for bound in plan.lower_bounds:
-        distance = gap(result.period_ns, bound)
-        verdict = "optimal" if bound.period_ns == result.period_ns else f"gap {distance:.2%}"
+        optimal = bound.period_ns == result.period_ns and not bound.claimed
+        verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:

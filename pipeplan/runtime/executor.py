@@ -25,6 +25,7 @@ from .lowering.instructions import (
     sentence,
 )
 from .measure.recorder import HostRecorder, Recorder, Times
+from .model.user_code import RAISED
 from .training.stage import StageModule
 from .training.update import StageUpdate
 
@@ -156,7 +157,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
         work.progress(index)
         try:
             carry_out(instruction)
-        except Exception as error:
+        except RAISED as error:
             raise OperationFailed(instruction) from error
         if order is not None:
             idle_since = recorder.mark()

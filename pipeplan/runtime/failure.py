@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal
 
 from ..errors import BadInput, InvalidPlan, PipeplanError, RunFailed
 from .exchange.transport import PeerLost
 from .executor import OperationFailed
 from .lowering.instructions import sentence
+from .model.user_code import said
 
 Kind = Literal["input", "failed", "died", "lost"]
+LOOK_S: Final = 0.05
 ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
 
 
@@ -45,7 +47,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         return Failure(rank, "input", str(error), trace)
     if isinstance(error, PeerLost):
         return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace)
-    what = str(error) if isinstance(error, PipeplanError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, PipeplanError) else said(error)
     return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
 
 
@@ -57,16 +59,36 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: ROOT_FIRST.index(failure.kind))
 
 
-def told(failure: Failure, store: Any, grace_s: float) -> Failure:
+def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
     """Tell the other ranks of ``failure`` through ``store``, which keeps the first root cause, and return that.
 
-    A rank that merely lost another one waits ``grace_s`` for the other's reason.
+    A rank that merely lost another one waits ``grace_s`` for the other's reason. If no rank of the ``world`` has one,
+    those that were not heard of at all are named.
     """
     key = "failure"
     try:
+        store.set(_lost(failure.rank), "")
         if failure.kind != "lost":
             store.compare_set(key, "", json.dumps(asdict(failure)))
-        store.wait([key], timedelta(seconds=grace_s))
-        return Failure(**json.loads(store.get(key)))
-    except RuntimeError:  # nobody told a reason, or the store has gone too
+        elif not _comes(store, key, grace_s):
+            silent = "; ".join(f"rank {r} doesn't answer" for r in range(world) if not store.check([_lost(r)]))
+            if silent:
+                message = f"{silent}: {failure.message}"
+                store.compare_set(key, "", json.dumps(asdict(replace(failure, message=message))))
+        return Failure(**json.loads(store.get(key))) if store.check([key]) else failure
+    except RuntimeError:  # the store has gone too
         return failure
+
+
+def _lost(rank: int) -> str:
+    return f"failed/{rank}"
+
+
+def _comes(store: Any, key: str, seconds: float) -> bool:
+    """Wait for ``key``; asked again and again, as a wait of the store's prints a warning when it was in vain."""
+    until = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK_S)
+    return True

@@ -11,7 +11,6 @@ from ..plan import Plan
 from .lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from .model.spec import ModelSpec
 from .options import RunOptions
-from .torch_engine import refuse_for_torch
 from .training.checkpoint import Checkpoint
 from .training.half import half_type
 from .training.optimizers import MakeOptimizer, optimizer_maker, planned_as
@@ -75,6 +74,8 @@ class Job:
         lowered = lower_run(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
         self._check()
         if options.engine == "torch":
+            from .torch_engine import refuse_for_torch  # its imports take seconds, for this engine alone
+
             refuse_for_torch(lowered)
         return lowered
 

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,28 +26,38 @@ from ..plan import Plan
 from ..scratch import scratch_folder
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
-from .job import Job, job_of
+from .job import LEAST_TIMEOUT_S, Job, job_of
 from .launcher import Launcher
 from .lowering.instructions import sentence
 from .lowering.lowered_run import LoweredRun
 from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
 from .model.spec import ModelSpec
+from .model.user_code import RAISED
 from .options import RunOptions
+from .own_processes import is_here, is_stopped, listen_here, our_imports_alone, settle_in
+from .peers import StorePeers, writing_to
 from .phases import run_rank
 from .stopping import SharedStop, StoreStop
-from .training.checkpoint import Checkpoint, newest, usable_folder
+from .training.checkpoint import Alone, Checkpoint, Peers, newest
 
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
+LOOK_S: Final = 1.0  # how often the launcher looks for ranks that are stopped
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_plan(
-    plan: Plan, model: ModelSpec, options: RunOptions, listener: Callable[[StepProgress], None] | None = None
+    plan: Plan,
+    model: ModelSpec,
+    options: RunOptions,
+    listener: Callable[[StepProgress], None] | None = None,
+    note: Callable[[str], object] = str,
 ) -> RunReport | None:
-    """Train ``model`` as ``plan`` and ``options`` say; return what happened. ``listener`` hears of every update.
+    """Train ``model`` as ``plan`` and ``options`` say; return what happened.
+
+    ``listener`` hears of every update, ``note`` of every damaged checkpoint that is passed over.
 
     The plan's policy gives weights, optimizer and microbatches per update. One process runs for each used device:
     processes of its own on this machine, or under torchrun the calling process as the rank that its environment names
@@ -58,26 +69,38 @@ def run_plan(
     options.check()
     job = job_of(plan, model, options)
     kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
-    if job.folder is not None:
-        usable_folder(job.folder)
-    for attempt in range(options.max_restarts + 1):
-        if options.resume or attempt:
-            job = replace(job, resume=_found(job))
-        lowered = job.lowered()
-        try:
-            if all(name in os.environ for name in TORCHRUN):
-                return _run_under_torchrun(job, lowered, listener)
-            return _run_here(job, lowered, listener)
-        except RunFailed:
-            if attempt == options.max_restarts:
-                raise
+    peers = _peers(options)
+    with writing_to(job.folder, peers):
+        for attempt in range(options.max_restarts + 1):
+            if options.resume or attempt:
+                job = replace(job, resume=_found(job, note, peers))
+            lowered = job.lowered()
+            try:
+                if _is_under_torchrun():
+                    return _run_under_torchrun(job, lowered, listener)
+                return _run_here(job, lowered, listener)
+            except RunFailed:
+                if attempt == options.max_restarts:
+                    raise
     raise AssertionError("the last attempt returns or raises")
 
 
-def _found(job: Job) -> Checkpoint | None:
+def _is_under_torchrun() -> bool:
+    return all(name in os.environ for name in TORCHRUN)
+
+
+def _peers(options: RunOptions) -> Peers:
+    """Return the processes that look after the folder of checkpoints with this one."""
+    if options.checkpoint is None or not _is_under_torchrun():
+        return Alone()
+    timeout_s = LEAST_TIMEOUT_S if options.timeout_s is None else options.timeout_s
+    return StorePeers(_torchrun_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+
+
+def _found(job: Job, note: Callable[[str], object], peers: Peers) -> Checkpoint | None:
     """Return the checkpoint to go on from, if there is one."""
     folder, seed = job.options.checkpoint, job.options.seed
-    found = None if folder is None else newest(folder)
+    found = None if folder is None else newest(folder, note, peers)
     if found is not None and found.model != job.plan.chain.name:
         raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
     if found is not None and found.seed != seed:
@@ -94,9 +117,8 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     if kind_of(job.options.device, job.plan.chain.device) == "cuda":
         context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
     else:
-        # what takes seconds to import is imported once, in a server from which the ranks are forked
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
+        context.set_forkserver_preload([f"{__package__}.preloaded"])
     progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
     begun = SharedStop(context)
     processes: list[BaseProcess] = []
@@ -104,7 +126,7 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     asked = _asked(job, lambda: begun.stop(lowered.first.step))
     with scratch_folder() as folder, asked:
         try:
-            with _uninterrupted():
+            with _uninterrupted(), our_imports_alone():
                 for rank in range(len(lowered.devices)):
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(
@@ -116,7 +138,8 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
                     theirs.close()
                     processes.append(process)
                     pipes.append(ours)
-            report = _outcome(lowered, processes, pipes, progress, _hearing(lowered, listener))
+            timeout_s = job.timeout_s(lowered)
+            report = _outcome(lowered, processes, pipes, progress, timeout_s, _hearing(lowered, listener))
         finally:
             _stop(processes)
     if report.steps < lowered.steps:
@@ -192,9 +215,13 @@ def _outcome(
     processes: Sequence[BaseProcess],
     pipes: Sequence[Connection],
     progress: Sequence[int],
+    timeout_s: float,
     hear: Callable[[StepDone], None],
 ) -> RunReport:
-    """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure."""
+    """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure.
+
+    A rank that is stopped for ``timeout_s`` has failed, whether others wait for it or not.
+    """
 
     def place(rank: int) -> str:
         index = progress[rank]
@@ -204,8 +231,18 @@ def _outcome(
     report: RunReport | None = None
     silent = dict(enumerate(pipes))
     deadline: float | None = None
+    stopped: Counter[int] = Counter()  # how often each rank was found so in a row
+    looked = time.monotonic()
     while silent and (deadline is None or time.monotonic() < deadline):
-        ready = wait(list(silent.values()), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        ready = wait(list(silent.values()), LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
+        if deadline is None and time.monotonic() >= looked + LOOK_S:
+            looked = time.monotonic()
+            stopped = Counter({rank: stopped[rank] + 1 for rank in silent if is_stopped(processes[rank].pid)})
+            failures += [
+                Failure(rank, "died", f"rank {rank} has been stopped for {count * LOOK_S:g} s{place(rank)}")
+                for rank, count in stopped.items()
+                if count * LOOK_S >= timeout_s
+            ]
         for rank, pipe in list(silent.items()):
             if pipe not in ready:
                 continue
@@ -232,7 +269,9 @@ def _outcome(
     if failures:
         root = root_cause(failures)
         if root.kind == "lost" and silent:
-            hung = "; ".join(f"rank {rank} doesn't answer{place(rank)}" for rank in silent)
+            still = [rank for rank in silent if is_stopped(processes[rank].pid)]
+            what = "is stopped" if still else "doesn't answer"
+            hung = "; ".join(f"rank {rank} {what}{place(rank)}" for rank in still or silent)
             root = Failure(root.rank, "lost", f"{hung}: {root.message}", root.trace)
         raise root.error()
     assert report is not None, "rank 0 reports when no rank has failed"
@@ -263,6 +302,7 @@ def _rank_main(
     """Be one rank: send the report or the failure, and go."""
     for signum in ENDING:  # they may reach all of our processes; the parent ends us
         signal.signal(signum, signal.SIG_IGN)
+    settle_in()
     threading.Thread(target=_follow_parent, daemon=True).start()
     code = 0
 
@@ -306,6 +346,13 @@ def _follow_parent() -> None:
 # --- torchrun -------------------------------------------------------------------------------------------------------
 
 
+def _torchrun_store() -> Any:
+    """Return torchrun's own store, which outlives any rank; what is in it is of this start of the ranks."""
+    store, _, _ = next(rendezvous("env://"))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"pipeplan/{restart}", store)  # type: ignore[attr-defined]  # not exported, as above
+
+
 def _run_under_torchrun(
     job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None
 ) -> RunReport | None:
@@ -317,15 +364,15 @@ def _run_under_torchrun(
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):  # a handler would wait for whatever this rank waits for
             signal.signal(number, signal.SIG_DFL)
+    if is_here(os.environ["MASTER_ADDR"]):
+        listen_here()
     if world != len(lowered.devices):
         raise BadInput(f"the plan uses {len(lowered.devices)} devices; torchrun started {world} processes")
     stores: list[Any] = []
     stops: list[StoreStop] = []
 
     def open_store() -> Any:
-        store, _, _ = next(rendezvous("env://"))  # torchrun's own store outlives any rank
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        stores.append(dist.PrefixStore(f"pipeplan/{restart}", store))  # type: ignore[attr-defined]  # as above
+        stores.append(_torchrun_store())
         if job.folder is not None:
             stops.append(StoreStop(stores[0], rank, world, lowered.first.step, job.timeout_s(lowered)))
         return stores[0]
@@ -349,10 +396,10 @@ def _run_under_torchrun(
             report = run_rank(job, rank, launcher)
     except RunStopped:
         raise
-    except Exception as error:
+    except RAISED as error:
         failure = failure_of(rank, error)
         for store in stores:
-            failure = told(failure, store, GRACE_S)
+            failure = told(failure, store, world, GRACE_S)
         raise failure.error() from error
     finally:
         for stop in stops:

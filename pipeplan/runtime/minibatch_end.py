@@ -11,10 +11,10 @@ from .launcher import Launcher
 from .lowering.instructions import Instruction
 from .measure.progress import StepDone
 from .preparation import Meeting, OwnStages
-from .training.checkpoint import write
 from .training.loss_scale import overflows
 from .training.rank import Rank
-from .training.state import training_state
+from .training.saved_state import write
+from .training.state import check_savable, training_state
 from .training.tied import copies_added
 
 
@@ -24,8 +24,11 @@ class MiniBatchEnd:
     def __init__(self, job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: Launcher) -> None:
         self._job, self._rank, self._meeting, self._stages, self._launcher = job, rank, meeting, stages, launcher
         self._saved = rank.lowered.first.step  # the newest checkpoint is of so many updates
+        self._good = {self._saved}  # checkpoints that were written, or found good, by this run
         self._begun = rank.lowered.first.step - 1
         self._refused: int | None = None
+        if job.folder is not None:
+            check_savable(rank, stages.runners)
 
     def allows(self, instruction: Instruction) -> bool:
         """Whether the instruction's mini-batch may be begun, or has been."""
@@ -74,7 +77,7 @@ class MiniBatchEnd:
                 buffers = [buffer for module in rank.modules(s) for buffer in module.buffers()]
                 share_from(rank.lowered.ranks_of(s)[0], group, buffers)
         state = training_state(rank, stages.runners, stages.scaling)
-        write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, options.keep)
+        write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, options.keep, self._good)
         self._saved = step
 
     def updated(self, stage: int, version: int) -> None:

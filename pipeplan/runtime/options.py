@@ -8,10 +8,12 @@ from typing import Literal
 
 from ..check.validate import check
 from ..errors import BadInput
+from ..files.text import check_writable
 from ..plan import Plan
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run, message_driven_plan
 from .model.spec import ModelSpec, data_of
+from .model.user_code import user_code
 from .training.half import AS_PROFILED, HalfOptions
 from .training.optimizers import Choice, optimizer_maker, schedule_maker
 
@@ -74,8 +76,8 @@ class RunOptions:
 
     def check(self) -> None:
         """Raise BadInput for what cannot be done, whatever the plan."""
-        if self.save is not None and not self.save.parent.is_dir():
-            raise BadInput(f"save: there is no folder {self.save.parent}")
+        if self.save is not None:
+            check_writable(str(self.save.absolute()))
         if self.keep is not None and self.keep < 1:
             raise BadInput(f"keep: {self.keep} is not a positive number of checkpoints")
         writes = self.every is not None or self.keep is not None
@@ -135,4 +137,5 @@ def _epoch_length(plan: Plan, model: ModelSpec) -> int:
     data = data_of(model, plan.chain.microbatch)
     if not hasattr(data, "__len__"):
         raise BadInput("--epochs: the data has no length; say --epoch-length")
-    return len(data)
+    with user_code(f"len({model.data})"):
+        return len(data)

@@ -6,10 +6,8 @@ It builds its model, meets the others, builds its stages, walks its instructions
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..files.text import replaced
 from .arrival_order import arrival_order
 from .device import begin_peak, label, moved, peak_bytes
 from .exchange.collective import barrier, gathered, pipeline_group
@@ -30,7 +29,6 @@ from .measure.times import RankMeasurement
 from .minibatch_end import MiniBatchEnd
 from .model.loaded import LoadedModel
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, meet
-from .torch_engine import execute_on_torch
 from .training.rank import Rank
 from .training.state import trained_state
 
@@ -60,6 +58,8 @@ def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
     begin_peak(rank.device)
     barrier()
     if job.options.engine == "torch":
+        from .torch_engine import execute_on_torch  # its imports take seconds, for this engine alone
+
         times = execute_on_torch(rank, stages.runners, work.data, end.updated, meeting.links, meeting.recorder)
     else:
         order = None
@@ -150,16 +150,8 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
         everybodys = gathered(rank.number, {key: value.cpu() for key, value in trained.items()})
         if everybodys is not None:
             whole = {key: value for state in everybodys for key, value in state.items()}
-            _write(job.options.save, {name: whole[first] for name, first in rank.model.first_names.items()} | whole)
+            again = {name: whole[first] for name, first in rank.model.first_names.items()}
+            with replaced(str(job.options.save)) as file:
+                torch.save(again | whole, file)
     dist.destroy_process_group()
     return make_report(rank.lowered, measurements) if measurements is not None else None
-
-
-def _write(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write ``state`` to ``path`` at once or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        torch.save(dict(state), temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -156,10 +156,15 @@ PLACES = {
     "receive": ("torch.distributed:irecv", 6),
     "reduce": ("torch.distributed:all_to_all_single", 9),  # each sum has two, the second one in the update
     "gather": ("torch.distributed:all_to_all_single", 10),
-    "write": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 2),
-    "metadata": ("torch.distributed.checkpoint.filesystem:FileSystemWriter.finish", 2),
-    "list": ("shutil:rmtree", 4),  # of the second checkpoint, everything but the last renaming has been done
+    # of the second checkpoint: its folder is there; in the middle of a rank's file; the file is there; run.json is
+    # empty; everything is there but the name; the name is there; an older one is about to be removed
+    "begin": ("pipeplan.runtime.training.saved_state:begin", 2),
+    "shard": ("pipeplan.runtime.training.saved_state:_Summed.write", 100),
+    "written": ("pipeplan.runtime.training.saved_state:_write_file", 2),
+    "about": ("pipeplan.runtime.training.checkpoint:json_text", 2),
+    "flushed": ("os:fsync", 7),
     "rename": ("os:replace", 2),
+    "remove": ("os:replace", 3),
 }
 
 

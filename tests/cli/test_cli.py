@@ -62,7 +62,15 @@ def test_check_show_and_simulate_read_a_plan(plan: str, pipeplan: Command) -> No
     code, out, _ = pipeplan("check", plan)
     assert code == 0
     assert out.startswith("valid: period 12.000 ms")
-    assert json.loads(pipeplan("check", plan, "--json")[1]) == {"valid": True, "violations": []}
+    verdict = json.loads(pipeplan("check", plan, "--json")[1])
+    assert (verdict["valid"], verdict["violations"]) == (True, [])
+    assert [(bound["class"], bound["checked"]) for bound in verdict["lower_bounds"]] == [
+        ("contiguous", False),
+        ("any", True),
+    ]
+    assert all(
+        bound["checked"] for bound in json.loads(pipeplan("check", plan, "--bounds", "--json")[1])["lower_bounds"]
+    )
 
     code, out, _ = pipeplan("show", plan, "--width", "80")
     assert code == 0
@@ -96,7 +104,7 @@ def test_a_drained_plan_simulates_its_mini_batch(profile: str, tmp_path: Path, p
 def test_algorithms_and_schema(pipeplan: Command) -> None:
     assert "contiguous" in pipeplan("algorithms")[1]
     assert {row["name"] for row in json.loads(pipeplan("algorithms", "--json")[1])} >= {"contiguous", "pipedream"}
-    for name in ("profile", "platform", "plan"):
+    for name in ("profile", "platform", "plan", "trace", "accelerator"):
         assert "$defs" in json.loads(pipeplan("schema", name)[1])
 
 

@@ -121,6 +121,14 @@ def test_the_optimizer_is_paid_once_per_update():
         )
 
 
+def test_nothing_waits_for_weight_gradients_and_the_share_of_the_update():
+    layers = (Layer("a", 0, 100, 0, 0, optimizer_ns=10, backward_weight_ns=40), Layer("b", 0, 50, 0, 0, optimizer_ns=6))
+    chain = Chain("c", layers, 0)
+    for accumulate, stop, expected in [(None, 1, 40 + 10), (4, 1, 40 + 3), (4, 2, 40 + layers[1].weight_part_ns + 4)]:
+        assert time_model.backward_weight_ns(chain, Policy(accumulate=accumulate), 0, stop) == expected
+    assert time_model.backward_weight_ns(chain, Policy(), 0, 1, speed=Fraction(4)) == 13
+
+
 def test_times_as_arrays():
     rng = random.Random(3)
     chain = random_chain(rng, 6, optimizer=True, saved=True, edges=True)

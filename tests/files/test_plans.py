@@ -130,9 +130,9 @@ def test_reported_figures_are_those_of_the_model():
 
 
 def test_schemas_describe_what_is_written():
-    for name in SCHEMAS:
-        assert schema(name)["$defs"][SCHEMAS[name].__name__]["additionalProperties"] is False
-    fields = schema("plan")["$defs"]["PlanFile"]["required"]
+    for form in SCHEMAS.values():
+        assert schema(form)["$defs"][form.__name__]["additionalProperties"] is False
+    fields = schema(SCHEMAS["plan"])["$defs"]["PlanFile"]["required"]
     assert sorted(fields) == sorted(json.loads(plan_text(small_plan())))
 
 

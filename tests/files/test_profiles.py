@@ -126,7 +126,7 @@ GOOD = Chain("good", (Layer("a", 1, 2, 3, 4), Layer("b", 1, 2, 3, 4)), 5)
 @pytest.mark.parametrize(
     ("chain", "message"),
     [
-        (replace(GOOD, layers=()), "good: there are no layers"),
+        (replace(GOOD, layers=()), "p: there are no layers"),
         (replace(GOOD, layers=(GOOD.layers[0], Layer("b", -2, 0, 0, 0))), "layers[1].forward_ns: -2 is negative"),
         (replace(GOOD, layers=(Layer("a", 1, 1, 1, 1, saved_bytes=-1),)), "layers[0].saved_bytes: -1 is negative"),
         (replace(GOOD, layers=(Layer("a", 1, 1, 1, 1, optimizer_ns=-9),)), "layers[0].optimizer_ns: -9 is negative"),
@@ -150,13 +150,13 @@ GOOD = Chain("good", (Layer("a", 1, 2, 3, 4), Layer("b", 1, 2, 3, 4)), 5)
 )
 def test_values_that_make_no_sense_are_refused(chain: Chain, message: str) -> None:
     with pytest.raises(BadInput) as caught:
-        check_chain(chain, lambda i: f"layers[{i}]")
+        check_chain(chain, "p")
     assert message in str(caught.value)
 
 
 def test_the_largest_values_pass() -> None:
     half = LARGEST_TOTAL // 2
-    check_chain(replace(GOOD, layers=(Layer("a", half, half, half, half), Layer("b", half, half, half, 0))), str)
+    check_chain(replace(GOOD, layers=(Layer("a", half, half, half, half), Layer("b", half, half, half, 0))), "p")
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_the_largest_values_pass() -> None:
 def test_layers_save_what_they_read_or_make(fields, message):
     layers = (Layer("a", 1, 1, 0, 10), Layer("b", 1, 1, 0, 20, **fields), Layer("c", 1, 1, 0, 30))
     with pytest.raises(BadInput, match=rf"layers\[1\]\.{message}"):
-        check_chain(Chain("wrong", layers, 5), lambda i: f"layers[{i}]")
+        check_chain(Chain("wrong", layers, 5), "p")
 
 
 def test_layers_may_save_all_they_read_and_make():
     fields = {"saved_bytes": 30, "saves": (0, 1)}
     layers = (Layer("a", 1, 1, 0, 10), Layer("b", 1, 1, 0, 20, **fields), Layer("c", 1, 1, 0, 30, view_of=1))
-    check_chain(Chain("right", layers, 5), lambda i: f"layers[{i}]")
+    check_chain(Chain("right", layers, 5), "p")

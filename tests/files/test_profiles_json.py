@@ -59,7 +59,7 @@ BAD_PROFILES = {
     "version": (("format",), "pipeplan-profile/2", "Invalid enum value 'pipeplan-profile/2' - at `$.format`"),
     "no format": (("format",), ..., "missing required field `format`"),
     "no layers": (("layers",), ..., "missing required field `layers`"),
-    "empty layers": (("layers",), [], "small: there are no layers"),
+    "empty layers": (("layers",), [], ": there are no layers"),
     "unknown key": (("colour",), 1, "unknown field `colour`"),
     "unknown key in a layer": ((*LAYER, "forward_ms"), 1, "unknown field `forward_ms` - at `$.layers[2]`"),
     "missing time": ((*LAYER, "forward_ns"), ..., "missing required field `forward_ns` - at `$.layers[2]`"),

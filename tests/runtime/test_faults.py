@@ -20,6 +20,7 @@ from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
 
 PASS = r"the (forward|backward) of microbatch \d+ on stage {}"
+SAVED = r"the checkpoint after update 4"
 KILLED = {  # (operation, rank): what died in what, and the newest complete checkpoint
     ("send", 0): (r"stage 0's send of the activations of microbatch 4 to rank 1", 2),
     ("send", 1): (r"stage 1's send of the gradient of microbatch 4 to rank 0", 2),
@@ -27,14 +28,17 @@ KILLED = {  # (operation, rank): what died in what, and the newest complete chec
     ("receive", 1): (PASS.format(1), 2),
     ("wait", 0): (r"the backward of microbatch 4 on stage 0", 2),
     ("wait", 1): (r"the forward of microbatch 4 on stage 1", 2),
-    ("write", 0): (r"the checkpoint after update 4", 2),
-    ("write", 1): (r"the checkpoint after update 4", 2),
-    ("metadata", 0): (r"the checkpoint after update 4", 2),
-    ("list", 0): (r"the checkpoint after update 4", 2),
-    ("rename", 0): (r"the checkpoint after update 4", 4),
+    ("begin", 0): (SAVED, 2),
+    ("shard", 0): (SAVED, 2),
+    ("shard", 1): (SAVED, 2),
+    ("written", 1): (SAVED, 2),
+    ("about", 0): (SAVED, 2),
+    ("flushed", 0): (SAVED, 2),
+    ("rename", 0): (SAVED, 4),
+    ("remove", 0): (SAVED, 4),
 }
 MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
-OPTIONS = {"steps": 6, "lr": 0.01, "every": 2}
+OPTIONS = {"steps": 6, "lr": 0.01, "every": 2, "keep": 1}
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +70,11 @@ def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank
     with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
         run_plan(plan, model, RunOptions(timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS))
     assert ranks_left() == []
+    assert not list(tmp_path.glob(".*"))  # of the checkpoint that was being written
     assert newest(str(tmp_path)).position.step == kept
     rest = run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path, resume=True, **OPTIONS))
     assert rest.losses == whole.losses[kept * plan.policy.accumulate :]
-    assert not list(tmp_path.glob(".*"))  # of the checkpoint that was being written
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

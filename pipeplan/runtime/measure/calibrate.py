@@ -99,7 +99,7 @@ def handed_over(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             kind: Pass = "F" if t.activity == "WAIT_F" else "B"
             edge = edge_into(kind, t.stage)
             send = sends.get(("SEND_F" if kind == "F" else "SEND_B", edge[1], t.microbatch))
-            if send is not None and t.start_ns <= send.start_ns:
+            if send is not None and t.start_ns <= send.start_ns <= t.end_ns:  # clocks of two hosts may differ
                 found.setdefault(edge, []).append((t.end_ns - send.start_ns, max(0, t.end_ns - send.end_ns)))
     return {
         edge: HandOver(

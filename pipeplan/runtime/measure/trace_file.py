@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from ...errors import BadInput
-from ...files.forms import converted, form, read_json
+from ...files.forms import Count, Positive, converted, form, read_json
+from ...files.profile_rules import check_chain
 from ...files.profiles import digest
-from ...files.text import read_text
 from ...plan import Plan
 from ...problem import Chain
 from .report import DeviceActivations, RunReport, StageTimes, TransferTime
@@ -26,15 +27,22 @@ if TYPE_CHECKING:  # a form has the fields of its noun that its keys name
     from .report import StageTimes as MeasuredStage
     from .report import TransferTime as MeasuredTransfer
 else:
-    MeasuredStage = form(
-        StageTimes, ("stage", "forward_ns", "backward_ns", "update_ns", "data_ns", "exchange_ns", "versions")
-    )
+    _STAGE = ("stage", "forward_ns", "backward_ns", "update_ns", "data_ns", "exchange_ns", "versions")
+    MeasuredStage = form(StageTimes, _STAGE, **dict.fromkeys(_STAGE, Count))
     MeasuredTransfer = form(
-        TransferTime, ("kind", "stage", "measured_ns", "count"), optional=(), rename={"measured_ns": "transfer_ns"}
+        TransferTime,
+        ("kind", "stage", "measured_ns", "count"),
+        optional=(),
+        rename={"measured_ns": "transfer_ns"},
+        **dict.fromkeys(("stage", "measured_ns", "count"), Count),
     )
     MeasuredDevice = form(
-        DeviceActivations, ("device", "measured_bytes"), rename={"measured_bytes": "activation_bytes"}
+        DeviceActivations,
+        ("device", "measured_bytes"),
+        rename={"measured_bytes": "activation_bytes"},
+        **dict.fromkeys(("device", "measured_bytes"), Count),
     )
+Period = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class MeasuredRun(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,22 +52,35 @@ class MeasuredRun(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     format: Literal["pipeplan-measured/2"]
-    forgotten_operations: int
+    forgotten_operations: Count
     profile: str
-    cuts: tuple[tuple[int, int, tuple[int, ...]], ...]
-    steps: int
-    microbatches: int
-    measured_period_ns: float | None
-    calibrated_period_ns: float | None
+    cuts: tuple[tuple[Count, Count, tuple[Count, ...]], ...]
+    steps: Positive
+    microbatches: Positive
+    measured_period_ns: Period | None
+    calibrated_period_ns: Period | None
     stages: tuple[MeasuredStage, ...]
     transfers: tuple[MeasuredTransfer, ...]
     devices: tuple[MeasuredDevice, ...]
 
 
-class _Trace(msgspec.Struct):
-    """A run's trace without its events."""
+class TraceFile(msgspec.Struct):
+    """A run's trace; of its events nothing is read."""
 
     about: MeasuredRun = msgspec.field(name="otherData")
+
+
+class _Keys(msgspec.Struct):
+    """What tells a Chrome trace from other JSON, unread."""
+
+    about: msgspec.Raw | msgspec.UnsetType = msgspec.field(name="otherData", default=msgspec.UNSET)
+    events: msgspec.Raw | msgspec.UnsetType = msgspec.field(name="traceEvents", default=msgspec.UNSET)
+
+
+class _Format(msgspec.Struct):
+    """What tells the trace of a run from those that other tools write, and ``pipeplan simulate``."""
+
+    format: str = ""
 
 
 def measured_of(plan: Plan, report: RunReport) -> MeasuredRun:
@@ -110,28 +131,54 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}) + "\n"
 
 
-def is_measured(text: str) -> bool:
-    """Whether ``text`` looks like a trace of a run, and not like a profile."""
-    return '"otherData"' in text[:200]
+def read_measured(path: str, text: str) -> MeasuredRun | None:
+    """Return the figures in the trace of a run that ``text`` holds, None where ``text`` is no Chrome trace at all.
 
-
-def read_measured(path: str, text: str | None = None) -> MeasuredRun:
-    """Return the figures in a run's trace; BadInput when it is none, or of another version."""
-    return read_json(read_text(path) if text is None else text, _Trace, f"{path}: is no trace of a run").about
+    BadInput when it is another tool's, or of another version, or JSON that breaks off.
+    """
+    start = text.lstrip()[:1]
+    if start not in ("{", "["):
+        return None
+    keys = read_json(text, _Keys, path) if start == "{" else _Keys(events=msgspec.Raw())
+    if isinstance(keys.about, msgspec.Raw):
+        with suppress(msgspec.ValidationError):
+            if msgspec.json.decode(keys.about, type=_Format).format.startswith("pipeplan-measured/"):
+                return read_json(text, TraceFile, path).about
+    elif keys.events is msgspec.UNSET:
+        return None
+    raise BadInput(
+        f"{path}: is not the trace of a run: $.otherData.format is missing, which `pipeplan run --trace` writes"
+    )
 
 
 def check_same_plan(plan: Plan, run: MeasuredRun, path: str) -> None:
-    """Raise BadInput unless ``run`` trained by ``plan``: the same profile, stages and devices."""
+    """Raise BadInput unless ``run`` trained by ``plan``: the same profile, and the same stages on the same devices."""
+    place = f"{path}: $.otherData"
     if run.profile != digest(plan.chain):
-        raise BadInput(f"{path}: is the run of a plan that was made from another profile")
+        raise BadInput(f"{place}.profile: is another than that of the plan")
     if run.cuts != _cuts(plan):
-        raise BadInput(f"{path}: is the run of a plan with other stages or devices")
+        raise BadInput(f"{place}.cuts: are other stages or devices than those of the plan")
+    stages = len(plan.allocation.stages)
+    if len(run.stages) != stages:
+        raise BadInput(f"{place}.stages: lists {len(run.stages)}; the plan has {stages}")
+    for s, found in enumerate(run.stages):
+        if found.stage != s:
+            raise BadInput(f"{place}.stages[{s}].stage: is {found.stage} where {s} comes next")
+    for t, transfer in enumerate(run.transfers):
+        if transfer.stage >= stages:
+            raise BadInput(f"{place}.transfers[{t}].stage: is {transfer.stage}; the plan has {stages} stages")
+    devices = {device for stage in plan.allocation.stages for device in stage.devices}
+    for d, held in enumerate(run.devices):
+        if held.device not in devices:
+            raise BadInput(f"{place}.devices[{d}].device: is {held.device}, which the plan does not use")
     if not any(stage.backward_ns for stage in run.stages):
         raise BadInput(f"{path}: has no backwards; an evaluation cannot be compared with a plan to train")
 
 
-def recalibrated(plan: Plan, run: MeasuredRun) -> Chain:
+def recalibrated(plan: Plan, run: MeasuredRun, place: str) -> Chain:
     """Return the plan's profile with every stage's layers scaled to the times that the run measured.
+
+    BadInput, starting with ``place``, where these make no profile.
 
     What a stage's forward, backward (without recomputation) and update took is shared among its layers as in the
     profile, or evenly where the profile says 0; sums are exact. The new profile has the times of layers that run
@@ -151,7 +198,9 @@ def recalibrated(plan: Plan, run: MeasuredRun) -> Chain:
                 part = part * b // layers[i].backward_ns if layers[i].backward_ns else 0
             layers[i] = replace(layers[i], forward_ns=f, backward_ns=b, optimizer_ns=u, backward_weight_ns=part)
     source = f"{chain.source}; scaled to the stages of a run".removeprefix("; ")
-    return replace(chain, layers=tuple(layers), source=source)
+    scaled = replace(chain, layers=tuple(layers), source=source)
+    check_chain(scaled, f"{place}: makes no profile")
+    return scaled
 
 
 def _shares(weights: Sequence[int], total: int) -> list[int]:

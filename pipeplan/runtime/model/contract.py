@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from .network import Loss, TensorSpec, kind_of, resident
+from .user_code import user_code
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
@@ -24,11 +25,8 @@ def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[Te
         module.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for index, module in enumerate(layers):
-            try:
-                with resident(module, str(x.device), release=True):
-                    x = module(x)
-            except Exception as error:
-                raise BadInput(f"layers[{index}]: failed on {specs[-1]}: {error}") from error
+            with user_code(f"layers[{index}]: failed on {specs[-1]}"), resident(module, str(x.device), release=True):
+                x = module(x)
             if not isinstance(x, Tensor):
                 raise BadInput(f"layers[{index}]: returned a {type(x).__name__}; a layer takes and returns one tensor")
             specs.append(TensorSpec(tuple(x.shape), x.dtype))

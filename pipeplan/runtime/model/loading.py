@@ -16,6 +16,7 @@ from .contract import boundaries_of, contract, is_whole
 from .loaded import LoadedModel, ModelLayer
 from .network import Loss, chain_network, loss_layer
 from .spec import Data, ModelSpec, builder_of, data_of
+from .user_code import user_code
 
 
 def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
@@ -27,7 +28,8 @@ def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CP
     build = builder_of(spec)
     data = data_of(spec, batch)
     torch.manual_seed(seed)
-    result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
+    with user_code(spec.build):
+        result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
     whole, example, loss = contract(result)
     if is_whole(whole):
         from .traced import traced_model

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
+from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
 Loss = Callable[[Any, Any], Tensor]
@@ -38,15 +39,13 @@ class LayerCode:
     makes: tuple[int, ...]
 
     def forward(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the layer; what fails, or changes its input in place, is BadInput."""
+        """Run the layer; CodeFailed when it fails, BadInput when it changes its input in place."""
         versions = [x._version for x in inputs]
         try:
             outputs = self.run(self.module, *inputs)
-        except BadInput:
-            raise
-        except Exception as error:
+        except RAISED as error:
             shapes = " and ".join(f"{tuple(x.shape)}, {x.dtype}" for x in inputs)
-            raise BadInput(f"{self.place} failed on an input of shape {shapes}: {error}") from error
+            raise code_failed(f"{self.place} failed on an input of shape {shapes}", error) from error
         if [x._version for x in inputs] != versions:
             raise BadInput(f"{self.place} changes its input in place; a cut before it would lose the change")
         return outputs
@@ -190,11 +189,12 @@ def _widened(value: Any) -> Any:
 
 
 def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
-    """Return ``loss(output, target)``; BadInput unless it is a scalar that depends on something trained."""
-    try:
+    """Return ``loss(output, target)``; BadInput unless it is a scalar that depends on something trained.
+
+    CodeFailed when the loss fails.
+    """
+    with user_code(f"loss failed on {_shape(output)} against {_shape(target)}"):
         value = loss_value(loss, output, target)
-    except Exception as error:
-        raise BadInput(f"loss failed on {_shape(output)} against {_shape(target)}: {error}") from error
     if not isinstance(value, Tensor) or value.dim() > 0:
         shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
         raise BadInput(f"loss returned {shape}, not a scalar tensor")

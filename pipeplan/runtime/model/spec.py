@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import BadInput
-from ...zoo import load
+from ...zoo import ZOO, load
 from ...zoo.model import Model
+from .user_code import said, user_code
 
 Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
 
@@ -22,17 +24,23 @@ Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -
 class ModelSpec:
     """Which model to train and on what, as the user typed it; every rank finds both for itself.
 
-    ``build`` is a name of the zoo (with options: ``gpt-tiny,blocks=8``) or ``module:function`` of the model contract,
-    ``data`` is ``module:function`` of the data contract; None stands for the data that belongs to a zoo model.
+    ``build`` is a name of the zoo (with options: ``gpt-tiny,blocks=8``, or ``zoo:gpt-tiny``) or ``module:function`` of
+    the model contract, ``data`` is ``module:function`` of the data contract; None stands for the data that belongs to a
+    zoo model.
     """
 
     build: str
     data: str | None = None
 
+    @property
+    def of_zoo(self) -> bool:
+        """Whether ``build`` can name nothing but a model of the zoo, so that it may come from a file."""
+        return self.build.startswith(ZOO) or ":" not in self.build
+
 
 def builder_of(spec: ModelSpec) -> Any:
     """Return the zoo model, or the user's function, that builds the model of ``spec``."""
-    return find(spec.build) if ":" in spec.build else load(spec.build)
+    return load(spec.build.removeprefix(ZOO)) if spec.of_zoo else find(spec.build)
 
 
 def data_of(spec: ModelSpec, batch: int) -> Data:
@@ -46,19 +54,36 @@ def data_of(spec: ModelSpec, batch: int) -> Data:
 
 
 def find(text: str) -> Any:
-    """Import what ``module:function`` names, also from the working directory; BadInput if there is no such function."""
+    """Import what ``module:function`` names, from the working folder first; BadInput if there is no such function.
+
+    CodeFailed when the module cannot be imported for what is in it.
+    """
     module_name, _, attribute = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise BadInput(f"{text}: {error}") from error
-    found = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise BadInput(f"{text}: module {module_name} has no {attribute!r}")
-        found = getattr(found, part)
+    if not (module_name and attribute):
+        raise BadInput(f"{text!r} is not of the form module:function")
+    with user_code(text), _working_folder_first():
+        try:
+            found = module = import_module(module_name)
+        except ImportError as error:
+            raise BadInput(f"{text}: {said(error)}") from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise BadInput(f"{text}: module {module.__name__} has no {attribute!r}")
+            found = getattr(found, part)
     if not callable(found):
         raise BadInput(f"{text}: is a {type(found).__name__}, which cannot be called")
     return found
+
+
+@contextmanager
+def _working_folder_first() -> Iterator[None]:
+    """Import from the working folder first within the context, and from then on last: there it shadows no library."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # what was imported may have changed the path
+            sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)

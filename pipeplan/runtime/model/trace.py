@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import BadInput
 from .network import LayerCode, Network, buffers_kept, kind_of
+from .user_code import user_code
 
 _ADVICE = (
     "Return its layers as an nn.Sequential or a list of modules, or write the part without branches on tensor values, "
@@ -66,12 +67,13 @@ def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, An
         raise BadInput(f"example_input: {kind_of(example_input)} holds no tensor")
     module.train()
     name = type(module).__name__
-    try:
-        with _quiet():
-            exported = torch.export.export(module, positional, keywords, strict=False)
-            graph = exported.module(check_guards=False)
-    except Exception as error:
-        raise BadInput(f"{name} cannot be traced: {_reason(error)}. {_ADVICE}") from error
+    with user_code(name):
+        try:
+            with _quiet():
+                exported = torch.export.export(module, positional, keywords, strict=False)
+                graph = exported.module(check_guards=False)
+        except Exception as error:
+            raise BadInput(f"{name} cannot be traced: {_reason(error)}. {_ADVICE}") from error
     assert isinstance(graph, fx.GraphModule)
     for node in graph.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):

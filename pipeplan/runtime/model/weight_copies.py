@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from ...errors import BadInput
 from .network import TensorSpec, buffers_kept
+from .user_code import user_code
 
 
 def refuse_copies(place: str, name: str, layer: nn.Module, spec: TensorSpec) -> None:
-    """Raise BadInput if ``layer`` keeps copies of its weights for its backward, which would stay old.
+    """Raise BadInput if ``layer`` keeps copies of its weights for its backward, which would stay old; or CodeFailed.
 
     It is run forward in training mode on zeros of ``spec``, and every tensor is followed: what comes from weights and
     constants alone is a copy, what comes from the input as well is an activation. Only what autograd saves is seen, not
@@ -43,10 +44,8 @@ def refuse_copies(place: str, name: str, layer: nn.Module, spec: TensorSpec) -> 
     ):
         entered = x.requires_grad_() if x.dtype.is_floating_point else x
         origins.enters(entered)
-        try:
+        with user_code(f"model: {place} ({name}): failed on {spec}"):
             layer(entered)
-        except Exception as error:
-            raise BadInput(f"model: {place} ({name}): failed on {spec}: {error}") from error
     if copies:
         raise BadInput(
             f"model: {place} ({name}) keeps a copy of its weights, {copies[0]}, for its backward, which "

@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ...errors import BadInput, PipeplanError
+from ...errors import CodeFailed, PipeplanError
 from ...files.accelerators import Accelerator
 from ...version import __version__
+from ..model.user_code import said
 from .clock import Clock
 from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
 from .steps import USUAL, MeasureOptions
@@ -77,7 +78,12 @@ def estimate_model(
                 clock=clock,
                 optimizer=options.optimizer or _plain_sgd,
             )
-            network, loss, target = built_network(build, batch, data, once)
+            try:
+                network, loss, target = built_network(build, batch, data, once)
+            except CodeFailed as error:
+                if isinstance(error.__cause__, SystemExit):
+                    raise
+                raise CodeFailed(_without_values(error)) from error
             network = network.on([mode.from_tensor(x) for x in network.inputs])
             target = pytree.tree_map_only(Tensor, mode.from_tensor, target)
             with clock:
@@ -85,10 +91,7 @@ def estimate_model(
         except PipeplanError:
             raise
         except Exception as error:
-            raise BadInput(
-                f"the model cannot run without values: {str(error).splitlines()[0] if str(error) else error!r}. "
-                "Let build, forward and loss not look at what is in a tensor, or measure on a device"
-            ) from error
+            raise CodeFailed(_without_values(said(error))) from error
         chain = network_chain(
             network,
             measurements,
@@ -101,6 +104,13 @@ def estimate_model(
             ),
         )
     return MeasuredModel(chain, tuple(measurements), one_at_a_time=False)
+
+
+def _without_values(why: object) -> str:
+    return (
+        f"the model cannot run without values: {why}. "
+        "Let build, forward and loss not look at what is in a tensor, or measure on a device"
+    )
 
 
 def _plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

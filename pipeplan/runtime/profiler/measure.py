@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...errors import BadInput
+from ...errors import BadInput, CodeFailed
 from ...problem import Chain, Layer
 from ...version import __version__
 from ..model.contract import contract, is_whole
@@ -38,6 +38,7 @@ from ..model.network import (
     scalar_loss,
     tied_layers,
 )
+from ..model.user_code import user_code
 from .clock import clock_of
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
@@ -100,10 +101,13 @@ def built_network(
     build: Callable[[int], Any], batch: int, data: Data | None, options: MeasureOptions
 ) -> tuple[Network, Loss, Any]:
     """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
-    layers, example_input, loss = contract(build(batch))
+    with user_code("build"):
+        result = build(batch)
+    layers, example_input, loss = contract(result)
     dtype, target = options.dtype, None
     if data is not None:
-        example_input, target = data(0, 0)
+        with user_code("data"):
+            example_input, target = data(0, 0)
     if dtype is not None:
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
         converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
@@ -225,7 +229,7 @@ def _made_up_target(output: Any, loss: Loss) -> Tensor:
             warnings.simplefilter("error")  # torch only warns when a loss broadcasts shapes that don't fit
             try:
                 scalar_loss(loss, output, target)
-            except BadInput:
+            except (BadInput, CodeFailed):
                 continue
             return target
     raise BadInput(f"loss takes no made-up target for an output of shape {tuple(output.shape)}: give data(index, seed)")

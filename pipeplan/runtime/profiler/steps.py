@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place, resident
+from ..model.user_code import RAISED, code_failed
 from .clock import Clock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -224,7 +225,10 @@ def _backward(
     tensors, starts = [out for out, _ in roots], [gradient for _, gradient in roots]
     wanted = [*(values[v] for v in read), *trained]
     start = clock.mark()
-    found = torch.autograd.grad(tensors, wanted, starts, allow_unused=True)
+    try:
+        found = torch.autograd.grad(tensors, wanted, starts, allow_unused=True)
+    except RAISED as error:
+        raise code_failed(f"the backward of {layer.place}", error) from error
     for value, gradient in zip(read, found, strict=False):
         if gradient is not None:
             before = gradients.get(value)

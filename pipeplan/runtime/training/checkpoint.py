@@ -1,69 +1,254 @@
-"""How does a run survive its end? Checkpoints with torch.distributed.checkpoint: complete, or ignored.
+"""Which checkpoints does a folder have, and which of them are good?
 
-One folder for each, ``step-00000040``, which appears under its name only when everything is in it; ``run.json`` lists
-the files with their sizes, so one that was truncated later is passed over too. Tensors go by their names in the whole
-model, whoever holds them, so that a run on any other plan finds them. Microbatches are functions of their index, so
-the data's position is a number.
+One folder for each, ``step-00000040``, which appears under its name only when everything is in it: a file of every
+rank's, and ``run.json`` with the size and the checksum of each, and of itself. What is not as it was written is damaged
+and passed over; nothing of it is used. Whatever is in such a folder, nothing outside of it is read, and no file is run.
+
+Names that begin with a dot are of something under way: ``.partial`` is being written, ``.removed`` is going, and
+``.replaced`` makes room for another checkpoint of as many updates.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+import stat
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Annotated, Final, Literal, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+import msgspec
 
-from ...errors import BadInput, RunFailed
+from ...errors import BadInput
+from ...files.forms import json_text, read_json
+from ...files.text import read_text
 from ...units import format_bytes
-from ..device import random_state, set_random_state
-from ..exchange.transport import exchanging
 from ..lowering.lowered_run import Position
 
-FORMAT = "pipeplan-checkpoint/1"
-ABOUT = "run.json"
-OPTIMIZER, RATES, RANDOM, SCALE = "optimizer", "rates", "random", "loss_scale"
+FORMAT: Final = "pipeplan-checkpoint/2"
+ABOUT: Final = "run.json"
+LARGEST_ABOUT: Final = 2**24  # bytes; it has about 80 for each rank
+CHUNK: Final = 2**20  # bytes that are read at once
+SLOWEST: Final = 2 * 10**7  # bytes/s at which a checkpoint is expected to be read at least
+NAMED: Final = 3  # damaged checkpoints in one message
+_NAME = re.compile(r"step-\d{8,}")
 
-State = dict[str, Any]
+Crc32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class FileSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file was when it was written: its size, and the CRC-32 of all its bytes."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=10**18)]
+    crc32: Crc32
+
+
+class _Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    step: Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+    microbatch: Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+
+
+class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``run.json`` says; ``crc32`` is of all the rest."""
+
+    format: Literal["pipeplan-checkpoint/2"]
+    position: _Position
+    model: str
+    seed: int
+    files: dict[str, FileSum]
+    crc32: Crc32 = 0
+
+    def sum(self) -> int:
+        """Return the CRC-32 of everything but itself."""
+        return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(self, crc32=0)))
+
+
+class _Format(msgspec.Struct):
+    format: str
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: its folder, where training stood, and the run that wrote it."""
+    """A checkpoint: its folder, where training stood, the run that wrote it, and its files, one for each rank."""
 
     path: str
     position: Position
     model: str
     seed: int
-    ranks: int
+    files: Mapping[str, FileSum]
 
 
-def newest(folder: str | Path) -> Checkpoint | None:
-    """Return the complete checkpoint in ``folder`` with the most updates; None if there is none."""
-    found = [checkpoint for path in Path(folder).glob("step-*") if (checkpoint := _read(path)) is not None]
-    return max(found, key=lambda checkpoint: checkpoint.position.step, default=None)
+class Peers(Protocol):
+    """The processes that look for a checkpoint together, this one among them."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+
+    def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
+        """Return what each gave; wait ``timeout_s`` longer for them than for an answer."""
 
 
-def _read(path: Path) -> Checkpoint | None:
+class Alone:
+    """One process, which is all there are."""
+
+    rank = 0
+    world = 1
+
+    def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
+        """Return what it gave."""
+        return [mine]
+
+
+def file_of(rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint."""
+    return f"rank-{rank:05d}.pt"
+
+
+def folder_of(step: int) -> str:
+    """Return the name of the checkpoint after ``step`` updates."""
+    return f"step-{step:08d}"
+
+
+# --- which is good --------------------------------------------------------------------------------------------------
+
+
+def newest(
+    folder: str | Path, passed_over: Callable[[str], object] = str, peers: Peers | None = None
+) -> Checkpoint | None:
+    """Return the good checkpoint in ``folder`` with the most updates; None if there are none at all.
+
+    All ``peers`` ask together; each reads its share of the files whole. ``passed_over`` hears on the first of them of
+    every damaged one that has more updates. BadInput when there are checkpoints and all of them are damaged.
+    """
+    peers = peers or Alone()
+    listed = peers.gathered(" ".join(_steps(Path(folder))))[0] or ""  # the first one's list is everybody's
+    damage: list[str] = []
+    for name in reversed(listed.split()):
+        checkpoint, wrong = _examined(Path(folder) / name, peers)
+        if checkpoint is not None:
+            for words in damage if peers.rank == 0 else ():
+                passed_over(words)
+            return checkpoint
+        damage.append(wrong)
+    if damage:
+        more = f"; and {len(damage) - NAMED} more" if len(damage) > NAMED else ""
+        raise BadInput(f"{folder}: no checkpoint is good: {'; '.join(damage[:NAMED])}{more}")
+    return None
+
+
+def _steps(folder: Path) -> list[str]:
+    """Return the names of what looks like checkpoints in ``folder``, good or not, by their updates."""
     try:
-        about = json.loads((path / ABOUT).read_text())
-        if about["format"] != FORMAT or any((path / name).stat().st_size != n for name, n in about["files"].items()):
-            return None
-        return Checkpoint(str(path), Position(**about["position"]), about["model"], about["seed"], about["ranks"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        names = [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadInput(f"checkpoint: {folder} cannot be read: {error.strerror}") from error
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _examined(path: Path, peers: Peers) -> tuple[Checkpoint | None, str]:
+    """Return the checkpoint at ``path`` if all peers find it good, or what is wrong with it."""
+    checkpoint, wrong = None, None
+    try:
+        checkpoint = about(path)
+    except BadInput as error:
+        wrong = str(error)
+    found = next(filter(None, peers.gathered(wrong)), None)
+    if found is not None or checkpoint is None:
+        return None, found or ""
+    share = list(checkpoint.files)[peers.rank :: peers.world]
+    size = sum(file.bytes for file in checkpoint.files.values())
+    found = next(filter(None, peers.gathered(_damage(checkpoint, share), size / SLOWEST)), None)
+    return (None, found) if found else (checkpoint, "")
+
+
+def about(path: Path) -> Checkpoint:
+    """Return the checkpoint at ``path``, whose files are there in their sizes; BadInput says what is wrong."""
+    if not _is_folder(path):
+        raise BadInput(f"{path}: is no folder")
+    place = path / ABOUT
+    size = _size(place)
+    if size > LARGEST_ABOUT:
+        raise BadInput(f"{place}: has {format_bytes(size)}; it is never larger than {format_bytes(LARGEST_ABOUT)}")
+    text = read_text(str(place))
+    version = read_json(text, _Format, str(place)).format
+    if version != FORMAT:
+        raise BadInput(f"{place}: is of format {version[:40]!r}; this version reads {FORMAT}")
+    said = read_json(text, _About, str(place))
+    if said.crc32 != said.sum():
+        raise BadInput(f"{place}: its checksum is {said.sum():08x}, not {said.crc32:08x} as when it was written")
+    if path.name != folder_of(said.position.step):
+        raise BadInput(f"{place}: is of update {said.position.step}")
+    if said.seed.bit_length() > 64:
+        raise BadInput(f"{place}: seed: has {said.seed.bit_length()} bits")
+    if not said.files or set(said.files) != {file_of(rank) for rank in range(len(said.files))}:
+        raise BadInput(f"{place}: files: has other names than those of ranks, from {file_of(0)} on")
+    for name, file in said.files.items():
+        size = _size(path / name)
+        if size != file.bytes:
+            raise BadInput(f"{path / name}: has {size:,} bytes, not {file.bytes:,} as when it was written")
+    position = Position(said.position.step, said.position.microbatch)
+    return Checkpoint(str(path), position, said.model, said.seed, said.files)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether ``path`` itself, and not what it links to, is a folder."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file; BadInput for anything but a regular one, which alone is safe to open."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise BadInput(f"{path}: {os.strerror(error.errno or 0).lower()}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise BadInput(f"{path}: is no regular file")
+    return found.st_size
+
+
+def _damage(checkpoint: Checkpoint, names: Sequence[str]) -> str | None:
+    """Return what is wrong with the first damaged one among the files ``names``; None if all are as written."""
+    leaving = Event()
+    workers = max(1, min(len(names), os.cpu_count() or 1))
+    with ThreadPoolExecutor(workers) as pool:  # reading and summing let other threads run
+        try:
+            found = pool.map(lambda name: _file_damage(checkpoint, name, leaving), names)
+            return next(filter(None, found), None)
+        finally:
+            leaving.set()
+
+
+def _file_damage(checkpoint: Checkpoint, name: str, leaving: Event) -> str | None:
+    path, written = Path(checkpoint.path, name), checkpoint.files[name].crc32
+    crc, buffer = 0, bytearray(CHUNK)
+    view = memoryview(buffer)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while (count := file.readinto(buffer)) and not leaving.is_set():
+                crc = zlib.crc32(view[:count], crc)
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"
+    return None if crc == written else f"{path}: its checksum is {crc:08x}, not {written:08x} as when it was written"
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
 
 
 def usable_folder(folder: Path) -> None:
@@ -74,127 +259,85 @@ def usable_folder(folder: Path) -> None:
         raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
 
 
-def write(folder: Path, position: Position, model: str, seed: int, state: State, keep: int | None = None) -> None:
-    """Write every rank's ``state`` to one checkpoint, all ranks together; RunFailed when a rank cannot.
+def tidy(folder: Path) -> None:
+    """Remove from ``folder`` what runs left that were killed while they wrote or removed a checkpoint.
 
-    An entry that several ranks have must be equal on all of them. Once it is complete, older ones go, except for the
-    newest ``keep`` with it.
+    One that was to be replaced, but whose successor didn't come, gets its name back.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    final = folder / f"step-{position.step:08d}"
-    partial = final.with_name(f".{final.name}.partial")
-    try:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        with exchanging("the writing of the checkpoint"):
-            dist.barrier()
-            save(state, checkpoint_id=partial)
-        if rank == 0:
-            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-            about = Checkpoint(str(final), position, model, seed, ranks)
-            fields = {key: value for key, value in asdict(about).items() if key != "path"}
-            (partial / ABOUT).write_text(json.dumps({"format": FORMAT, **fields, "files": files}, indent=1) + "\n")
-            shutil.rmtree(final, ignore_errors=True)  # an older one that was found incomplete, or repeats this one
-            os.replace(partial, final)
-            if keep is not None:
-                _remove_older(folder, position.step, keep)
-        with exchanging("the end of the checkpoint"):
-            dist.barrier()
-    except (OSError, CheckpointException) as error:
-        free = format_bytes(shutil.disk_usage(folder).free)
-        raise RunFailed(f"{final} cannot be written ({free} are free there): {reason_of(error)}") from error
+    for path in folder.glob(".step-*"):
+        name = path.name.split(".")[1]
+        if path.suffix == ".replaced" and not os.path.lexists(folder / name):
+            with suppress(OSError):
+                path.rename(folder / name)
+        else:
+            _remove(path)
 
 
-def _remove_older(folder: Path, step: int, keep: int) -> None:
-    """Remove the complete checkpoints in ``folder`` up to ``step``, except for the newest ``keep``.
+def begin(folder: Path, step: int) -> Path:
+    """Return a new folder to write the checkpoint after ``step`` updates to. No rank of another run knows its name."""
+    tidy(folder)
+    partial = _hidden(folder, folder_of(step), "partial")
+    partial.mkdir(parents=True)
+    return partial
 
-    Those of more updates are of another run and stay. Each is renamed first, so that none is ever half there.
+
+def finish(partial: Path, position: Position, model: str, seed: int, files: Sequence[FileSum]) -> None:
+    """Let what is in ``partial``, each rank's file, appear as a checkpoint, once it is sure to survive a power cut."""
+    place = _Position(position.step, position.microbatch)
+    said = _About(FORMAT, place, model, seed, {file_of(rank): file for rank, file in enumerate(files)})
+    with (partial / ABOUT).open("w", encoding="utf-8") as file:
+        file.write(json_text(msgspec.structs.replace(said, crc32=said.sum())))
+        file.flush()
+        os.fsync(file.fileno())
+    _flush(partial)
+    final = partial.with_name(folder_of(position.step))
+    before = _hidden(partial.parent, final.name, "replaced")
+    if os.path.lexists(final):  # a damaged one, or another run's
+        os.replace(final, before)
+    os.replace(partial, final)
+    _flush(final.parent)
+    _remove(before)
+
+
+def remove_older(folder: Path, step: int, keep: int, good: Collection[int]) -> None:
+    """Remove the checkpoints in ``folder`` that are older than the newest ``keep`` of those known to be ``good``.
+
+    Those of more updates than ``step`` are of another run and stay; so do those that aren't whole. Each is renamed
+    first, so that none is ever half there.
     """
-    found = [x for path in Path(folder).glob("step-*") if (x := _read(path)) is not None and x.position.step <= step]
-    found.sort(key=lambda x: x.position.step, reverse=True)
-    for old in found[keep:]:
-        path = Path(old.path)
-        os.replace(path, path.with_name(f".{path.name}.removed"))
-    for path in Path(folder).glob(".step-*.removed"):  # those that a killed run left too
+    kept = 0
+    for name in reversed(_steps(folder)):
+        try:
+            found = about(folder / name).position.step
+        except BadInput:
+            continue
+        if found > step:
+            continue
+        if kept >= keep:
+            going = _hidden(folder, name, "removed")
+            os.replace(folder / name, going)
+            _remove(going)
+        kept += found in good
+
+
+def _hidden(folder: Path, name: str, suffix: str) -> Path:
+    return folder / f".{name}.{secrets.token_hex(4)}.{suffix}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever else is there, as far as that goes."""
+    if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the first rank's own words of a checkpoint error, in one line."""
-    if isinstance(error, CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
-        error = causes[0] if causes else error
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def read(checkpoint: Checkpoint, state: State, trained: Collection[str]) -> State:
-    """Fill the tensors of ``state`` in place from ``checkpoint`` and return the other entries; all ranks together.
-
-    Beside its keys, the optimizer's entries for the weights ``trained`` are read, and what every rank needs. BadInput
-    when a tensor is missing or has another shape.
-    """
-    try:
-        entries = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever unpickling a damaged file raises
-        raise BadInput(f"{checkpoint.path}: cannot be read: {error}") from error
-    for name, tensor in state.items():
-        stored = entries.get(name)
-        if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
-            there = f"has shape {tuple(stored.size)}" if isinstance(stored, TensorStorageMetadata) else "is not there"
-            raise BadInput(f"{checkpoint.path}: {name} {there}; the model's has shape {tuple(tensor.shape)}")
-    wanted: State = {}
-    mine = f"{RANDOM}.{dist.get_rank()}"
-    same = checkpoint.ranks == dist.get_world_size()
-    for name, stored in entries.items():
-        kind, _, rest = name.partition("/")
-        belongs = kind == OPTIMIZER and rest.rpartition("/")[0] in trained
-        if belongs or name in (RATES, SCALE) or (same and name == mine):
-            tensor = isinstance(stored, TensorStorageMetadata)
-            wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if tensor else None  # type: ignore[union-attr]  # just asked
-    together = {**state, **wanted}
-    try:
-        with exchanging("the reading of the checkpoint"):
-            load(together, checkpoint_id=checkpoint.path)
-    except CheckpointException as error:
-        raise BadInput(f"{checkpoint.path}: cannot be read: {reason_of(error)}") from error
-    return {name: together[name] for name in wanted}
-
-
-def optimizer_key(weight: str, entry: str) -> str:
-    """Return the name of one entry of the optimizer's state for ``weight``."""
-    return f"{OPTIMIZER}/{weight}/{entry}"
-
-
-def optimizer_entries(loaded: State, weight: str) -> dict[str, Any]:
-    """Return the optimizer's state for ``weight`` among what :func:`read` returned."""
-    start = optimizer_key(weight, "")
-    return {name.removeprefix(start): value for name, value in loaded.items() if name.startswith(start)}
-
-
-def rates_entry(groups: Any, schedule: Any) -> dict[str, Tensor]:
-    """Return the entry for the optimizer's options and the schedule's state, as they are now."""
-    written = io.BytesIO()
-    torch.save((groups, schedule), written)
-    return {RATES: torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)}
-
-
-def rates_of(loaded: State) -> tuple[Any, Any]:
-    """Return what :func:`rates_entry` was given, from what :func:`read` returned; Nones without it."""
-    if RATES not in loaded:
-        return None, None
-    # a schedule's state can be anything; as all of torch's checkpoints, this one is to be trusted like code
-    pair: tuple[Any, Any] = torch.load(io.BytesIO(loaded[RATES].numpy().tobytes()), weights_only=False)
-    return pair
-
-
-def random_entry(device: torch.device) -> dict[str, Tensor]:
-    """Return the entry for this rank's random state."""
-    return {f"{RANDOM}.{dist.get_rank()}": random_state(device)}
-
-
-def restore_random(loaded: State, device: torch.device) -> None:
-    """Take this rank's random state from what :func:`read` returned, if the ranks are as many as they were."""
-    state = loaded.get(f"{RANDOM}.{dist.get_rank()}")
-    if state is not None:
-        set_random_state(state, device)
+def _flush(folder: Path) -> None:
+    """Let the names in ``folder`` survive a power cut, where its file system can do that."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

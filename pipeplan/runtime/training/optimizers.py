@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import BadInput
 from ...problem import Optimizer
 from ..model.spec import find
+from ..model.user_code import user_code
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -40,7 +41,7 @@ def parse_choice(text: str, place: str) -> Choice:
         if not isinstance(call, ast.Call) or call.args or not name or not all(x.arg for x in call.keywords):
             raise ValueError
         options = tuple((str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in call.keywords)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the latter two for thousands of brackets
         raise BadInput(f"{place}: {text!r} is not of the form Name,option=value,...") from None
     return Choice(name, options)
 
@@ -104,7 +105,8 @@ def _named(choice: Choice, home: Any, kind: type, what: str) -> Callable[..., An
 
 
 def _try(make: Callable[[Any], Any], argument: Any, what: str) -> None:
-    try:
-        make(argument)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{what}: {error}") from error
+    with user_code(what):
+        try:
+            make(argument)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{what}: {error}") from error

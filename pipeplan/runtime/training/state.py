@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 
-import torch
 from torch import Tensor
 
-from .checkpoint import (
-    SCALE,
-    Checkpoint,
-    State,
-    optimizer_entries,
-    optimizer_key,
-    random_entry,
-    rates_entry,
-    rates_of,
-    read,
-    restore_random,
-)
+from ...errors import BadInput
+from ..device import random_state, set_random_state
+from .checkpoint import Checkpoint
 from .loss_scale import Scaling
 from .rank import Rank
+from .saved_state import TrainingState, check_rates, read
 from .stage import StageModule
+from .stage_optimizer import Rates
 
 
 def model_state(rank: Rank, stages: Iterable[int]) -> dict[str, Tensor]:
@@ -50,54 +42,76 @@ def trained_state(rank: Rank, stages: Iterable[int], runners: Mapping[int, Stage
     return state
 
 
-def training_state(rank: Rank, runners: Mapping[int, StageModule], scaling: Scaling | None) -> State:
-    """Return what ``rank`` writes to a checkpoint: weights, buffers, optimizer, rates, loss scale, random state."""
+def training_state(rank: Rank, runners: Mapping[int, StageModule], scaling: Scaling | None) -> TrainingState:
+    """Return what ``rank`` writes to a checkpoint."""
     for runner in runners.values():
         runner.versions.install_newest()
-    state: State = {**trained_state(rank, rank.first_of, runners), **random_entry(rank.device)}
-    for s in rank.first_of:
-        versions = runners[s].versions
-        for name, index in _weights(rank, s, runners[s]):
-            if name in state:  # of copies in several stages the first one's; the others' are equal
-                for key, value in versions.optimizer.state_of(index).items():
-                    state[optimizer_key(name, key)] = value
+    model = trained_state(rank, rank.first_of, runners)
+    optimizer = {
+        name: runners[s].versions.optimizer.state_of(index)
+        for s in rank.first_of
+        for name, index in _weights(rank, s, runners[s])
+        if name in model  # of copies in several stages the first one's; the others' are equal
+    }
+    random = random_state(rank.device)
+    rates = _own_rates(rank, runners)
+    if rates is None:
+        return TrainingState(model, optimizer, random)
+    scale = None if scaling is None else (scaling.current.scale, scaling.current.good)
+    return TrainingState(model, optimizer, random, (rates.groups, rates.schedule), scale)
+
+
+def check_savable(rank: Rank, runners: Mapping[int, StageModule]) -> None:
+    """Raise BadInput when the optimizer or its schedule has a state that no checkpoint can keep."""
+    rates = _own_rates(rank, runners)
+    if rates is not None:
+        check_rates(rates.groups, rates.schedule)
+
+
+def _own_rates(rank: Rank, runners: Mapping[int, StageModule]) -> Rates | None:
+    """Return the optimizer's rates if it is ``rank`` that writes them: they are the same on all stages."""
     training = (
         s
         for s in range(len(rank.lowered.plan.allocation.stages))
         if any(p.requires_grad for module in rank.modules(s) for p in module.parameters())
     )
-    first = next(training, None)  # rates are the same on all stages
-    if first in rank.first_of:
-        rates = runners[first].versions.optimizer.rates
-        state |= rates_entry(rates.groups, rates.schedule)
-        if scaling is not None:
-            state[SCALE] = torch.tensor([scaling.current.scale, scaling.current.good], dtype=torch.float64)
-    return state
+    first = next(training, None)
+    return runners[first].versions.optimizer.rates if first in rank.first_of else None
 
 
 def restore(checkpoint: Checkpoint, rank: Rank, runners: Mapping[int, StageModule], scaling: Scaling | None) -> None:
-    """Take up training where ``checkpoint`` left it, whichever plan wrote it."""
+    """Take up training where ``checkpoint`` left it, whichever plan wrote it; BadInput when it doesn't fit."""
     trained = {name for s, runner in runners.items() for name, _ in _weights(rank, s, runner)}
     state = trained_state(rank, rank.stages, runners)
-    loaded = read(checkpoint, dict(state), trained)
+    loaded = read(checkpoint, state, trained)
     for s in runners:
         for name, tensor in trained_state(rank, [s], runners).items():
             if (
                 tensor.data_ptr() != state[name].data_ptr()
             ):  # of copies under one name only the last one has been filled
                 tensor.copy_(state[name])
+    try:
+        _take_up(loaded, rank, runners, scaling)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = "has another optimizer's or schedule's state than this run's, or none"
+        raise BadInput(f"{checkpoint.path}: {what}: {type(error).__name__}: {error}") from error
+
+
+def _take_up(loaded: TrainingState, rank: Rank, runners: Mapping[int, StageModule], scaling: Scaling | None) -> None:
     given: set[str] = set()
     for s, runner in runners.items():
         for name, index in _weights(rank, s, runner):
-            entries = optimizer_entries(loaded, name)
+            entries = loaded.optimizer.get(name, {})
             runner.versions.optimizer.restore_state(index, deepcopy(entries) if name in given else entries)
             given.add(name)
-        runner.versions.optimizer.rates.restore(*rates_of(loaded))
+        if loaded.rates is not None:
+            runner.versions.optimizer.rates.restore(*loaded.rates)
         runner.versions.take_masters()
-    if scaling is not None and SCALE in loaded:
-        scale, good = loaded[SCALE].tolist()
-        scaling.resume(scale, int(good))
-    restore_random(loaded, rank.device)
+    if scaling is not None and loaded.scale is not None:
+        scale, good = loaded.scale
+        scaling.resume(float(scale), int(good))
+    if loaded.random is not None:
+        set_random_state(loaded.random, rank.device)
 
 
 def _weights(rank: Rank, s: int, runner: StageModule) -> Iterator[tuple[str, int]]:

@@ -82,7 +82,7 @@ def run_over(exchange, plan, folder, **options):
     asked = RunOptions(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
     job = Job(plan, spec, asked)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo", "torch.distributed.checkpoint"])
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
     world = len(lower_run(plan, 1).devices)
     processes, pipes = [], []
     try:

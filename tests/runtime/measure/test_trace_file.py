@@ -3,7 +3,9 @@
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
+from cases.files import edited
 from cases.measured import replayed, script_of
 
 from pipeplan.cost.time_model import backward_ns, forward_ns
@@ -15,7 +17,6 @@ from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.runtime.measure.trace_file import (
     check_same_plan,
-    is_measured,
     measured_of,
     measured_trace,
     read_measured,
@@ -37,12 +38,9 @@ def run_of(factor, update=0, transfers=None):
     return script.plan, make_report(script, measurements)
 
 
-def test_a_trace_is_read_back(tmp_path):
+def test_a_trace_is_read_back():
     plan, report = run_of(3, transfers={("F", 0): 70, ("B", 1): 80})
-    path = tmp_path / "trace.json"
-    path.write_text(measured_trace(plan, report))
-    assert is_measured(path.read_text())
-    run = read_measured(str(path))
+    run = read_measured("trace.json", measured_trace(plan, report))
     assert run == measured_of(plan, report)
     assert [(x.forward_ns, x.backward_ns) for x in run.stages] == [(300, 600)] * 2
     assert [(x.kind, x.stage, x.measured_ns) for x in run.transfers] == [("B", 1, 80), ("F", 0, 70)]
@@ -101,7 +99,7 @@ def test_the_comparison_is_printed(capsys):
 @pytest.mark.parametrize("factor", [1, 3])
 def test_a_recalibrated_profile_has_the_measured_times(factor):
     plan, report = run_of(factor, update=40)
-    chain = recalibrated(plan, measured_of(plan, report))
+    chain = recalibrated(plan, measured_of(plan, report), "t")
     policy = replace(plan.policy, accumulate=10**6)  # so that nearly nothing of the update is charged
     for stage in plan.allocation.stages:
         assert forward_ns(chain, stage.start, stage.stop) == 100 * factor
@@ -122,7 +120,7 @@ def test_layers_share_a_stages_time_and_recomputation_is_taken_off():
         chain=replace(plan.chain, layers=tuple(layers)),
         allocation=replace(plan.allocation, stages=stages),
     )
-    chain = recalibrated(changed, measured_of(plan, report))
+    chain = recalibrated(changed, measured_of(plan, report), "t")
     assert [x.forward_ns for x in chain.layers] == [33, 67, 100]
     assert [x.backward_ns for x in chain.layers] == [50, 50, 200]  # 200 less 100 of recomputation, evenly
 
@@ -130,26 +128,84 @@ def test_layers_share_a_stages_time_and_recomputation_is_taken_off():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: "{}", "is no trace of a run: object missing required field `otherData`"),
-        (lambda text: text[:100], "is no trace of a run"),
+        (lambda text: text[:100], "^t: input data was truncated"),
         (lambda text: text.replace("pipeplan-measured/2", "pipeplan-measured/9"), "'pipeplan-measured/9'"),
+        (lambda text: text.replace('"update_ns"', '"other"'), r"field `.*` - at `\$.otherData.stages\[0\]`"),
         (
-            lambda text: text.replace('"update_ns"', '"other"'),
-            r"run: object .* field `.*` - at `\$.otherData.stages\[0\]`",
+            lambda text: text.replace('"forward_ns": ', '"forward_ns": -'),
+            r">= 0 - at `\$.otherData.stages\[0\].forward_ns`",
         ),
+        (lambda text: text.replace('"backward_ns": ', '"backward_ns": 9999999999999'), r"<= 10+ - at .*backward_ns`"),
+        (
+            lambda text: text.replace('"update_ns": 0', '"update_ns": "0"'),
+            r"expected `int`, got `str` - at `.*update_ns`",
+        ),
+        (lambda text: text.replace('"measured_period_ns": ', '"measured_period_ns": 1e999, "a": '), "out of range"),
+        (lambda text: text.replace('"measured_period_ns": ', '"measured_period_ns": NaN, "a": '), "malformed"),
+        (lambda text: text.replace('"measured_period_ns": ', '"measured_period_ns": -'), ">= 0.0 - at .*period_ns`"),
     ],
 )
-def test_what_is_no_trace_is_bad_input(change, words):
+def test_a_trace_with_a_wrong_figure_is_bad_input_that_names_the_place(change, words):
     plan, report = run_of(1)
     with pytest.raises(BadInput, match=words):
-        read_measured("trace.json", change(measured_trace(plan, report)))
+        read_measured("t", change(measured_trace(plan, report)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"traceEvents": [{"name": "a", "ph": "X", "ts": 1, "dur": 2, "pid": 1, "tid": 1}], "displayTimeUnit": "ns"}',
+        '[{"name": "a", "ph": "B", "ts": 1, "pid": 1, "tid": 1},',  # they may break off
+        '{"traceEvents": [], "otherData": {"version": "My Application v1.0"}}',
+        '{"traceEvents": [], "otherData": "text"}',
+        '{"schemaVersion": 1, "deviceProperties": [], "traceEvents": [{"ph": "X", "name": "aten::add"}]}',
+    ],
+)
+def test_the_trace_of_another_tool_is_told_from_that_of_a_run(text):
+    with pytest.raises(BadInput, match=r"^t: is not the trace of a run"):
+        read_measured("t", text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"format": "pipeplan-profile/1", "name": "otherData"}', "node1 -- ReLU -- "]
+)
+def test_what_is_no_trace_is_left_to_others(text):
+    assert read_measured("t", text) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("stages", 1, "stage"), 0, r"^t: \$.otherData.stages\[1\].stage: is 0 where 1 comes next"),
+        (("stages", 1), ..., r"stages: lists 1; the plan has 2"),
+        (("transfers", 0, "stage"), 2, r"transfers\[0\].stage: is 2; the plan has 2 stages"),
+        (("devices", 1, "device"), 2, r"devices\[1\].device: is 2, which the plan does not use"),
+    ],
+)
+def test_figures_of_what_the_plan_does_not_have_are_bad_input(place, value, words):
+    plan, report = run_of(1, transfers={("F", 0): 1})
+    trace = edited(json.loads(measured_trace(plan, report)), ("otherData", *place), value)
+    with pytest.raises(BadInput, match=words):
+        check_same_plan(plan, read_measured("t", json.dumps(trace)), "t")
+
+
+def test_times_that_make_no_profile_are_not_written():
+    plan, report = run_of(1)
+    run = measured_of(plan, report)
+    for ns, words in (
+        (0, "all forward and backward times are 0"),
+        (10**15, r"layers\[1\].forward_ns: the layers up to"),
+    ):
+        times = [msgspec.structs.replace(stage, forward_ns=ns, backward_ns=ns) for stage in run.stages]
+        with pytest.raises(BadInput, match=f"^t: makes no profile: .*{words}"):
+            recalibrated(plan, msgspec.structs.replace(run, stages=tuple(times)), "t")
 
 
 def test_the_run_of_another_plan_is_bad_input():
     plan, report = run_of(1)
     run = measured_of(plan, report)
     other = replace(plan, chain=replace(plan.chain, name="other"))
-    with pytest.raises(BadInput, match="from another profile"):
+    with pytest.raises(BadInput, match="profile: is another"):
         check_same_plan(other, run, "trace.json")
     one, two = plan.allocation.stages
     swapped = replace(plan.allocation, stages=(replace(one, devices=(1,)), replace(two, devices=(0,))))

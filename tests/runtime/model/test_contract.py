@@ -7,7 +7,7 @@ from dataclasses import replace
 from cases.runtime import zoo_chain
 from torch import nn
 
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.problem import Chain, Layer
 from pipeplan.runtime.model.fitting import check_model, fitted
 from pipeplan.runtime.model.loading import load_model
@@ -124,5 +124,5 @@ def failing(batch):
 
 
 def test_a_layer_that_fails_on_the_example_is_named():
-    with pytest.raises(BadInput, match=r"layers\[1\]: failed on float32 \(1, 2\)"):
+    with pytest.raises(CodeFailed, match=r"layers\[1\]: failed on float32 \(1, 2\)"):
         load_model(ModelSpec(f"{__name__}:failing", f"{__name__}:pair"), 1, 0)

@@ -8,7 +8,7 @@ from oracles.newest_weights import SelfAttention, States
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.model.loading import load_model
 from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.spec import ModelSpec
@@ -140,7 +140,7 @@ class Doubled(nn.Module):
 
 
 def test_a_layer_that_fails_is_named():
-    with pytest.raises(BadInput, match=r"model: layer 1 \(narrow\): failed on float32 \(4, 6\): "):
+    with pytest.raises(CodeFailed, match=r"model: layer 1 \(narrow\): failed on float32 \(4, 6\): "):
         refuse_copies("layer 1", "narrow", nn.Linear(5, 5), FEATURES)
 
 

@@ -1,6 +1,5 @@
 """Runs that are interrupted and go on: from checkpoints, on the same plan and on others."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,13 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
+from cases.checkpoints import reworded
 from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_chain
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import ABOUT, _remove_older, newest
+from pipeplan.runtime.training.checkpoint import ABOUT, newest, remove_older
 from pipeplan.runtime.training.optimizers import parse_choice
 
 
@@ -124,7 +124,7 @@ def test_what_is_not_complete_is_ignored(damage, written, tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(written[0], folder)
     last = folder / "step-00000004"
-    data = next(last.glob("*.distcp"))
+    data = last / "rank-00001.pt"
     match damage:
         case "truncated":
             data.write_bytes(data.read_bytes()[:-1])
@@ -145,9 +145,14 @@ def test_what_is_not_complete_is_ignored(damage, written, tmp_path):
 def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
     folder = tmp_path / "c"
     shutil.copytree(written[0], folder)
-    next((folder / "step-00000004").glob("*.distcp")).unlink()
-    report = run_plan(written[1], VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, resume=True))
+    lost = folder / "step-00000004" / "rank-00000.pt"
+    lost.unlink()
+    heard = []
+    report = run_plan(
+        written[1], VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, resume=True), None, heard.append
+    )
     assert report.steps == 3
+    assert heard == [f"{lost}: no such file or directory"]
     assert newest(str(folder)).position.step == 5
 
 
@@ -156,12 +161,22 @@ def test_only_the_newest_checkpoints_are_kept(written, tmp_path):
     folder = tmp_path / "c"
     for step in (1, 2, 3, 4, 9):
         shutil.copytree(written[0] / "step-00000004", folder / f"step-{step:08d}")
-        about = folder / f"step-{step:08d}" / ABOUT
-        about.write_text(json.dumps(json.loads(about.read_text()) | {"position": {"step": step, "microbatch": step}}))
+        reworded(folder / f"step-{step:08d}", position={"step": step, "microbatch": step})
     (folder / "step-00000001" / ABOUT).unlink()
-    shutil.copytree(folder / "step-00000001", folder / ".step-00000007.removed")
-    _remove_older(str(folder), 4, 2)
+    remove_older(folder, 4, 2, {2, 3, 4})
     assert names(folder) == ["step-00000001", "step-00000003", "step-00000004", "step-00000009"]
+
+
+def test_what_is_not_known_to_be_good_replaces_nothing(written, tmp_path):
+    """A checkpoint that may be damaged is no reason to remove an older one, but goes with it."""
+    folder = tmp_path / "c"
+    for step in (1, 2, 3, 4):
+        shutil.copytree(written[0] / "step-00000004", folder / f"step-{step:08d}")
+        reworded(folder / f"step-{step:08d}", position={"step": step, "microbatch": step})
+    remove_older(folder, 4, 2, {2, 4})
+    assert names(folder) == ["step-00000002", "step-00000003", "step-00000004"]
+    remove_older(folder, 4, 1, {2, 4})
+    assert names(folder) == ["step-00000004"]
 
 
 def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
@@ -196,8 +211,7 @@ def test_a_checkpoint_of_another_model_is_bad_input(written, tmp_path):
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     with pytest.raises(BadInput, match=r"step-00000004: .* is not there; the model's has shape"):
         run_plan(plan, model, RunOptions(steps=9, lr=0.01, checkpoint=folder, resume=True))
-    about = folder / "step-00000004" / ABOUT
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"model": "other"}))
+    reworded(folder / "step-00000004", model="other")
     with pytest.raises(BadInput, match="is of model other; the plan is for test"):
         run_plan(plan, model, RunOptions(steps=9, lr=0.01, checkpoint=folder, resume=True))
 
@@ -228,4 +242,4 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing_that_looks_complete(tmp_pat
         RunFailed, match=r"rank \d failed in the checkpoint after update 2: .*cannot be written .* are free there"
     ):
         run_plan(plan, model, RunOptions(steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2))
-    assert newest(str(tmp_path / "c")) is None
+    assert names(tmp_path / "c") == []

@@ -1,0 +1,50 @@
+"""Do the lower bounds that a plan's file claims follow from its problem? The searches that prove them, run anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..check.bounds import overstated
+from ..partition.contiguous.contiguous import smallest_period
+from ..partition.madpipe.exact import one_special_bound
+from ..plan import Bound, Plan
+from ..problem import Problem
+from ..schedule.kinds import kind_of
+
+
+def _contiguous(problem: Problem) -> int | None:
+    best = smallest_period(problem)
+    return None if best is None else best.lower_bound_ns
+
+
+def _one_special(problem: Problem) -> int | None:
+    plain = not problem.replicas and problem.checkpointing == "none"
+    return one_special_bound(problem) if plain else None
+
+
+PROOFS: dict[str, Callable[[Problem], int | None]] = {"contiguous": _contiguous, "one-special": _one_special}
+
+
+def derived(plan: Plan) -> tuple[Plan, list[str]]:
+    """Return ``plan`` with none of its bounds merely claimed, and a sentence for each claim that cannot be derived.
+
+    It takes as long as planning did. Bounds of narrower classes are on periods of patterns that never drain.
+    """
+    found = []
+    for bound in plan.lower_bounds:
+        if bound.claimed:
+            found += _refuted(plan, bound)
+    return replace(plan, lower_bounds=tuple(replace(bound, claimed=False) for bound in plan.lower_bounds)), found
+
+
+def _refuted(plan: Plan, bound: Bound) -> list[str]:
+    kind = kind_of(plan)
+    claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
+    if kind.simulated is not None or kind.drains:
+        return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
+    problem = Problem(plan.chain, plan.platform, plan.policy, bound.replicas, bound.checkpointing)
+    proved = PROOFS[bound.allocation](problem)
+    if proved is None:
+        return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
+    return overstated(bound, proved)

@@ -1,0 +1,50 @@
+"""What did the user's own code do wrong, and where? One sentence with file and line, even where it ends the program."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
+
+from ...errors import CodeFailed, PipeplanError
+
+RAISED = (Exception, SystemExit)  # what code that isn't ours may do to us; Ctrl-C is nobody's failure
+OURS = str(Path(__file__).parents[2]) + os.sep
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Within the context code of the user's runs; CodeFailed, starting with ``what``, says how it failed."""
+    try:
+        yield
+    except RAISED as error:
+        raise code_failed(what, error) from error
+
+
+def code_failed(what: str, error: BaseException) -> PipeplanError:
+    """Return what to raise for what code of the user's raised; what is worded for the user already stays as it is."""
+    return error if isinstance(error, PipeplanError) else CodeFailed(f"{what}: {said(error)}")
+
+
+def said(error: BaseException) -> str:
+    """Return an exception in one line: its type, its first words, and the line of the user's that it came from."""
+    words = str(error).strip().partition("\n")[0]
+    if isinstance(error, SystemExit):
+        what = f"it ended the program by sys.exit({words})"
+    else:
+        what = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    place = _place(error)
+    return what if place is None else f"{what} ({place})"
+
+
+def _place(error: BaseException) -> str | None:
+    """Return the innermost file and line of the traceback that is neither ours nor installed: the user's own."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    for file, line in reversed(lines):
+        if not file.startswith((OURS, "<", *paths)):
+            return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+    return None

@@ -1,0 +1,9 @@
+"""What is in the server from which ranks are forked? All that takes seconds to import, once for all of them."""
+
+import gc
+
+import torch._dynamo  # noqa: F401  # every optimizer that is made imports it
+
+from . import launch  # noqa: F401  # ranks run what is in it
+
+gc.freeze()  # of ranks and of the server, neither of which then looks through all this again as it ends

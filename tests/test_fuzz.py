@@ -1,0 +1,42 @@
+"""Broken files and odd command lines at random, always the same ones; scripts/checks/fuzz.py tries others for long."""
+
+from __future__ import annotations
+
+import pytest
+from cases.fuzz.commands import Commands
+from cases.fuzz.readers import SHARES, Readers
+
+pytest.importorskip("torch")  # it reads checkpoints, and estimates profiles
+SEED = 13
+FILES = 120  # for each share of a kind
+LINES = range(300)
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Readers:
+    return Readers(tmp_path_factory.mktemp("readers"))
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(tmp_path_factory.mktemp("commands"))
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_broken_files_end_as_they_have_to(kind: str, readers: Readers) -> None:
+    found = {}
+    for index in range(FILES * SHARES[kind]):
+        case = readers.case(SEED, index, [kind])
+        if faults := readers.faults(case):
+            found[index, case.arguments] = faults
+    assert not found
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_odd_command_lines_end_as_they_have_to(part: int, commands: Commands) -> None:
+    found = {}
+    for index in LINES[part::3]:
+        case = commands.case(SEED, index)
+        if faults := commands.faults(case):
+            found[index, case.arguments] = faults
+    assert not found
