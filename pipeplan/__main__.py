@@ -6,6 +6,7 @@ is, which cleans up behind itself; another signal meanwhile changes nothing.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ def main() -> NoReturn:
         _on_signals(_exit_at_once)
         _flush()
         if isinstance(error.code, int) and error.code > 128:
+            atexit._run_exitfuncs()  # multiprocessing has a folder to remove
             os._exit(error.code)  # Python may remember a Ctrl-C that has been dealt with, and end by it
         raise
 

@@ -134,7 +134,7 @@ def test_the_law_sees_every_module():
     assert "integers" in imports("problem")
     assert "!numpy" in imports("problem")
     assert "partition.contiguous.contiguous" in imports("partition")
-    assert imports("__main__") == {"!__future__", "!os", "!signal", "!sys", "cli", "errors"}
+    assert imports("__main__") == {"!__future__", "!atexit", "!os", "!signal", "!sys", "cli", "errors"}
     assert room_of("runtime.training.stage") == "runtime.training"
     assert room_of("runtime.launch") == "runtime"
 
