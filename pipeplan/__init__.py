@@ -11,11 +11,9 @@ A name is imported from its home when it is first used, so that ``import pipepla
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from .version import __version__ as __version__
 
+TYPE_CHECKING = False  # as typing says it, which takes longer to load than all of this
 if TYPE_CHECKING:
     from .check.evaluate import evaluate as evaluate
     from .check.validate import violations as violations
@@ -50,6 +48,8 @@ else:
         """Return a public name from its home."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
     def __dir__():

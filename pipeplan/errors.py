@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+BROKEN_PIPE = 128 + 13  # as a shell says it of what SIGPIPE has ended
+
 
 class PipeplanError(Exception):
     """A failure that is the user's to see: one clear sentence, never a traceback."""
@@ -39,3 +41,19 @@ class RunStopped(PipeplanError):
     """A run on torch that was asked to stop and has left a checkpoint; the message says where."""
 
     exit_code = 130
+
+
+class OutputLost(PipeplanError):
+    """Standard output took no more; ``reason`` is what the system says, None where the reader of a pipe has gone."""
+
+    def __init__(self, reason: str | None) -> None:
+        self.reason, self.exit_code = reason, BROKEN_PIPE if reason is None else BadInput.exit_code
+        super().__init__(f"standard output cannot be written: {reason}")
+
+
+class Ended(BaseException):
+    """A signal other than Ctrl-C asks the process to end: no error that anyone but the command's caller may take."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.exit_code = number, 128 + number
+        super().__init__(number)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from .deadline import NEVER, Deadline
 from .integers import Ints, ceil_div
 
 
@@ -229,8 +230,10 @@ class Platform:
         """The lowest level that joins the devices a..b-1, shape (P, P + 1); 0 where b <= a."""
         count = len(self.devices)
         table = np.zeros((count, count + 1), dtype=np.int64)
-        for a in range(count):
-            table[a, a + 1 :] = [self.level_of((a, b - 1)) for b in range(a + 1, count + 1)]
+        first, last = np.arange(count)[:, None], np.arange(-1, count)[None, :]
+        for k in range(1, len(self.levels)):
+            below = self.unit_sizes[k - 1]
+            table[(first // below != last // below) & (last > first)] = k
         return table
 
     @property
@@ -279,6 +282,7 @@ class Problem:
     """An instance: the chain, the platform, the policy, and what a plan may use.
 
     ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
+    Searches for plans raise OutOfTime at the ``deadline``, which changes no answer that comes before it.
     """
 
     chain: Chain
@@ -286,6 +290,7 @@ class Problem:
     policy: Policy = Policy()
     replicas: bool = True
     checkpointing: Checkpointing = "stages"
+    deadline: Deadline = NEVER
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

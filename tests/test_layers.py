@@ -10,7 +10,7 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "version errors integers names units problem plan"
+NOUNS = "version errors integers names units deadline scratch problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -24,7 +24,9 @@ LAW = {
     "integers": "",
     "names": "",
     "units": "errors names",
-    "problem": "integers",
+    "deadline": "errors",
+    "scratch": "",
+    "problem": "integers deadline",
     "plan": "problem",
     "zoo": "errors",
     "cost": NOUNS,
@@ -45,7 +47,7 @@ LAW = {
     "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
     "cli": "*",
-    "__main__": "cli",
+    "__main__": "errors cli",
 }
 
 OUTSIDE = {
@@ -133,7 +135,7 @@ def test_the_law_sees_every_module():
     assert "integers" in imports("problem")
     assert "!numpy" in imports("problem")
     assert "partition.contiguous.contiguous" in imports("partition")
-    assert imports("__main__") == {"cli"}
+    assert imports("__main__") == {"!__future__", "!atexit", "!os", "!signal", "!sys", "cli", "errors"}
     assert room_of("runtime.training.stage") == "runtime.training"
     assert room_of("runtime.launch") == "runtime"
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from ..cost import memory_model
 from ..cost.stage_graph import StageGraph
+from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
 from ..plan import Bound, Plan, Schedule
 from ..problem import Platform
@@ -14,7 +15,7 @@ from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind
 from ..schedule.memory import run_uses
 from ..schedule.pattern import DeviceUse, device_uses, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
-from ..schedule.simulate import simulate
+from ..schedule.simulate import STEP_S, simulate
 from ..schedule.steady import SteadyRun
 from ..schedule.timeline import flush_makespan_ns
 
@@ -39,7 +40,7 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
     graph = graph or graph_of(plan)
     kind = kind_of(plan)
     if kind.simulated is not None:
-        return evaluate_simulated(graph, plan.schedule, plan.platform)
+        return evaluate_simulated(graph, plan.schedule, plan.platform, NEVER)
     assert plan.pattern is not None
     starts, period = starts_of(plan.pattern), plan.pattern.period_ns
     makespan = None
@@ -56,23 +57,25 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
 
 
 @lru_cache(maxsize=16)
-def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform) -> Evaluation:
+def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform, deadline: Deadline) -> Evaluation:
     """Return the figures of stages under nF1B or message-driven, from their simulated timeline.
 
     Of nF1B they are those of the steady state and of all that comes before it. Where the simulated run is too short to
     show one, every stage but the last is charged what the limit admits, and its period is the mean of the run's second
     half. Message-driven is one drained mini-batch; its peaks are those of the planned times, and what they cannot
-    exceed in whatever order messages really arrive is ``limit`` microbatches per stage and pipeline.
+    exceed in whatever order messages really arrive is ``limit`` microbatches per stage and pipeline. OutOfTime at the
+    ``deadline``.
     """
     makespan = None
     find_steady = KINDS[schedule.kind].steady
     if find_steady is not None:
-        steady = find_steady(graph, schedule.mini_batch, schedule.limit or len(graph.stages))
+        steady = find_steady(graph, schedule.mini_batch, schedule.limit or len(graph.stages), deadline)
         timeline, period = steady.timeline, steady.period_ns
         uses = run_uses(timeline, platform) if steady.repeats else _admitted_uses(steady, platform)
     else:
         count = schedule.mini_batch
-        timeline = simulate(program_of_kind(graph, schedule, None, count))
+        deadline.check(count * len(graph.operations) * STEP_S)
+        timeline = simulate(program_of_kind(graph, schedule, None, count), deadline=deadline)
         makespan = flush_makespan_ns(timeline)
         period = ceil_div(makespan, count)
         uses = run_uses(timeline, platform)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 import signal
 import sys
 import traceback
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import InvalidPlan, PipeplanError
+from ..errors import Ended, InvalidPlan, OutputLost, PipeplanError
 from ..names import SENTENCE, shown
 from ..version import __version__
 
@@ -73,7 +72,8 @@ class LazyGroup(click.Group):
 def group() -> None:
     """Split a neural network over GPUs for pipeline-parallel training, prove the plan good, simulate it, run it.
 
-    Exit codes: 0 good; 1 invalid, infeasible, or a failed run; 2 usage or unreadable input; 130 interrupted.
+    Exit codes: 0 good; 1 invalid, infeasible, or a failed run; 2 usage, or what cannot be read or written; 129, 130,
+    143 ended by SIGHUP, SIGINT, SIGTERM; 141 the reader of the output has gone.
     """
 
 
@@ -93,15 +93,19 @@ def main() -> NoReturn:
         for sentence in error.violations:
             click.echo(f"error: {shown(sentence, SENTENCE)}", err=True)
         code = error.exit_code
+    except OutputLost as error:
+        if error.reason is not None:
+            click.echo(f"error: {error}", err=True)
+        code = error.exit_code
     except PipeplanError as error:
         click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
         code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         code = INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has gone; a second failure at exit would print a traceback
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+    except Ended as ended:
+        click.echo(f"ended by {signal.Signals(ended.number).name}", err=True)
+        code = ended.exit_code
     gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -8,16 +8,32 @@ import io
 import json
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import BadInput
+from ..deadline import NEVER, Deadline
+from ..errors import BadInput, PipeplanError
 from ..partition import ALGORITHMS
 from ..units import parse_bytes
-from .options import EFFORT, JSON, SOLVER, Output, parse_counts, problem_options, read_problem, refuse_two_documents
+from .options import (
+    EFFORT,
+    JSON,
+    SOLVER,
+    Output,
+    deadline_of,
+    parse_counts,
+    problem_options,
+    read_problem,
+    refuse_two_documents,
+)
+
+if TYPE_CHECKING:
+    from ..planner.compare import OnePlatform
 
 NAMES = ["auto", "gpipe", *ALGORITHMS]
+MOST_CASES = 1000  # without a time limit
+FEW_CASES = 20  # of which nothing need be said before
 DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 
 
@@ -29,8 +45,24 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 @EFFORT
 @SOLVER
 @click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
+@click.option(
+    "--time-limit",
+    "deadline",
+    metavar="TIME",
+    callback=deadline_of,
+    is_eager=True,
+    help="Stop after this long, such as 600s, with the cases that are done.",
+)
 @JSON
-def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_json: bool, **shared: Any) -> None:
+def command(
+    algorithms: str,
+    effort: str,
+    solver: str,
+    csv_file: str | None,
+    as_json: bool,
+    deadline: Deadline,
+    **shared: Any,
+) -> None:
     """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB.
 
     \b
@@ -50,15 +82,29 @@ def command(algorithms: str, effort: str, solver: str, csv_file: str | None, as_
         raise click.UsageError("compare builds its platforms from --gpus and --mem; --platform says one")
     gpus = parse_counts(shared["gpus"] or "", "--gpus")
     memories = [parse_bytes(x, "--mem") for x in (shared["mem"] or "").split(",")]
-    problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"})
-    rows = []
     total = len(gpus) * len(memories)
+    searches = f"{len(gpus)} x {len(memories)} cases, {total * len(names)} searches"
+    if total > MOST_CASES and deadline is NEVER:
+        raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
+    if total > FEW_CASES:
+        click.echo(searches, err=True)
+    problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"}, deadline=deadline)
+    rows: list[OnePlatform] = []
     began = time.perf_counter()
     settings = Settings(solver)  # type: ignore[arg-type]  # click checked it
     for row in compare(problem, gpus, memories, names, clock=time.process_time, settings=settings, effort=effort):
+        if deadline.passed:  # this row may have been cut short
+            break
         rows.append(row)
-        if time.perf_counter() - began > 1:
-            click.echo(f"{len(rows)} of {total}: {row.gpus} GPUs of {row.memory_bytes / 1e9:g} GB", err=True)
+        elapsed = time.perf_counter() - began
+        if elapsed > 1:
+            left = elapsed / len(rows) * (total - len(rows))
+            more = f", {left:.0f} s more at this pace" if total > FEW_CASES else ""
+            click.echo(f"{len(rows)} of {total}: {row.gpus} GPUs of {row.memory_bytes / 1e9:g} GB{more}", err=True)
+    if not rows:
+        raise PipeplanError("the time limit ended the comparison before its first case was done")
+    if len(rows) < total:
+        click.echo(f"the time limit ended it after {len(rows)} of {total} cases", err=True)
     if csv_file is not None:
         write_text(csv_file, _csv(rows))
     if as_json:

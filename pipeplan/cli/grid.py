@@ -96,7 +96,6 @@ def plan_grid(
     overlap: bool,
     limit: int | None,
     effort: str,
-    time_limit: str | None,
     output: str | None,
     as_json: bool,
     **shared: Any,
@@ -123,7 +122,6 @@ def plan_grid(
     search(
         lambda settings: make_grid_plan(asked, settings, effort),
         lambda found: print_grids(found.plan, [*assumptions, *more], result=found.evaluation),
-        time_limit,
         output,
         as_json,
     )

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..problem import Chain, Checkpointing, Platform, Policy, Problem
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
 from . import TRACEBACK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+MOST_COUNT = 4096  # GPUs that any command plans for
 DEFAULT_BANDWIDTH = "12GB/s"
 
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
@@ -109,9 +111,24 @@ SOLVER = click.option(
     help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
 )
 
+
+def deadline_of(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
+    """Return the deadline that a --time-limit sets from when it is read, as a click callback."""
+    return NEVER if text is None else Deadline.within(parse_time(text, option.opts[0]) / 1e9)
+
+
+TIME_LIMIT = click.option(
+    "--time-limit",
+    "deadline",
+    metavar="TIME",
+    callback=deadline_of,
+    is_eager=True,
+    help="Stop searching after this long, such as 30s, with the best so far.",
+)
+
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
     "profile": click.argument("profile", metavar="PROFILE"),
-    "gpus": click.option("--gpus", type=click.IntRange(1, 4096), help="Number of equal GPUs."),
+    "gpus": click.option("--gpus", type=click.IntRange(1, MOST_COUNT), help="Number of equal GPUs."),
     "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
     "bandwidth": click.option(
         "--bandwidth",
@@ -191,6 +208,7 @@ def read_problem(
     no_replicas: bool = False,
     vertical_sync: bool = False,
     segments: bool = True,
+    deadline: Deadline = NEVER,
 ) -> tuple[Problem, list[str]]:
     """Return the problem that the shared options describe, and the assumptions made where nothing was said.
 
@@ -208,7 +226,7 @@ def read_problem(
     policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
-    return Problem(chain, where, policy, not no_replicas, allowed), assumptions
+    return Problem(chain, where, policy, not no_replicas, allowed, deadline), assumptions
 
 
 def _platform(
@@ -277,8 +295,8 @@ def parse_counts(text: str, where: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,8})(?:-([0-9]{1,8}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if first < 1 or last > 4096:
-            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8")
+        if first < 1 or last > MOST_COUNT:
+            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8, up to {MOST_COUNT}")
         counts += range(first, last + 1)
     if not counts:
         raise BadInput(f"{where}: {text!r} names no count")

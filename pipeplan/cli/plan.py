@@ -72,7 +72,6 @@ def command(
     limit: int | None,
     effort: str,
     solver: str,
-    time_limit: str | None,
     output: str | None,
     as_json: bool,
     **shared: Any,
@@ -89,9 +88,7 @@ def command(
     if data_parallel is not None:
         _refuse_with_grid(algorithm, shared, schedule, vertical_sync)
         drained = {name: value for name, value in shared.items() if name not in DRAINED}
-        plan_grid(
-            data_parallel, limit=limit, effort=effort, time_limit=time_limit, output=output, as_json=as_json, **drained
-        )
+        plan_grid(data_parallel, limit=limit, effort=effort, output=output, as_json=as_json, **drained)
         return
     for name in GRID:
         if shared.pop(name):
@@ -104,7 +101,6 @@ def command(
     search(
         lambda settings: make_plan(problem, algorithm, options, settings, effort, schedule, limit),
         lambda found: print_plan(found.plan, assumptions, result=found.evaluation),
-        time_limit,
         output,
         as_json,
         solver,

@@ -1,4 +1,4 @@
-"""How does a command search for a plan, and where does it go then? By this clock, with lines of progress."""
+"""How does a command search for a plan, and where does it go then? With lines of progress."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..names import SENTENCE, shown
-from ..units import parse_time
-from .options import JSON, Output
+from .options import JSON, TIME_LIMIT, Output
 
 if TYPE_CHECKING:
     from ..planner.incumbent import Settings
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 QUIET_S = 1.0  # what takes less needs no progress
 
-TIME_LIMIT = click.option(
-    "--time-limit", metavar="TIME", help="Stop searching after this long, such as 30s, with the best so far."
-)
 OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as JSON; - is standard output.")
 
 
@@ -34,7 +30,6 @@ def search_options(command: Command) -> Command:
 def search(
     find: Callable[[Settings], Planned],
     show: Callable[[Planned], None],
-    time_limit: str | None,
     output: str | None,
     as_json: bool,
     solver: str = "cbc",
@@ -44,18 +39,14 @@ def search(
     from ..files.text import write_text
     from ..planner.incumbent import Settings
 
-    limit_ns = None if time_limit is None else parse_time(time_limit, "--time-limit")
     began = time.perf_counter()
-
-    def remaining_s() -> float:
-        return float("inf") if limit_ns is None else limit_ns / 1e9 - (time.perf_counter() - began)
 
     def progress(line: str) -> None:
         elapsed = time.perf_counter() - began
         if elapsed > QUIET_S:
             click.echo(f"{elapsed:6.1f} s  {line}", err=True)
 
-    found = find(Settings(solver, remaining_s=remaining_s, progress=progress))  # type: ignore[arg-type]  # click checked it
+    found = find(Settings(solver, progress=progress))  # type: ignore[arg-type]  # click checked it
     seconds = round(time.perf_counter() - began, 3)
     plan = replace(found.plan, provenance=replace(found.plan.provenance, seconds=seconds))
     text = plan_text(plan, found.evaluation) if as_json or output is not None else ""

@@ -10,6 +10,7 @@ from ..errors import BadInput
 from ..names import SENTENCE, shown
 from .options import JSON, Count, Output, parse_counts
 
+MOST_SCHEDULES = 1000  # of a table
 DEFAULT_RANGE = "2-8"
 
 
@@ -59,9 +60,13 @@ def command(
     if as_table:
         if output is not None:
             raise click.UsageError("-o draws one schedule; --table has many")
+        over = parse_counts(workers or DEFAULT_RANGE, "--workers")
+        by = parse_counts(microbatches or DEFAULT_RANGE, "--microbatches")
+        if len(over) * len(by) > MOST_SCHEDULES:
+            raise BadInput(f"--table: {len(over)} x {len(by)} schedules; at most {MOST_SCHEDULES} are simulated")
         rows = table(
-            parse_counts(workers or DEFAULT_RANGE, "--workers"),
-            parse_counts(microbatches or DEFAULT_RANGE, "--microbatches"),
+            over,
+            by,
             backward,
             vertical_sync=vertical_sync,
             limit=limit,

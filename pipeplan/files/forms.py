@@ -18,6 +18,7 @@ from ..errors import BadInput
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Text = Annotated[str, msgspec.Meta(max_length=10_000)]  # a name, or where something comes from
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validator says in its own words
 
@@ -37,7 +38,7 @@ def form(
     left out (None: all whose fields have defaults); with ``brief`` what equals its default is not written.
     """
     own = {field.name: field for field in fields(noun)}
-    types = get_type_hints(noun) | types
+    types = {key: Text if hint is str else hint for key, hint in get_type_hints(noun).items()} | types
     left_out = [name for name, field in own.items() if field.default is not MISSING] if optional is None else optional
     return msgspec.defstruct(
         f"{noun.__name__}File",

@@ -13,7 +13,7 @@ from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Layer
 from ..units import ms_to_ns
-from .profile_rules import check_chain
+from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 
 _NODE = re.compile(
     r"(?P<id>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward_compute_time>[^,]*), "
@@ -78,6 +78,8 @@ def _parse_graph(text: str, place: str) -> tuple[dict[str, _Node], nx.DiGraph]:
             if match is None:
                 raise BadInput(f"{here}: '{shown(line)}' is not an edge such as 'node1 -- node2'")
             edges.append((here, match["source"], match["target"]))
+            if len(edges) > MOST_EDGES:
+                raise BadInput(f"{here}: there are more than {MOST_EDGES} edges")
             continue
         match = _NODE.fullmatch(line.strip())
         if match is None:
@@ -91,6 +93,8 @@ def _parse_graph(text: str, place: str) -> tuple[dict[str, _Node], nx.DiGraph]:
         if node in nodes:
             raise BadInput(f"{here}: {node} is there twice, first in {nodes[node].place}")
         nodes[node] = _Node(here, match["description"], _layer(match, here))
+        if len(nodes) > MOST_LAYERS:
+            raise BadInput(f"{here}: there are more than {MOST_LAYERS} nodes")
     graph = nx.DiGraph()
     graph.add_nodes_from(nodes)
     for here, source, target in edges:

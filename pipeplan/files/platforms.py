@@ -12,6 +12,8 @@ from ..units import exact_bandwidth, exact_bytes, exact_time, parse_bandwidth, p
 from .forms import read_json
 from .text import read_text
 
+MOST_DEVICES = 4096  # the tables of what joins any two take a quarter of a gigabyte then
+
 
 class LevelFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One level of the network, lowest first."""
@@ -50,13 +52,13 @@ def platform_of(form: PlatformFile, place: str) -> Platform:
     levels = []
     for k, level in enumerate(form.levels):
         here = f"{place}: $.levels[{k}]"
-        if not 1 <= level.count <= 2**20:
-            raise BadInput(f"{here}.count: {level.count} is not between 1 and {2**20}")
+        if not 1 <= level.count <= MOST_DEVICES:
+            raise BadInput(f"{here}.count: {level.count} is not between 1 and {MOST_DEVICES}")
         count *= level.count
         latency = parse_time(level.latency, f"{here}.latency") if level.latency is not None else 0
         levels.append(Level(level.count, parse_bandwidth(level.bandwidth, f"{here}.bandwidth"), latency))
-    if count > 2**20:
-        raise BadInput(f"{place}: $.levels: the counts multiply to {count} devices; at most {2**20}")
+    if count > MOST_DEVICES:
+        raise BadInput(f"{place}: $.levels: the counts multiply to {count} devices; at most {MOST_DEVICES}")
     entries = form.devices if form.devices is not None else [DeviceFile()] * count
     if len(entries) != count:
         raise BadInput(f"{place}: $.devices: lists {len(entries)} devices; the levels' counts multiply to {count}")

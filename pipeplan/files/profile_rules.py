@@ -8,6 +8,8 @@ from ..cost.saved import storages
 from ..errors import BadInput
 from ..problem import Chain, Layer
 
+MOST_LAYERS = 20_000
+MOST_EDGES = 200_000
 LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it times thousands of versions or speeds
 
 

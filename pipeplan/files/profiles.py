@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ..errors import BadInput
 from ..problem import Chain, Layer
 from .forms import Positive, converted, form, json_text, read_json
-from .profile_rules import check_chain
+from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
 
 LayerFile = form(Layer, brief=True)
@@ -23,7 +23,8 @@ ProfileFile = form(
     brief=True,
     format=Literal["pipeplan-profile/1"],
     microbatch=Positive,
-    layers=tuple[LayerFile, ...],  # type: ignore[valid-type]  # a form
+    layers=Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)],  # type: ignore[valid-type]  # a form
+    edges=Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MOST_EDGES)] | None,
 )
 
 

@@ -3,26 +3,57 @@
 from __future__ import annotations
 
 import os
+import select
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EACCES, EISDIR
 from pathlib import Path
 from typing import IO
 
 from ..errors import BadInput
 
+MOST_BYTES = 64 * 10**6  # of a file: a profile of the most layers has a third of that
+WRITER_S = 10.0  # how long a pipe is waited for that nothing has opened to write
 
-def read_text(path: str) -> str:
-    """Return the text of a file, or of standard input for ``-``; BadInput when it cannot be read as UTF-8."""
+
+def read_text(path: str, most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a file, or of standard input for ``-``.
+
+    BadInput when it cannot be read as UTF-8, is longer than ``most_bytes``, or is a pipe that nothing opens to write.
+    """
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        text.encode()  # in some locales standard input lets other bytes through as lone surrogates
+        if path == "-":
+            if sys.stdin is None:
+                raise BadInput("-: cannot be read: standard input is closed")
+            text = sys.stdin.read(most_bytes + 1)
+        else:
+            with open(path, encoding="utf-8", opener=_open) as file:
+                text = file.read(most_bytes + 1)
+        size = len(text.encode())  # in some locales standard input lets other bytes through as lone surrogates
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadInput(f"{path}: cannot be read: {reason}") from error
+    if size > most_bytes:
+        raise BadInput(f"{path}: is longer than {most_bytes / 1e6:g} MB, the most that is read")
     return text.removeprefix("\ufeff")
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file, and wait no longer than :data:`WRITER_S` for someone to write into a pipe."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        if stat.S_ISFIFO(os.fstat(handle).st_mode) and not select.select([handle], [], [], WRITER_S)[0]:
+            with suppress(BlockingIOError):  # which says that there is a writer, who takes his time
+                os.read(handle, 1)
+                raise BadInput(f"{path}: cannot be read: nothing has written into this pipe for {WRITER_S:g} s")
+        os.set_blocking(handle, True)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 def write_text(path: str, text: str) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cache
+from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cost import memory_model, time_model
-from ..integers import ceil_div
+from ..deadline import Deadline
+from ..integers import ceil_div, smallest
 from ..plan import Allocation, Stage
-from ..problem import Problem
+from ..problem import Checkpointing, Problem
+from .cuts import legal_cuts
 
 Times = npt.NDArray[np.float64]
 
@@ -44,13 +47,13 @@ def _balanced(problem: Problem, recompute: bool) -> Allocation:
     def work(device: int, stop: int) -> Times:
         return work_at(platform.devices[device].speed, stop)
 
-    longest, _ = _best_cuts(count, len(platform), work, np.maximum)
+    longest, _ = _best_cuts(count, len(platform), work, np.maximum, problem.deadline)
 
     def squared(device: int, stop: int) -> Times:
         times = work(device, stop)
         return np.where(times <= longest, times**2, np.inf)
 
-    _, cuts = _best_cuts(count, len(platform), squared, np.add)
+    _, cuts = _best_cuts(count, len(platform), squared, np.add, problem.deadline)
     stages = tuple(Stage(start, stop, (device,), ((start, stop),) if recompute else ()) for device, start, stop in cuts)
     return Allocation(stages, int(longest))
 
@@ -60,6 +63,7 @@ def _best_cuts(
     devices: int,
     cost: Callable[[int, int], Times],
     combine: Callable[[Times, Times], Times],
+    deadline: Deadline,
 ) -> tuple[float, list[tuple[int, int, int]]]:
     """Return the least combined cost of (device, start, stop) ranges in order, and those ranges.
 
@@ -72,6 +76,7 @@ def _best_cuts(
     chosen = np.zeros((devices + 1, count + 1), dtype=np.int64)
     for d in range(devices):
         for stop in range(count + 1):
+            deadline.check()
             through = combine(best[d, : stop + 1], cost(d, stop))
             through[stop] = best[d, stop] if spare else np.inf  # an empty range leaves the device unused
             if spare:
@@ -108,3 +113,58 @@ def data_parallel(problem: Problem) -> Iterator[Allocation]:
         work = time_model.work_ns(problem.chain, policy, 0, count, recompute, len(devices), speed)
         claim = max(ceil_div(work, len(devices)), sync)
         yield Allocation((Stage(0, count, devices, checkpoint),), claim)
+
+
+def simplest(problem: Problem) -> Iterator[Allocation]:
+    """Yield what takes next to no time to find: all on the largest device, a greedy balanced cut, data parallelism.
+
+    Each stored and, where allowed, recomputed: whole, or in about as many segments as a segment has layers. The cut
+    fills device after device up to the least time that suffices, at each device's speed, without regard to transfers.
+    O(P log L) for each of some tens of times.
+    """
+    devices, count = problem.platform.devices, len(problem.chain)
+    largest = max(range(len(devices)), key=lambda d: (devices[d].memory_bytes, devices[d].speed))
+    everything = tuple(range(len(devices))) if problem.replicas else (largest,)
+    for recompute in ways_to_recompute(problem):
+        for placed in ([((largest,), 0, count)], _filled(problem, recompute != "none"), [(everything, 0, count)]):
+            yield Allocation(tuple(Stage(i, j, group, in_segments(i, j, recompute)) for group, i, j in placed))
+
+
+def ways_to_recompute(problem: Problem) -> tuple[Checkpointing, ...]:
+    """Return what of a stage may be recomputed, from nothing on."""
+    ways: tuple[Checkpointing, ...] = ("none", "stages", "segments")
+    return ways[: ways.index(problem.checkpointing) + 1]
+
+
+def in_segments(start: int, stop: int, how: Checkpointing) -> tuple[tuple[int, int], ...]:
+    """Return what is recomputed of ``layers[start:stop]``: nothing, all of it, or all in segments of about its root."""
+    if how != "segments":
+        return () if how == "none" else ((start, stop),)
+    length = isqrt(stop - start)
+    return tuple((i, min(i + length, stop)) for i in range(start, stop, length))
+
+
+def _filled(problem: Problem, recompute: bool) -> list[tuple[tuple[int, ...], int, int]]:
+    """Return (devices, start, stop) of the greedy cut whose longest stage is shortest."""
+    cuts, sums = legal_cuts(problem), problem.chain.sums
+    work = ((2 if recompute else 1) * sums.forward_ns + sums.backward_ns)[cuts]
+    speeds = [float(device.speed) for device in problem.platform.devices]
+    fastest = max(speeds)
+
+    def within(time: int) -> list[tuple[tuple[int, ...], int, int]] | None:
+        found: list[tuple[tuple[int, ...], int, int]] = []
+        at = 0
+        for d, speed in enumerate(speeds):
+            stop = int(np.searchsorted(work, work[at] + time * speed, side="right")) - 1
+            if stop > at:
+                found.append(((d,), int(cuts[at]), int(cuts[stop])))
+                at = stop
+            elif speed == fastest:
+                return None
+            if at == len(cuts) - 1:
+                return found
+        return None
+
+    found = smallest(within, 1, int(work[-1] / fastest) + 1)
+    assert found is not None, "the fastest device can take all"
+    return found[1]

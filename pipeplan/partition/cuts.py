@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cost.saved import storages
 from ..integers import Ints
 from ..problem import Chain, Platform, Problem
 
@@ -28,3 +29,22 @@ def crossing_bytes(chain: Chain) -> Ints:
 def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> list[int]:
     """Return the time of both directions of each of ``cuts`` on a path over ``level``; 0 for the chain's two ends."""
     return [2 * platform.transfer_ns(size, level) for size in crossing_bytes(chain)[cuts].tolist()]
+
+
+def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:
+    """Return the indices of up to ``bins`` of the ``cuts`` with small transfers, spread over the chain's time.
+
+    None where that is most of the cuts.
+    """
+    count, chain = len(cuts), problem.chain
+    if 3 * count < 4 * bins:
+        return None
+    time, saved = (chain.sums.forward_ns + chain.sums.backward_ns)[cuts], storages(chain).totals[cuts]
+    share = time / max(1, int(time[-1]))
+    if problem.checkpointing == "segments":  # which need cuts where bytes are saved, too
+        share = (share + saved / max(1, int(saved[-1]))) / 2
+    place = np.minimum((share * bins).astype(np.int64), bins - 1)
+    trips = np.array(round_trips_ns(chain, problem.platform, cuts, 0), dtype=np.int64)
+    order = np.lexsort((np.arange(count), trips, place))
+    first = order[np.concatenate([[True], np.diff(place[order]) > 0])]
+    return np.unique(np.concatenate([[0], first, [count - 1]]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
 from ..cost.stage_graph import stage_graph
+from ..deadline import OutOfTime
 from ..errors import Infeasible
 from ..integers import ceil_div
 from ..partition.balance import balance
@@ -77,11 +78,11 @@ def _cell(
     problem: Problem, algorithm: str, clock: Callable[[], float], settings: Settings | None, effort: str
 ) -> Reached:
     began = clock()
-    if algorithm == GPIPE:
-        return Reached(algorithm, gpipe_period_ns(problem), None, clock() - began)
     try:
+        if algorithm == GPIPE:
+            return Reached(algorithm, gpipe_period_ns(problem), None, clock() - began)
         found = make_plan(problem, algorithm, settings=settings, effort=effort)
-    except Infeasible:
+    except (Infeasible, OutOfTime):
         return Reached(algorithm, None, None, clock() - began)
     return Reached(
         algorithm,
@@ -102,7 +103,7 @@ def gpipe_period_ns(problem: Problem) -> int | None:
     policy = replace(problem.policy, weights="flush", accumulate=microbatches)
     for allocation in balance(problem.with_policy(policy)):
         graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
-        timeline = simulate(gpipe(graph, microbatches))
+        timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
         if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
             return ceil_div(flush_makespan_ns(timeline), microbatches)
     return None

@@ -71,7 +71,7 @@ def why_not_admitted(
         return f"{reason}; --algorithm contiguous may find one that can"
     graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
     admitted = replace(schedule, limit=schedule.limit or 1)
-    uses = evaluate_simulated(graph, admitted, problem.platform).devices
+    uses = evaluate_simulated(graph, admitted, problem.platform, problem.deadline).devices
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
@@ -138,7 +138,7 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
 def _admits(problem: Problem, allocation: Allocation, schedule: Schedule) -> bool:
     policy = replace(problem.policy, accumulate=schedule.microbatches)
     graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
-    return fits(evaluate_simulated(graph, schedule, problem.platform))
+    return fits(evaluate_simulated(graph, schedule, problem.platform, problem.deadline))
 
 
 def _most(holds: Callable[[int], bool], below: int) -> int | None:

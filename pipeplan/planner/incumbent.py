@@ -8,12 +8,14 @@ GPUs decide as they go there is no pattern, and the simulated run decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from math import inf
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from ..check.validate import structure_violations
 from ..cost.group_bound import group_bound, may_reach
 from ..cost.stage_graph import StageGraph, stage_graph
+from ..deadline import Deadline, OutOfTime
+from ..partition.balance import simplest
 from ..plan import Allocation, Bound, Pattern, Schedule, Stage
 from ..problem import Problem
 from ..schedule.periodic.ilp import IlpStatus, Solver, schedule_ilp
@@ -21,24 +23,24 @@ from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from .limits import LimitSearch
 
 MARGIN = 1000
-Cost = Callable[[StageGraph, Pattern], int]
+GRACE_S = 2.0  # for simple plans where the time limit left none
+Cost = Callable[[StageGraph, Pattern, Deadline], int]
 
 
-def period_cost(graph: StageGraph, pattern: Pattern) -> int:
+def period_cost(graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:
     """Return the pattern's period: the cost of a plan that never drains."""
     return pattern.period_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to schedule: the integer program's solver, its time limit for one allocation, and the caller's clock.
+    """How to schedule: the integer program's solver and its time limit for one allocation.
 
-    ``remaining_s`` tells how many seconds are left for everything; ``progress`` receives a line at each improvement.
+    ``progress`` receives a line at each improvement.
     """
 
     solver: Solver = "cbc"
     time_limit_s: float = 60.0
-    remaining_s: Callable[[], float] = lambda: inf
     progress: Callable[[str], None] | None = None
 
 
@@ -66,8 +68,9 @@ class Incumbent:
 
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
-    ``stopped`` says whether the clock cut anything short, so that another run might find more. Searches leave the lower
-    bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
+    ``stopped`` says whether a clock cut anything short, so that another run might find more, ``late`` whether that was
+    the caller's. Searches leave the lower bounds that they prove in ``bounds``, and that of class ``any`` in
+    ``floor_ns``, for the progress lines.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Incumbent:
         self.rejected: Allocation | None = None
         self._excess_bytes = 0  # of ``rejected``, with limits
         self.broken: str | None = None
-        self.stopped = False
+        self.stopped = self.late = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
         self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were tried
@@ -86,9 +89,9 @@ class Incumbent:
     @property
     def expired(self) -> bool:
         """Whether the caller's time is up; searches stop then, and ``stopped`` tells it."""
-        late = self.settings.remaining_s() <= 0
-        self.stopped |= late
-        return late
+        self.late |= self.problem.deadline.passed
+        self.stopped |= self.late
+        return self.late
 
     @property
     def periodic(self) -> bool:
@@ -142,7 +145,7 @@ class Incumbent:
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
         pattern, status = self._schedule(graph)
         if pattern is not None:
-            return Scheduled(self.cost(graph, pattern), allocation, pattern, status)
+            return Scheduled(self.cost(graph, pattern, self.problem.deadline), allocation, pattern, status)
         if status is None or status == "infeasible":
             self.rejected = self.rejected or allocation
         return None
@@ -156,9 +159,9 @@ class Incumbent:
             return None
         if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(graph):
             return None
-        choice = self.limits.choose(graph)
+        choice = self.limits.choose(graph, self.problem.deadline)
         if choice is None:
-            excess = self.limits.excess_bytes(graph)
+            excess = self.limits.excess_bytes(graph, self.problem.deadline)
             if self.rejected is None or excess < self._excess_bytes:
                 self.rejected, self._excess_bytes = allocation, excess
             return None
@@ -192,7 +195,7 @@ class Incumbent:
         result = schedule_ilp(
             graph,
             solver=self.settings.solver,
-            time_limit_s=max(0.0, min(self.settings.time_limit_s, self.settings.remaining_s())),
+            time_limit_s=max(0.0, min(self.settings.time_limit_s, self.problem.deadline.remaining_s())),
             cutoff_period_ns=cutoff,
             lower_bound_ns=bound,
         )
@@ -204,11 +207,30 @@ Propose = Callable[[Incumbent], None]  # tries allocations of the incumbent's pr
 
 
 def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False) -> str | None:
-    """Let ``propose`` feed the incumbent; return why it stopped early, or None. A ``dispensable`` one may end empty."""
+    """Let ``propose`` feed the incumbent; return why it stopped early, or None. A ``dispensable`` one may end empty.
+
+    Where the time limit comes before there is any plan, the simplest ones are tried, which takes :data:`GRACE_S` at
+    most.
+    """
     try:
         propose(incumbent)
     except KeyboardInterrupt:
         if incumbent.best is None and not dispensable:
             raise
         return "interrupted"
+    except OutOfTime:
+        incumbent.stopped = incumbent.late = True
+    if incumbent.best is None and not dispensable and incumbent.expired:
+        _try_simplest(incumbent)
     return "time limit" if incumbent.stopped else None
+
+
+def _try_simplest(incumbent: Incumbent) -> None:
+    """Try what is found without a search, for some time behind the deadline."""
+    limited = incumbent.problem
+    incumbent.problem = replace(limited, deadline=limited.deadline.later(GRACE_S - limited.deadline.remaining_s()))
+    with suppress(OutOfTime):
+        for allocation in simplest(limited):
+            incumbent.try_(allocation)
+            incumbent.problem.deadline.check()
+    incumbent.problem = limited

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..check.evaluate import evaluate_simulated
 from ..cost.stage_graph import StageGraph
+from ..deadline import NEVER, Deadline
 from ..integers import smallest
 from ..plan import Schedule
 from ..problem import Platform
@@ -27,15 +28,17 @@ class ChosenLimit:
     schedule: Schedule
 
 
-def cost_and_excess(graph: StageGraph, schedule: Schedule, platform: Platform) -> tuple[int, int]:
+def cost_and_excess(
+    graph: StageGraph, schedule: Schedule, platform: Platform, deadline: Deadline = NEVER
+) -> tuple[int, int]:
     """Return the cost (ns) of stages under a schedule with its limit, and the bytes that the fullest device lacks.
 
     The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B; everything
     fits where the fullest device lacks nothing or less.
     """
     if KINDS[schedule.kind].by_arrival:
-        return batch_on(graph, platform, schedule.mini_batch, schedule.limit or 1)
-    result = evaluate_simulated(graph, schedule, platform)
+        return batch_on(graph, platform, schedule.mini_batch, schedule.limit or 1, deadline)
+    result = evaluate_simulated(graph, schedule, platform, deadline)
     return result.period_ns, max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
 
@@ -60,7 +63,7 @@ class LimitSearch:
         floor = graph.period_floor_ns
         return self.schedule.mini_batch * (floor - 1) if self.kind.drains else floor
 
-    def choose(self, graph: StageGraph) -> ChosenLimit | None:
+    def choose(self, graph: StageGraph, deadline: Deadline = NEVER) -> ChosenLimit | None:
         """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.
 
         Without a limit of the user's: the usual ones, the shortest cost of those that fit, and below them the largest
@@ -68,26 +71,28 @@ class LimitSearch:
         """
         if self.schedule.limit is not None:
             alone = self.kind.drains and len(graph.stages) == 1
-            return self._tried(graph, 1 if alone else self.schedule.limit)  # a stage alone has nothing to wait for
+            limit = 1 if alone else self.schedule.limit  # a stage alone has nothing to wait for
+            return self._tried(graph, limit, deadline)
         assert self.kind.limit is not None, "what is simulated has a limit"
         usual = self.kind.limit.usual(graph)
         best: ChosenLimit | None = None
         for limit in usual:
-            found = self._tried(graph, limit)
+            found = self._tried(graph, limit, deadline)
             if found is not None and (best is None or found.cost_ns < best.cost_ns - best.cost_ns // ENOUGH):
                 best = found
             if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
                 break
         if best is None and usual[0] > 1:
-            found_less = smallest(lambda less: self._tried(graph, usual[0] - less), 1, usual[0] - 1)
+            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - 1)
             best = None if found_less is None else found_less[1]
         return best
 
-    def excess_bytes(self, graph: StageGraph) -> int:
+    def excess_bytes(self, graph: StageGraph, deadline: Deadline = NEVER) -> int:
         """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
-        return cost_and_excess(graph, replace(self.schedule, limit=self.schedule.limit or 1), self.platform)[1]
+        admitted = replace(self.schedule, limit=self.schedule.limit or 1)
+        return cost_and_excess(graph, admitted, self.platform, deadline)[1]
 
-    def _tried(self, graph: StageGraph, limit: int) -> ChosenLimit | None:
+    def _tried(self, graph: StageGraph, limit: int, deadline: Deadline) -> ChosenLimit | None:
         schedule = replace(self.schedule, limit=limit)
-        cost, excess = cost_and_excess(graph, schedule, self.platform)
+        cost, excess = cost_and_excess(graph, schedule, self.platform, deadline)
         return ChosenLimit(cost, schedule) if excess <= 0 else None

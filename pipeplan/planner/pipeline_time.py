@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 
 from ..cost import memory_model
 from ..cost.stage_graph import StageGraph, stage_graph, updates_end_ns
+from ..deadline import NEVER, Deadline
 from ..plan import Stage
 from ..problem import Platform, Problem
 
@@ -49,10 +50,10 @@ def batch_time(
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     pipelines = graph.resources[0].replicas
     if whole:
-        count, run = microbatches, _PipelineRun(graph, microbatches * pipelines, limit * pipelines)
+        count, run = microbatches, _PipelineRun(graph, microbatches * pipelines, limit * pipelines, problem.deadline)
     else:
         count = min(microbatches, max(32, rounds * limit))
-        run = _PipelineRun(graph, count, limit, alike=True)
+        run = _PipelineRun(graph, count, limit, problem.deadline, alike=True)
     rest = 0
     if count < microbatches:
         first, window = count // 4, count // 2
@@ -68,13 +69,15 @@ def batch_time(
     return BatchTime(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, exact)
 
 
-def batch_on(graph: StageGraph, platform: Platform, microbatches: int, limit: int) -> tuple[int, int]:
+def batch_on(
+    graph: StageGraph, platform: Platform, microbatches: int, limit: int, deadline: Deadline = NEVER
+) -> tuple[int, int]:
     """Return the time of a batch of ``microbatches`` in all on any stages, and the bytes that it needs too many.
 
     The latter are of the device that lacks most, negative where all have room; ``limit`` counts for each replica of the
     first stage.
     """
-    run = _PipelineRun(graph, microbatches, limit * graph.resources[graph.stages[0].resource].replicas)
+    run = _PipelineRun(graph, microbatches, limit * graph.resources[graph.stages[0].resource].replicas, deadline)
     over = (
         run.peak_bytes(lane) - platform.devices[device].memory_bytes
         for resource, lanes in zip(graph.resources, run.lanes, strict=True)
@@ -93,8 +96,10 @@ class _PipelineRun:
     transfers last as many times as long as there are replicas.
     """
 
-    def __init__(self, graph: StageGraph, microbatches: int, limit: int, *, alike: bool = False) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: StageGraph, microbatches: int, limit: int, deadline: Deadline, *, alike: bool = False
+    ) -> None:
+        self.graph, self.deadline = graph, deadline
         self.lanes = _lanes(graph, alike)
         self.left = [0] * microbatches
         self.done = [0] * len(graph.stages)
@@ -130,6 +135,7 @@ class _PipelineRun:
             heappush(queues[entry[m % len(entry)]], (0, ahead, m, 0))
         events = sorted((0, lane) for lane in entry)
         while events:
+            self.deadline.check()
             now, lane = heappop(events)
             if free[lane] > now:
                 continue

@@ -13,6 +13,7 @@ from ..check.bounds import any_bound
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
 from ..cost.stage_graph import stage_graph
+from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
 from ..partition.contiguous.contiguous import on_lowest_devices
@@ -53,7 +54,7 @@ def make_plan(
     :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen). An
     undecided ``policy.accumulate`` is decided here: under 2bw as many microbatches as are in flight, four per device
     where mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the
-    search with the best plan so far, if there is one.
+    search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
@@ -72,9 +73,7 @@ def make_plan(
         incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings)
     problem = incumbent.problem
     if incumbent.best is None:
-        if incumbent.limits is not None:
-            raise Infeasible(why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken))
-        raise Infeasible(why_infeasible(problem, incumbent.rejected, incumbent.broken))
+        raise Infeasible(_why_none(incumbent))
     allocation, pattern = _tidy(problem, incumbent.best.allocation), incumbent.best.pattern
     plan = Plan(
         chain=problem.chain,
@@ -94,6 +93,19 @@ def make_plan(
         schedule=incumbent.best.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
     )
     return Planned(plan, check(plan))
+
+
+def _why_none(incumbent: Incumbent) -> str:
+    """Return in a sentence why there is no plan, as far as there is time to find out."""
+    problem = incumbent.problem
+    if incumbent.late:
+        return "the time limit ended the search before it found a plan that fits; the simplest ones don't"
+    try:
+        if incumbent.limits is not None:
+            return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
+        return why_infeasible(problem, incumbent.rejected, incumbent.broken)
+    except OutOfTime:
+        return "no plan was found that fits; the time limit left no time to say what would help"
 
 
 def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:
@@ -152,7 +164,7 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
         return incumbent, status
     again = Incumbent(decided, settings)
     if status != "interrupted":
-        status = run_search(propose, again) or status
+        status = "time limit" if again.expired else run_search(propose, again, dispensable=True) or status
     again.try_(incumbent.best.allocation)
     return again, status
 

@@ -12,8 +12,10 @@ from itertools import islice
 from ..check.bounds import any_bound
 from ..partition.balance import balance
 from ..partition.contiguous.contiguous import contiguous
+from ..partition.cuts import legal_cuts
 from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
+from ..partition.madpipe.tables import MOST_CUTS
 from ..plan import Allocation, Bound
 from .incumbent import Incumbent
 
@@ -99,7 +101,7 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
     shorter periods propose allocations that may, and ``tight`` those that only just might.
     """
-    if not periods:
+    if not periods or len(legal_cuts(incumbent.problem)) > MOST_CUTS + 1:
         return
     problem = incumbent.problem
     wider = problem.replicas or problem.checkpointing != "none"

@@ -7,11 +7,12 @@ from functools import partial
 from itertools import chain
 
 from ..cost.stage_graph import StageGraph
+from ..deadline import Deadline
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
-from ..schedule.simulate import simulate
+from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns
 from .incumbent import Incumbent, Propose, Settings, run_search
 from .limits import ENOUGH, LimitSearch
@@ -101,5 +102,6 @@ def _mini_batches(devices: int) -> list[int]:
     return sizes
 
 
-def _drained(microbatches: int, graph: StageGraph, pattern: Pattern) -> int:
-    return flush_makespan_ns(simulate(unroll(graph, pattern, microbatches)))
+def _drained(microbatches: int, graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:
+    deadline.check(microbatches * len(graph.operations) * STEP_S)
+    return flush_makespan_ns(simulate(unroll(graph, pattern, microbatches), deadline=deadline))

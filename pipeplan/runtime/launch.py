@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import BadInput, RunFailed, RunStopped
 from ..plan import Plan
+from ..scratch import scratch_folder
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
 from .job import LEAST_TIMEOUT_S, Job, job_of
@@ -51,6 +51,7 @@ from .training.checkpoint import Alone, Checkpoint, Peers, newest
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 AGENTS_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"  # that torchrun serves it, so that no rank need be there for it
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -131,7 +132,7 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     asked = _asked(job, lambda: begun.stop(lowered.first.step))
-    with tempfile.TemporaryDirectory(prefix="pipeplan-run-") as folder, asked:
+    with scratch_folder() as folder, asked:
         try:
             with _uninterrupted(), our_imports_alone():
                 for rank in range(len(lowered.devices)):
@@ -156,23 +157,28 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back, from this thread and for ever from what is started meanwhile: none is lost half-started.
+    """Hold the signals that end a run back, from this thread and for ever from what is started meanwhile: none is lost
+    half-started.
 
-    It reaches all processes of a terminal, and those that import torch would tell of it. The mask is what they inherit;
-    another thread of this process may still take the signal, whose handler then only notes it.
+    Ctrl-C and a terminal's end reach all of its processes, and those that import torch would tell of it. The mask is
+    what they inherit; another thread of this process may still take a signal, whose handler then only notes it.
     """
     noted: list[int] = []
-    handled = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number)) if handled else None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: noted.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
-        if handled:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if handler is None else handler)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if noted:
-            signal.raise_signal(signal.SIGINT)
+        for held in noted[:1]:
+            signal.raise_signal(held)
 
 
 def _stopped(job: Job, step: int) -> RunStopped:
@@ -181,7 +187,7 @@ def _stopped(job: Job, step: int) -> RunStopped:
 
 @contextmanager
 def _asked(job: Job, stop: Callable[..., None], once: bool = True) -> Iterator[None]:
-    """Let SIGTERM or SIGINT ``stop`` the run, if it has a folder for a checkpoint.
+    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if the run has a folder for a checkpoint.
 
     The first one alone with ``once``; then the second acts as it would have.
     """
@@ -195,8 +201,9 @@ def _asked(job: Job, stop: Callable[..., None], once: bool = True) -> Iterator[N
         for number, handler in before.items() if once else ():
             signal.signal(number, handler)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, act)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, act)
     try:
         yield
     finally:
@@ -297,7 +304,7 @@ def _rank_main(
     job: Job, rank: int, world: int, store_path: str, progress: Any, begun: SharedStop, pipe: Connection
 ) -> None:
     """Be one rank: send the report or the failure, and go."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # they may reach all of our processes; the parent ends us
+    for signum in ENDING:  # they may reach all of our processes; the parent ends us
         signal.signal(signum, signal.SIG_IGN)
     settle_in()
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -358,6 +365,9 @@ def _run_under_torchrun(
     The last stage's first replica tells of the progress, as far as it sees it itself.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):  # a handler would wait for whatever this rank waits for
+            signal.signal(number, signal.SIG_DFL)
     if is_here(os.environ["MASTER_ADDR"]):
         listen_here()
     if world != len(lowered.devices):

@@ -42,7 +42,7 @@ class ProgramSchedule:
     homes: Homes | None = None
     one_each: bool = False
     options: tuple[str, ...] = ()
-    steady: Callable[[StageGraph, int, int], SteadyRun] | None = None
+    steady: Callable[..., SteadyRun] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Kind:
     headline: Callable[[Schedule], tuple[str, str]] | None = None
 
     @property
-    def steady(self) -> Callable[[StageGraph, int, int], SteadyRun] | None:
-        """What finds the steady state of a simulated schedule that doesn't drain."""
+    def steady(self) -> Callable[..., SteadyRun] | None:
+        """What finds the steady state of a simulated schedule that doesn't drain, like ``steady_nf1b``."""
         return None if self.simulated is None else self.simulated.steady
 
     @property

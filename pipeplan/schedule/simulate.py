@@ -13,9 +13,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from ..deadline import NEVER, Deadline
 from ..errors import PipeplanError
 from .program import Arrival, Decide, Program, Step
 from .timeline import Timeline, Times
+
+STEP_S = 5e-6  # what a step takes at least to be made and simulated
+_CHECKED = 4096  # steps between two looks at the clock
 
 
 def jittered_ns(program: Program, share: float, seed: int) -> Times:
@@ -29,16 +33,16 @@ def jittered_ns(program: Program, share: float, seed: int) -> Times:
     return tuple(map(tuple, drawn.tolist()))
 
 
-def simulate(program: Program, duration_ns: Times | None = None) -> Timeline:
+def simulate(program: Program, duration_ns: Times | None = None, deadline: Deadline = NEVER) -> Timeline:
     """Return the as-soon-as-possible timeline of ``program``; ``duration_ns`` replaces the planned durations.
 
     A step needs its predecessor on the path (the backward of a batch all of its microbatches' last forwards, the weight
     part its input part), a place under the program's ``limit``, and its lane. A stage with replicas starts at most
     ``update_interval`` forwards per ``update_interval * sync_period`` of its devices: their all-reduces overlap with
     work but share one network. A lane that decides hears of steps as soon as their arrival is known. Raises
-    PipeplanError when the order deadlocks.
+    PipeplanError when the order deadlocks, OutOfTime at the ``deadline``.
     """
-    return _ProgramRun(program, duration_ns).timeline()
+    return _ProgramRun(program, duration_ns, deadline).timeline()
 
 
 class _ProgramRun:
@@ -48,8 +52,8 @@ class _ProgramRun:
     them, so it starts on arrival; a lane with a rule is asked at every arrival and at every end, in order of time.
     """
 
-    def __init__(self, program: Program, duration_ns: Times | None) -> None:
-        self.program = program
+    def __init__(self, program: Program, duration_ns: Times | None, deadline: Deadline) -> None:
+        self.program, self.deadline = program, deadline
         self.length = len(program.operations)
         self.total = self.length * program.microbatches
         planned = tuple(work.duration_ns for work in program.operations)
@@ -141,6 +145,7 @@ class _ProgramRun:
         done = self._settle()
         free = [0] * len(rules)
         while self.events:
+            self.deadline.check()
             now, number = heappop(self.events)
             decide, announced = rules[number], self.announced[number]
             if free[number] > now or not announced:
@@ -182,6 +187,8 @@ class _ProgramRun:
         while queue:
             index = queue.popleft()
             done += 1
+            if not done % _CHECKED:
+                self.deadline.check()
             position = index % length
             start = starts[index]
             end = start + durations[index]

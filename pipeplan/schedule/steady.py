@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..cost.stage_graph import StageGraph
+from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
 from .nf1b import nf1b
-from .simulate import simulate
+from .simulate import STEP_S, simulate
 from .timeline import Timeline
 
 MOST_STEPS = 40_000  # that are simulated to find a steady state
@@ -40,7 +41,7 @@ class SteadyRun:
 
 
 @lru_cache(maxsize=16)
-def steady_nf1b(graph: StageGraph, batch: int, limit: int) -> SteadyRun:
+def steady_nf1b(graph: StageGraph, batch: int, limit: int, deadline: Deadline = NEVER) -> SteadyRun:
     """Return the run of nF1B until its state repeats; exact and deterministic.
 
     The state when a mini-batch enters is what the up to ``limit`` - 1 mini-batches inside have started, and when. All
@@ -52,7 +53,8 @@ def steady_nf1b(graph: StageGraph, batch: int, limit: int) -> SteadyRun:
     most = max(4 * limit + 4, MOST_STEPS // steps)
     count = min(most, max(4 * limit, 2 * limit + 8))
     while True:
-        timeline = simulate(nf1b(graph, count * batch, batch, limit))
+        deadline.check(count * steps * STEP_S)
+        timeline = simulate(nf1b(graph, count * batch, batch, limit), deadline=deadline)
         found = _repeat(timeline, limit)
         if found is not None:
             return SteadyRun(timeline, *found, True)

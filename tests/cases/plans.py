@@ -13,6 +13,7 @@ from cases.chains import random_chain, random_platform
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate_simulated
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
+from pipeplan.deadline import NEVER
 from pipeplan.plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy, Problem
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
@@ -184,7 +185,7 @@ def random_simulated_plan(rng: random.Random, kind: ScheduleKind | None = None) 
     stages = random_stages(rng, layers, devices, replicas=not plain, shared=not plain and rng.random() < 0.4)
     schedule = Schedule(kind, policy.accumulate, rng.randint(1, len(stages) + 2))
     graph = stage_graph(chain, platform, policy, stages)
-    result = evaluate_simulated(graph, schedule, platform)
+    result = evaluate_simulated(graph, schedule, platform, NEVER)
     memories = [use.peak_bytes + rng.choice((0, 0, 1, 50)) for use in result.devices]
     platform = replace(
         platform, devices=tuple(Device(m, d.speed) for m, d in zip(memories, platform.devices, strict=True))

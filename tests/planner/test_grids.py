@@ -11,6 +11,7 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.deadline import Deadline
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.text import write_text
@@ -198,8 +199,11 @@ def test_limits_fixed_numbers_of_pipelines_and_interrupts():
     stopped = make_grid_plan(asked, Settings(progress=interrupt)).plan
     assert stopped.provenance.solver_status == "interrupted"
     assert not violations(stopped)
-    late = make_grid_plan(asked, Settings(remaining_s=iter([1.0] * 3 + [0.0] * 10**6).__next__)).plan
-    assert late.provenance.solver_status == "time limit"
+    for looks in (0, 1000):
+        passing = Deadline(iter([1.0] * looks + [0.0] * 10**6).__next__)
+        late = make_grid_plan(replace(asked, problem=replace(asked.problem, deadline=passing))).plan
+        assert late.provenance.solver_status == "time limit"
+        assert not violations(late)
 
 
 def test_a_batch_that_nothing_divides_is_an_error():

@@ -9,6 +9,7 @@ from cases.chains import random_chain, random_platform
 from pipeplan.check.evaluate import evaluate_simulated
 from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.deadline import NEVER
 from pipeplan.partition.balance import balance
 from pipeplan.partition.local_search import _neighbours
 from pipeplan.plan import Schedule, Stage
@@ -77,7 +78,7 @@ def test_any_stages_take_what_the_validator_finds(seed):
         if structure_violations(chain, platform, policy, stages):
             continue
         graph, limit = stage_graph(chain, platform, policy, stages), rng.randint(1, 2 * len(stages))
-        result = evaluate_simulated(graph, Schedule("message-driven", policy.accumulate, limit), platform)
+        result = evaluate_simulated(graph, Schedule("message-driven", policy.accumulate, limit), platform, NEVER)
         uses = [result.devices[d] for d in sorted({d for stage in stages for d in stage.devices})]
         excess = max(use.peak_bytes - use.memory_bytes for use in uses)
         assert batch_on(graph, platform, policy.accumulate, limit) == (result.makespan_ns, excess)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from oracles.any_class import optimum
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.saved import storages
+from pipeplan.deadline import Deadline
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
@@ -102,20 +104,33 @@ def test_an_interrupt_returns_the_best_plan_so_far() -> None:
 
 
 def test_an_interrupt_while_drained_plans_are_searched_returns_the_best_so_far() -> None:
-    def interrupt() -> float:
-        raise KeyboardInterrupt
+    told: list[str] = []
 
-    drained = uneven().with_policy(Policy("flush", accumulate=8))
-    plan = make_plan(drained, settings=replace(HIGHS, remaining_s=interrupt)).plan
+    def interrupt() -> float:
+        if told:
+            raise KeyboardInterrupt
+        return 1.0
+
+    drained = replace(uneven(), policy=Policy("flush", accumulate=8), deadline=Deadline(interrupt))
+    plan = make_plan(drained, settings=replace(HIGHS, progress=told.append)).plan
     assert plan.provenance.solver_status == "interrupted"
     assert plan.schedule.kind == "flush"
 
 
-def test_an_expired_clock_returns_the_exact_contiguous_plan_and_says_so() -> None:
-    plan = make_plan(uneven(), settings=replace(HIGHS, remaining_s=lambda: 0.0)).plan
+def counted(looks: int) -> Deadline:
+    """Return the deadline that passes when it has been looked at so often."""
+    left = itertools.count(looks, -1)
+    return Deadline(lambda: float(next(left)))
+
+
+def test_a_clock_that_has_run_out_leaves_the_best_of_the_simplest_plans_and_says_so() -> None:
+    plan = make_plan(replace(uneven(), deadline=counted(0)), settings=HIGHS).plan
     assert plan.provenance.solver_status == "time limit"
-    assert plan.pattern is not None
-    assert plan.pattern.period_ns == next(contiguous(uneven())).claimed_period_ns
+    assert plan.allocation.contiguous
+    assert plan.lower_bounds == (any_bound(uneven()),)
+    small = replace(uneven(), platform=Platform.flat(3, 1), deadline=counted(0))
+    with pytest.raises(Infeasible, match="the time limit ended the search before it found a plan that fits"):
+        make_plan(small, settings=HIGHS)
 
 
 def test_quick_effort_is_exact_contiguous() -> None:

@@ -13,6 +13,7 @@ from cases.schedules import balanced, held
 from pipeplan.check.evaluate import evaluate, evaluate_simulated
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.deadline import NEVER
 from pipeplan.errors import BadInput
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Schedule, Stage
@@ -36,7 +37,7 @@ def test_equal_stages_hold_what_the_formula_says_at_the_period_of_one_stage(work
     steady = steady_nf1b(graph, batch, UNLIMITED)
     assert steady.repeats
     assert steady.cycle_ns == steady.cycle * batch * (batch + backward)
-    result = evaluate_simulated(graph, Schedule("nf1b", batch, UNLIMITED), Platform.flat(workers, 10**9))
+    result = evaluate_simulated(graph, Schedule("nf1b", batch, UNLIMITED), Platform.flat(workers, 10**9), NEVER)
     expected = [batch + (workers - s) * (backward + 1) for s in range(1, workers + 1)]
     assert [use.activation_bytes for use in result.devices] == expected
     assert [use.in_flight for use in result.devices] == [(count,) for count in expected]
@@ -79,7 +80,7 @@ def test_an_unsettled_run_is_charged_all_that_the_limit_admits():
     graph, platform = nearly_equal()
     steady = steady_nf1b(graph, 7, 8)
     assert not steady.repeats
-    result = evaluate_simulated(graph, Schedule("nf1b", 7, 8), platform)
+    result = evaluate_simulated(graph, Schedule("nf1b", 7, 8), platform, NEVER)
     assert [use.in_flight for use in result.devices] == [(56,)] * 7 + [(7,)]
     seen = held(steady.timeline)
     assert all(use.activation_bytes >= count for use, count in zip(result.devices, seen, strict=True))

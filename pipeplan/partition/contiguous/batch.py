@@ -105,7 +105,7 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         platform.full_duplex,
     )
     policy = replace(problem.policy, accumulate=microbatches)  # a replica's share of a step is the same
-    one = Problem(problem.chain, alone, policy, replicas=False, checkpointing=problem.checkpointing)
+    one = replace(problem, platform=alone, policy=policy, replicas=False)
     slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
     found = tables_within(one, slack)
     if found is None:

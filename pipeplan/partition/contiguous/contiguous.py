@@ -16,11 +16,12 @@ import numpy as np
 
 from ...cost import memory_model, time_model
 from ...cost.group_bound import group_bound
-from ...cost.saved import storages
 from ...cost.stage_graph import stage_graph
+from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
 from ...problem import Platform, Problem
+from ..cuts import spread_cuts
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
 from .options import NEVER
@@ -29,6 +30,7 @@ from .segments import LabelEffort, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
+_MOST_LAYERS = 2000  # whose segments are searched at all; the tables of more take a gigabyte
 _LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
 _COARSE = LabelEffort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
 _FINE = LabelEffort(
@@ -50,7 +52,8 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
 
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
-    chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). The
+    chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
+    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`). The
     decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
     and P devices before pruning.
     """
@@ -110,7 +113,8 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
 
     ``lower`` is a period known to be a lower bound; the search starts there. Periods are bisected with the decision;
     first among few cuts, then among those near the best ones found, so that the exact search starts from a narrow gap.
-    The result's ``lower_bound_ns`` is what has been proved; it is optimal where that equals ``claimed_period_ns``.
+    The result's ``lower_bound_ns`` is what has been proved; it is optimal where that equals ``claimed_period_ns``. At
+    the problem's deadline it is the best so far; OutOfTime when there is none.
     """
     if not len(problem.chain):
         return None
@@ -119,24 +123,34 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
     least_delay = _plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:
         return None
-    low = _least_possible(tables, max(1, lower or 1), high, least_delay)
+    floor = _shared_work(tables, max(1, lower or 1), high)
+    low = _least_possible(tables, floor, high, least_delay)
     if problem.checkpointing == "segments":
-        return _with_segments(tables, least_delay, low, high)
+        return _bounded(tables, *_with_segments(tables, least_delay, low, high), floor)
     best = None
-    for index, tolerance in ((_spread_cuts(tables, max(32, 4 * len(problem.platform))), 32), (None, 256)):
-        if index is None:
-            index = _near(tables, best, 24)
-        if index is not None:
-            best = _search(tables.select(index), least_delay[index], low, high, best, tolerance)
-    if best is not None:
-        high = _claimed(best)
-        least_delay = np.maximum(least_delay, shortest_delays(tables, high))
-        low = _least_possible(tables, low, high, least_delay)
-    return _proved(_search(tables, least_delay, low, high, best, None))
+    try:
+        for index, tolerance in (
+            (spread_cuts(problem, tables.cuts, max(32, 4 * len(problem.platform))), 32),
+            (None, 256),
+        ):
+            if index is None:
+                index = _near(tables, best, 24)
+            if index is not None:
+                best, _ = _search(tables.select(index), least_delay[index], low, high, best, tolerance)
+        if best is not None:
+            high = _claimed(best)
+            least_delay = np.maximum(least_delay, shortest_delays(tables, high))
+            low = _least_possible(tables, low, high, least_delay)
+        best, low = _search(tables, least_delay, low, high, best, None)
+    except OutOfTime:
+        if best is None:
+            raise
+    return _bounded(tables, best, low, floor)
 
 
-def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) -> Allocation | None:
-    """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments").
+def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) -> tuple[Allocation | None, int]:
+    """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments"), and a
+    period below which there is none.
 
     The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
     many ways to recompute a stage are worth keeping; a search that keeps few of them bounds it tighter, and the last
@@ -145,66 +159,77 @@ def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) 
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
     best = smallest_period(replace(problem, checkpointing="stages"), high, low)
-    if best is None:
-        best = _search(with_lowest_peaks(tables, low, longest), least_delay, low, high, None, 256)
+    if best is None and len(problem.chain) <= _MOST_LAYERS:
+        best, _ = _search(with_lowest_peaks(tables, low, longest), least_delay, low, high, None, 256)
+    if len(problem.chain) > _MOST_LAYERS:
+        return best, low
     spread = None
     if len(tables.cuts) > _MOST_CUTS:
-        spread = _spread_cuts(tables, max(64, len(problem.platform)))
-    proved = False
+        spread = spread_cuts(problem, tables.cuts, max(64, len(problem.platform)))
+    bound = low
     repeats = 3 if spread is None else 1  # a better plan leaves recomputation less time, and fronts less to hold
-    for effort, tolerance in ((_COARSE, 256), *((_FINE, None),) * repeats):
-        upper = high if best is None else _claimed(best) - 1
-        if upper < low:
-            return _proved(best)
-        index = spread
-        if spread is not None and best is not None:
-            near = _near(tables, best, 64 // len(best.stages))
-            index = spread if near is None else np.union1d(spread, near)
-        some = tables if index is None else tables.select(index)
-        ends = least_delay if index is None else least_delay[index]
-        found = with_segments(some, upper, low, longest, ends, effort)
-        proved, before = index is None and (found is None or found[1]), best
-        if found is not None:
-            best = _search(found[0], ends, low, upper, best, tolerance)
-        if effort is _FINE and (proved or best is before):  # nothing left to prove, or another round would be the same
-            break
-    if best is None:
-        return None
-    return _proved(best) if proved else replace(best, lower_bound_ns=low)
+    try:
+        for effort, tolerance in ((_COARSE, 256), *((_FINE, None),) * repeats):
+            upper = high if best is None else _claimed(best) - 1
+            if upper < low:
+                break
+            index = spread
+            if spread is not None and best is not None:
+                near = _near(tables, best, 64 // len(best.stages))
+                index = spread if near is None else np.union1d(spread, near)
+            some = tables if index is None else tables.select(index)
+            ends = least_delay if index is None else least_delay[index]
+            found = with_segments(some, upper, low, longest, ends, effort)
+            exact, before, reached = index is None and (found is None or found[1]), best, upper + 1
+            if found is not None:
+                best, reached = _search(found[0], ends, low, upper, best, tolerance)
+            if exact:
+                bound = reached
+            if effort is _FINE and (exact or best is before):  # nothing is left, or another round would be the same
+                break
+    except OutOfTime:
+        if best is None:
+            raise
+    return best, bound
 
 
-def _proved(best: Allocation | None) -> Allocation | None:
-    """Return the allocation as one that no other beats."""
-    return None if best is None else replace(best, lower_bound_ns=best.claimed_period_ns)
+def _bounded(tables: StageTables, best: Allocation | None, bound: int, floor: int) -> Allocation | None:
+    """Return the allocation with the lower bound that was proved, ``floor`` where not all cuts were looked at."""
+    return None if best is None else replace(best, lower_bound_ns=bound if tables.complete else floor)
 
 
 def _search(
     tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
-) -> Allocation | None:
-    """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``.
+) -> tuple[Allocation | None, int]:
+    """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``,
+    and a period below which there is none.
 
-    With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact.
+    With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
+    it ends with what it has, if it has any.
     """
     problem = tables.problem
-    width = max(1, low // 64)
-    while best is None:  # widen from below: periods below the optimum are decided quickly
-        period = min(high, low + width)
-        stages = decide(tables, period, least_delay)
-        if stages is not None:
-            best = _claim(problem, stages, period)
-        elif period == high:
-            return None
-        else:
-            low, width = period + 1, 2 * width
-    probe = True
-    while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
-        period = _claimed(best) - 1 if probe else low + gap // 2
-        stages = decide(tables, period, least_delay)
-        if stages is None:
-            low, probe = period + 1, True
-        else:
-            best, probe = _claim(problem, stages, period), False
-    return best
+    width, probe = max(1, low // 64), True
+    try:
+        while best is None:  # widen from below: periods below the optimum are decided quickly
+            period = min(high, low + width)
+            stages = decide(tables, period, least_delay)
+            if stages is not None:
+                best = _claim(problem, stages, period)
+            elif period == high:
+                return None, high + 1
+            else:
+                low, width = period + 1, 2 * width
+        while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
+            period = _claimed(best) - 1 if probe else low + gap // 2
+            stages = decide(tables, period, least_delay)
+            if stages is None:
+                low, probe = period + 1, True
+            else:
+                best, probe = _claim(problem, stages, period), False
+    except OutOfTime:
+        if best is None:
+            raise
+    return best, low
 
 
 def _claimed(allocation: Allocation) -> int:
@@ -233,13 +258,17 @@ def _plain_delays(tables: StageTables) -> Ints:
     return bare
 
 
+def _shared_work(tables: StageTables, low: int, high: int) -> int:
+    """Return a period in ``low..high`` below which all devices together are too slow."""
+    sums, speed = tables.problem.chain.sums, sum(x.speed for x in tables.problem.platform.devices)
+    return min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
+
+
 def _least_possible(tables: StageTables, low: int, high: int, least_delay: Ints) -> int:
     """Return a period in ``low..high`` below which there are not enough devices; ``high`` is long enough.
 
     Within a thousandth of the largest such period.
     """
-    sums, speed = tables.problem.chain.sums, sum(x.speed for x in tables.problem.platform.devices)
-    low = min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
     width = max(1, low // 64)
     while high - low > low // 1024:
         period = min(low + width, low + (high - low) // 2)
@@ -248,23 +277,6 @@ def _least_possible(tables: StageTables, low: int, high: int, least_delay: Ints)
         else:
             high = period
     return low
-
-
-def _spread_cuts(tables: StageTables, bins: int) -> Ints | None:
-    """Return the indices of up to ``bins`` cuts with small transfers, spread over the chain's time; None where that is
-    most of the cuts."""
-    count = len(tables.cuts)
-    if 3 * count < 4 * bins:
-        return None
-    chain = tables.problem.chain
-    time, saved = (chain.sums.forward_ns + chain.sums.backward_ns)[tables.cuts], storages(chain).totals[tables.cuts]
-    share = time / max(1, int(time[-1]))
-    if tables.problem.checkpointing == "segments":  # which need cuts where bytes are saved, too
-        share = (share + saved / max(1, int(saved[-1]))) / 2
-    place = np.minimum((share * bins).astype(np.int64), bins - 1)
-    order = np.lexsort((np.arange(count), tables.round_trips[0], place))
-    first = order[np.concatenate([[True], np.diff(place[order]) > 0])]
-    return np.unique(np.concatenate([[0], first, [count - 1]]))
 
 
 def _near(tables: StageTables, best: Allocation | None, most: int) -> Ints | None:

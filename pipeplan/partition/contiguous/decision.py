@@ -77,6 +77,7 @@ class _Sweep:
         """Fill the tables; return whether the whole chain has a placement."""
         last = len(self.tables.cuts) - 1
         for i in range(last, -1, -1):
+            self.tables.problem.deadline.check()
             if self.low[i] > self.high[i]:
                 self.first_column[i] = self.columns
                 continue
@@ -104,6 +105,7 @@ class _Sweep:
                 continue
             step = max(1, _CHUNK // (columns.stop - columns.start))
             for a in range(low, high + 1, step):
+                self.tables.problem.deadline.check()
                 rows = slice(a, min(a + step, high + 1))
                 delays = self._delays(i, kind, rows, columns)
                 if self.levels == 1:

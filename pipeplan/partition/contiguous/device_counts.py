@@ -42,6 +42,7 @@ def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts
     need = np.full((size, size), _TOO_MANY, dtype=np.int32)
     cap = longest_delay(problem, period)
     for time, limit in tables.best.relaxed():
+        problem.deadline.check()
         delay = time + enter
         groups = ceil_div(np.minimum(delay, NEVER), period)
         if most == 1:
@@ -69,15 +70,14 @@ def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts
 def _synchronised(tables: StageTables, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Raise each count to the next one at which the stage's replicas can keep up with their all-reduces."""
     most = len(tables.problem.platform)
-    allowed = largest_synced_gradients(tables.problem, period)[0, 1:].tolist()
-    if int(tables.gradients.max()) <= min(allowed):
+    allowed = largest_synced_gradients(tables.problem, period)[0, 1:]
+    if int(tables.gradients.max()) <= int(allowed.min()):
         return need
     order = np.unique(allowed)
     following = np.full((len(order) + 1, most + 2), _TOO_MANY, dtype=np.int32)
-    for row, least in enumerate(order.tolist()):
-        for r in range(most, -1, -1):
-            fits = r > 0 and allowed[r - 1] >= least
-            following[row, r] = r if fits else following[row, r + 1]
+    fits = np.where(allowed >= order[:, None], np.arange(1, most + 1, dtype=np.int32), np.int32(_TOO_MANY))
+    following[:-1, 1:-1] = np.minimum.accumulate(fits[:, ::-1], axis=1)[:, ::-1]
+    following[:, 0] = following[:, 1]
     return following[np.searchsorted(order, tables.gradients), np.minimum(need, most + 1)]
 
 
@@ -89,6 +89,7 @@ def shortest_delays(tables: StageTables, period: int) -> Ints:
     most = len(tables.problem.platform) if tables.problem.replicas else 1
     least = np.full_like(tables.gradients, NEVER)
     for time, limit in tables.best.relaxed():
+        tables.problem.deadline.check()
         np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
     enter = closed(tables, tables.round_trips[0], period)
     delay = np.zeros(len(tables.cuts), dtype=np.int64)

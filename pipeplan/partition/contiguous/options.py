@@ -120,9 +120,12 @@ def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[In
     counts = replica_counts(problem)
     options = []
     for _, _, recompute in _choices(problem, start, stop):
-        tables = [time_model.work_ns(chain, policy, start, stop, recompute, replicas, speed) for replicas in counts]
-        for table in tables:
+        tables = []
+        for replicas in counts:
+            problem.deadline.check()
+            table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, speed)
             table[(stop <= start) | (table == 0)] = NEVER  # a stage without work would leave orders ambiguous
+            tables.append(table)
         options.append(tuple(tables))
     return tuple(options)
 
@@ -139,9 +142,12 @@ def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints,
     start, stop = cuts[:, None], cuts[None, :]
     options = []
     for kept, peak, _ in _choices(problem, start, stop):
-        limits = [in_flight_limit(problem, start, stop, kept, peak, memory, r) for r in version_counts(problem)]
-        for limit in limits:
+        limits = []
+        for replicas in version_counts(problem):
+            problem.deadline.check()
+            limit = in_flight_limit(problem, start, stop, kept, peak, memory, replicas)
             limit[stop <= start] = 0
+            limits.append(limit)
         options.append(tuple(limits))
     return tuple(options)
 

@@ -61,6 +61,7 @@ def with_segments(
 
     def labels(start: int) -> Labels:
         nonlocal left
+        tables.problem.deadline.check()
         i = place[start]
         if start not in settled:
             for resolution in effort.resolutions:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,12 @@ import numpy.typing as npt
 from ...cost import memory_model
 from ...integers import Ints
 from ...problem import Device, Platform, Problem
-from ..cuts import legal_cuts, round_trips_ns
-from .options import NEVER, FewOptions, StageOptions, stage_limits, stage_times
+from ..cuts import legal_cuts, round_trips_ns, spread_cuts
+from ..in_flight import version_counts
+from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
+
+_MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
+_SPREAD = 1000  # cuts that are looked at where all are too many
 
 
 @dataclass(frozen=True)
@@ -63,22 +68,29 @@ class StageTables:
 
 
 def stage_tables(problem: Problem) -> StageTables:
-    """Return the tables of ``problem`` over all its legal cuts.
+    """Return the tables of ``problem`` over all its legal cuts; over some of them where they would take a gigabyte.
 
     Where segments are allowed, stages are taken to hold and to recompute nothing: a relaxation, in whose place
     :mod:`.segments` puts what they may really do.
     """
     chain, platform = problem.chain, problem.platform
     cuts = legal_cuts(problem)
+    count, most = len(cuts), _most_cuts(problem)
+    if count > most:
+        index = spread_cuts(problem, cuts, min(_SPREAD, 3 * most // 4))
+        assert index is not None, "these are fewer"
+        cuts = cuts[index]
     gradients = memory_model.gradient_of(chain, problem.policy, cuts[:, None], cuts[None, :])
     round_trips = [
         [min(NEVER, trip) for trip in round_trips_ns(chain, platform, cuts, level)]
         for level in range(len(platform.levels))
     ]
-    count, spans = len(platform), platform.spans
-    outer = np.concatenate([np.zeros((1, count + 1), dtype=np.int64), spans[:-1]])
+    devices, spans = len(platform), platform.spans
+    outer = np.zeros_like(spans)
+    if len(platform.levels) > 1:  # untouched zeros take no memory
+        outer[1:] = spans[:-1]
     if not problem.replicas:  # the stage on device b - 1 alone
-        outer = np.array([[0, 0, *(spans[b - 2, b] for b in range(2, count + 1))]], dtype=np.int64)
+        outer = np.array([[0, 0, *(spans[b - 2, b] for b in range(2, devices + 1))]], dtype=np.int64)
         spans = np.zeros_like(outer)
     best = platform.best_device
     times = {x: stage_times(problem, cuts, x) for x in {x.speed for x in platform.devices}}
@@ -91,8 +103,26 @@ def stage_tables(problem: Problem) -> StageTables:
     uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
     trips = np.array(round_trips, dtype=np.int64)
     return StageTables(
-        problem, cuts, classes, options_of(best), best, np.asarray(gradients), trips, spans, outer, uniform
+        problem,
+        cuts,
+        classes,
+        options_of(best),
+        best,
+        np.asarray(gradients),
+        trips,
+        spans,
+        outer,
+        uniform,
+        complete=count == len(cuts),
     )
+
+
+def _most_cuts(problem: Problem) -> int:
+    """Return how many cuts the tables may be over, by their number and that of what is held while they are read."""
+    platform = problem.platform
+    speeds, memories = {x.speed for x in platform.devices}, {x.memory_bytes for x in platform.devices}
+    tables = len(replica_counts(problem)) * len(speeds) + len(version_counts(problem)) * len(memories)
+    return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 
 def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
@@ -112,17 +142,17 @@ def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
         for memory in sorted(set(memories)):
             eligible = (speeds >= speed) & (memories >= memory)
 
-            def up_to(which: npt.NDArray[np.bool_]) -> Ints:
-                return np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+            def between(which: npt.NDArray[np.bool_]) -> Ints:
+                table = np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+                return table[None, :] - table[:-1, None]
 
-            size, slow, small = (
-                table[None, :] - table[:-1, None]
-                for table in map(up_to, (eligible, eligible & (speeds == speed), eligible & (memories == memory)))
-            )
-            ends = eligible[:, None] & np.concatenate([[False], eligible])[None, :]
-            groups = np.where(ends & (slow > 0) & (small > 0) & (size > 0), size, 0)
+            groups = between(eligible)
+            groups[~(eligible[:, None] & np.concatenate([[False], eligible])[None, :])] = 0
+            for needed in (speeds == speed, memories == memory):
+                groups[between(eligible & needed) <= 0] = 0
+            groups[groups < 0] = 0
             if groups.any():
-                found.append((Device(int(memory), Fraction(speed)), groups.astype(np.int64)))
+                found.append((Device(int(memory), Fraction(speed)), groups))
     assert count == 0 or found
     return found
 

@@ -112,6 +112,7 @@ def _decide(tables: MadPipeTables, period: int, charge: Charge, split: bool) -> 
         for devices in range(tables.devices - 1, -1, -1):
             for label in sorted(waiting[j][devices], key=lambda x: x[:5]):
                 if not _covered(label, kept, split):
+                    tables.deadline.check()
                     kept.append(label)
                     for i, left, longer in _extensions(tables, period, charge, split, label, j, devices):
                         if i == 0:

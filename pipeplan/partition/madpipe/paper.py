@@ -97,6 +97,7 @@ def _madpipe_dp(tables: MadPipeTables, target: int, ceiling: int) -> tuple[int, 
     waiting[last].append(_GridStates.start(tables.devices))
     reached: dict[int, _GridStates] = {}
     for j in range(last, 0, -1):
+        tables.deadline.check()
         if not waiting[j]:
             continue
         reached[j] = _GridStates.best_of(waiting[j])

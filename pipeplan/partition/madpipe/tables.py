@@ -14,11 +14,15 @@ import numpy as np
 
 from ...cost import memory_model, time_model
 from ...cost.saved import first_saved, saved_bytes
+from ...deadline import Deadline
+from ...errors import BadInput
 from ...integers import IntLike, ceil_div
 from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Policy, Problem
 from ..cuts import crossing_bytes, legal_cuts, round_trips_ns
 from ..in_flight import in_flight_limit
+
+MOST_CUTS = 1000  # the tables take 200 bytes for each pair
 
 
 def worst_of(platform: Platform) -> Platform:
@@ -46,6 +50,7 @@ class MadPipeTables:
     """
 
     policy: Policy
+    deadline: Deadline
     cuts: list[int]
     devices: int
     memory: int
@@ -92,9 +97,17 @@ class MadPipeTables:
 
 
 def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
-    """Return the tables of ``problem`` on ``platform``, whose devices are equal, without replicas and recomputation."""
+    """Return the tables of ``problem`` on ``platform``, whose devices are equal, without replicas and recomputation.
+
+    BadInput for more than :data:`MOST_CUTS` cuts.
+    """
     chain, policy = problem.chain, problem.policy
     cuts = legal_cuts(problem)
+    if len(cuts) > MOST_CUTS + 1:
+        raise BadInput(
+            f"madpipe: the network can be cut in {len(cuts)} places, and at most {MOST_CUTS} are searched; "
+            "--granularity 0.1% merges neighbours"
+        )
     start, stop = cuts[:, None], cuts[None, :]
     device = platform.devices[0]
     size, count = memory_model.weights_of(chain, start, stop)
@@ -102,6 +115,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     saved = np.asarray(saved_bytes(chain, start, stop))
     return MadPipeTables(
         policy=policy,
+        deadline=problem.deadline,
         cuts=cuts.tolist(),
         devices=len(platform),
         memory=device.memory_bytes,

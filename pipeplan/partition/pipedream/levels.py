@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...deadline import Deadline
 from ...plan import Allocation, Stage
 
 Table = npt.NDArray[Any]  # periods: int64 ns, or float64 in the released optimizer's arithmetic
@@ -79,6 +80,7 @@ def solve_level(
     every_start: bool,
     fewer_units: bool,
     most_replicas: int,
+    deadline: Deadline,
 ) -> Solved:
     """Return the dynamic program over the last stage of ``[start:stop]`` on ``units`` units (see :class:`Solved`).
 
@@ -92,6 +94,7 @@ def solve_level(
     starts = length if every_start else 1
     table = np.full((units + 1, length + 1, starts), unreachable, dtype=dtype)
     for stop in range(1, length + 1):
+        deadline.check()
         width = min(stop, starts)
         best = np.full((units, width), unreachable, dtype=dtype)
         best[:most_replicas] = first(stop)[:most_replicas, :width]

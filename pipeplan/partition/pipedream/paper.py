@@ -69,6 +69,7 @@ def _flat(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
         limits = _limits(problem, middle, largest)
         ends = _nothing(problem)
         for devices in range(1, len(problem.platform) + 1):
+            problem.deadline.check()
             _extend(limits, ends, ends, devices)
         low, high = (low, middle) if ends[:, :, count].any() else (middle + 1, high)
 
@@ -77,6 +78,7 @@ def _flat(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     while not by_stages[-1][:, :, count].any():
         by_stages.append(np.zeros_like(by_stages[0]))
         for devices in range(1, len(problem.platform) + 1):
+            problem.deadline.check()
             _extend(limits, by_stages[-2], by_stages[-1], devices)
     return high, _partition(problem, limits, by_stages)
 
@@ -109,6 +111,7 @@ def _limits(problem: Problem, period: int, largest: int) -> _Limits:
 
     @cache
     def furthest_stop(replicas: int, speed: Fraction, level: int) -> Ints:
+        problem.deadline.check()
         gradient = memory_model.largest_synced_gradient(problem.policy, period, replicas, platform.paths[level][0])
         return _furthest(problem, period, replicas, speed, gradient)
 
@@ -229,7 +232,16 @@ def _strict(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
 
         top = k == len(platform.levels) - 1
         solved.append(
-            solve_level(length, joined.count, first, later, every_start=not top, fewer_units=True, most_replicas=most)
+            solve_level(
+                length,
+                joined.count,
+                first,
+                later,
+                every_start=not top,
+                fewer_units=True,
+                most_replicas=most,
+                deadline=problem.deadline,
+            )
         )
     period = int(solved[-1].table[-1, length, 0])
     return period, device_stages(solved, [level.count for level in platform.levels], length)

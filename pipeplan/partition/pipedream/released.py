@@ -85,6 +85,7 @@ def _solve(problem: Problem, states: _States, straight: bool) -> list[Solved]:
                 every_start=k < len(levels) - 1,
                 fewer_units=False,
                 most_replicas=1 if straight else level.count,
+                deadline=problem.deadline,
             )
         )
     return solved

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 
+from ...deadline import OutOfTime
+from ...partition.balance import in_segments, ways_to_recompute
+from ...plan import Stage
 from ...units import format_ns
 from ..explain import grid_shortfall, why_no_grid
-from ..incumbent import Settings
-from ..pipelines import Pipelines, Proposal
+from ..incumbent import GRACE_S, Settings
+from ..pipeline_time import batch_time
+from ..pipelines import Pipelines, Proposal, Split
 from .problem import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
 
 _PROBES = 2  # splits of each configuration at first
@@ -32,8 +38,8 @@ def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal")
 
     Configurations are taken in the order of their work bounds and dropped when these are above the best so far, but
     every grid of all GPUs gets a figure. Heuristic: splits are the shortest paths of ``partition.drained``, the limits
-    a few, and local moves improve the best of them; ``effort`` says how much. A KeyboardInterrupt ends it with the best
-    so far.
+    a few, and local moves improve the best of them; ``effort`` says how much. A KeyboardInterrupt or the deadline ends
+    it with the best so far.
     """
     search = _Search(asked, settings)
     try:
@@ -43,10 +49,14 @@ def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal")
         search.settle()
         search.bound()
         stopped = "time limit" if search.late else None
+    except OutOfTime:
+        stopped = "time limit"
     except KeyboardInterrupt:
         if search.best is None:
             raise
         stopped = "interrupted"
+    if stopped == "time limit" and search.best is None:
+        search.try_simplest()
     return search.outcome(stopped)
 
 
@@ -66,7 +76,7 @@ class _Search:
 
     @property
     def expired(self) -> bool:
-        late = self.settings.remaining_s() <= 0
+        late = self.asked.problem.deadline.passed
         self.late |= late
         return late
 
@@ -169,6 +179,23 @@ class _Search:
         best = self.grids[config].best
         assert best is not None, "one of its splits fits"
         return Found(config, best.stages, best.limit, best.result.batch_ns, best.result.exact)
+
+    def try_simplest(self) -> None:
+        """Try grids of one stage, whose layers need no search, for some time behind the deadline."""
+        end = self.asked.problem.deadline
+        end = end.later(GRACE_S - end.remaining_s())
+        flat = sorted((c for c in self.grids if c.stages == 1), key=lambda c: (-c.gpus, c.offload, -c.microbatch))
+        with suppress(OutOfTime):
+            for config, how in product(flat, ways_to_recompute(self.asked.problem)):
+                end.check()
+                problem, group = replace(self.asked.of(config), deadline=end), config.groups()[0]
+                count = len(problem.chain)
+                stages = (Stage(0, count, group, in_segments(0, count, how)),)
+                result = batch_time(problem, stages, config.microbatches(self.asked.batch), 1, whole=False)
+                if result.fits:
+                    self.grids[config].best = Split((0, count), (1,), 1, stages, result)
+                    self._note(config)
+                    return
 
     def bound(self) -> None:
         """Bound the configurations that may still hide something better, by what their limits allow."""

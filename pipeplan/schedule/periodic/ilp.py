@@ -7,11 +7,13 @@ chooses K; ``retime`` then computes period and starts exactly, and memory is che
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, lcm
+from traceback import walk_tb
 from typing import Any, Literal
 
 from ...cost import memory_model
@@ -20,6 +22,7 @@ from ...cost.stage_graph import StageGraph
 from ...errors import PipeplanError
 from ...integers import ceil_div
 from ...plan import Pattern
+from ...scratch import scratch_folder
 from ..pattern import memory_fits, one_at_a_time, starts_of
 from .retime import Order, retime
 
@@ -256,12 +259,17 @@ class _Model:
         """Return what ``solver`` finds within the time limit."""
         import pulp
 
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), scratch_folder() as folder:
             warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
+            solving = _SOLVERS[solver](pulp, max(0.01, time_limit_s))
+            solving.tmpDir = str(folder)
             try:
-                self.problem.solve(_SOLVERS[solver](pulp, max(0.01, time_limit_s)))
+                self.problem.solve(solving)
             except pulp.PulpSolverError as error:
                 raise PipeplanError(f"the solver {solver} failed: {error}") from error
+            except BaseException as error:
+                _kill_solver(error)
+                raise
         seconds = float(self.problem.solutionTime)
         if self.problem.status == pulp.LpStatusInfeasible:
             return _Answer(None, True, 2**62, seconds)
@@ -278,10 +286,19 @@ class _Model:
         return _Answer(order, proved, ceil(self.unit_ns / frequency * (1 - TOLERANCE)), seconds)
 
 
+def _kill_solver(error: BaseException) -> None:
+    """End the process of a solver whose wait ``error`` has ended: PuLP doesn't."""
+    for frame, _ in walk_tb(error.__traceback__):
+        for found in frame.f_locals.values():
+            if isinstance(found, subprocess.Popen):
+                found.kill()
+                found.wait()
+
+
 def _cbc(pulp: Any, time_limit_s: float) -> Any:
     seeds = ["randomSeed 1", "randomCbcSeed 1"]
     # no threads option: CBC is single-threaded without it, and with "threads 1" now and then waits 10 s for itself
-    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=0, gapAbs=0, options=seeds)
+    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, timeMode="elapsed", gapRel=0, gapAbs=0, options=seeds)
     if not solver.available():
         raise PipeplanError("the solver CBC, which PuLP 3 brings along, does not run on this machine; choose highs")
     return solver
