@@ -167,7 +167,7 @@ def _near(rng: random.Random, document: Any) -> Any:
     if numbers:
         inside, key = rng.choice(numbers)
         old = inside[key]
-        inside[key] = rng.choice((old + 1, old - 1, old + rng.randint(0, 9), old * 2, old // 2, old * 1000, 0, 1))
+        inside[key] = rng.choice((old + 1, old - 1, old + rng.randint(0, 9), old * 2, old // 2, old * 10, 0, 1))
     return document
 
 

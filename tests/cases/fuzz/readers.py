@@ -47,7 +47,7 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "platform": (
         "plan even.json --platform {} --algorithm contiguous --time-limit 1s -o out.json",
-        "plan dag.json --platform {} --algorithm pipedream --json",
+        "plan dag.json --platform {} --algorithm pipedream --time-limit 1s --json",
         "plan zoo.json --platform - --algorithm data-parallel",
         "grid even.json --time-limit 1s --platform {} --batch 32 --microbatch 4 -o out.json",
     ),
