@@ -130,7 +130,7 @@ def _fuzz(what: str, options: argparse.Namespace) -> bool:
 
 def _started(source: Any, seed: int, start: int, stop: int) -> dict[Connection, Worker]:
     here, there = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=_work, args=(source, seed, start, stop, there))
+    process = FORKS.Process(target=_work, args=(source, seed, start, stop, there), daemon=True)
     process.start()
     there.close()
     return {here: Worker(process, start, stop, time.monotonic())}
