@@ -75,6 +75,8 @@ def command(
 
     refuse_unknown(names, "all")
     refuse_two_documents(as_json, trace=trace)
+    if as_text and as_json:
+        raise click.UsageError("say either --text or --json")
     loaded = load_plan(plan)
     names = names or (own_schedule(loaded),)
     if weight_keeps is not None:

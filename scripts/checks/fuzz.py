@@ -16,6 +16,7 @@ The exit code is 1 when something failed.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import resource
@@ -25,8 +26,10 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +40,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from cases.fuzz.commands import Commands  # noqa: E402  after the path
 from cases.fuzz.readers import Readers  # noqa: E402
 
-import pipeplan.runtime.training.checkpoint  # noqa: E402, F401  torch, once for all processes
+import pipeplan  # noqa: E402
 
 SOURCES: dict[str, Any] = {"readers": Readers, "commands": Commands}
-BATCH = 250  # inputs in one process
+BATCH = 1000  # inputs in one process
 ALLOWED = 3 * 10**9  # bytes that a process may map beyond what it begins with; more is a MemoryError, and so a fault
-PATIENCE = 120.0  # seconds without news after which a process is given up
+PATIENCE = 300.0  # seconds without news after which a process is given up
 FORKS = multiprocessing.get_context("fork")
 
 
@@ -80,6 +83,10 @@ def main() -> int:
     if unknown := set(options.what) - set(SOURCES):
         parser.error(f"no such inputs: {', '.join(unknown)}")
     options.keep.mkdir(parents=True, exist_ok=True)
+    for module in walk_packages(pipeplan.__path__, "pipeplan."):  # once for all processes
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    gc.freeze()
     return min(1, sum(_fuzz(what, options) for what in options.what or SOURCES))
 
 
@@ -123,7 +130,7 @@ def _fuzz(what: str, options: argparse.Namespace) -> bool:
 
 def _started(source: Any, seed: int, start: int, stop: int) -> dict[Connection, Worker]:
     here, there = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=_work, args=(source, seed, start, stop, there))
+    process = FORKS.Process(target=_work, args=(source, seed, start, stop, there), daemon=True)
     process.start()
     there.close()
     return {here: Worker(process, start, stop, time.monotonic())}

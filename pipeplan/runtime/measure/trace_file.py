@@ -143,7 +143,8 @@ def read_measured(path: str, text: str) -> MeasuredRun | None:
     if isinstance(keys.about, msgspec.Raw):
         with suppress(msgspec.ValidationError):
             if msgspec.json.decode(keys.about, type=_Format).format.startswith("pipeplan-measured/"):
-                return read_json(text, TraceFile, path).about
+                about = bytes(keys.about).decode()
+                return read_json(f'{{"otherData": {about}}}', TraceFile, path).about
     elif keys.events is msgspec.UNSET:
         return None
     raise BadInput(

@@ -167,7 +167,7 @@ def _near(rng: random.Random, document: Any) -> Any:
     if numbers:
         inside, key = rng.choice(numbers)
         old = inside[key]
-        inside[key] = rng.choice((old + 1, old - 1, old + rng.randint(0, 9), old * 2, old // 2, old * 1000, 0, 1))
+        inside[key] = rng.choice((old + 1, old - 1, old + rng.randint(0, 9), old * 2, old // 2, old * 10, 0, 1))
     return document
 
 
@@ -197,7 +197,7 @@ def _odd(rng: random.Random, document: Any) -> Any:
             ([*inside, inside[last]], inside[::-1], inside * 2, inside * 100, [], [inside[:]], inside[:last])
         )
     elif chance < 0.2:
-        inside[rng.choice(("unknown", "", "format", "\x1b[1m", last + " ", last.upper()))] = inside[last]
+        inside[rng.choice(("unknown", "", "format", "\x1b[1m", f"{last} ", f"{last}".upper()))] = inside[last]
     elif chance < 0.25 and isinstance(inside, dict):  # a key twice
         inside[last] = f"{RAW}{json.dumps(inside[last])}, {json.dumps(last)}: {json.dumps(rng.choice(NUMBERS))}"
     else:
@@ -213,7 +213,7 @@ def _value(rng: random.Random, document: Any, old: Any) -> Any:
     if chance < 0.35 and isinstance(old, str) and RAW not in old:
         return rng.choice((old + "0", old[:-1], old.upper(), old * 2, old + "\x07", old.replace("1", "9"), f"-{old}"))
     if chance < 0.35 and isinstance(old, list) and old:
-        return rng.choice((old[1:], old[:-1], old + old, old[::-1], old[0], [*old, None], dict(enumerate(old))))
+        return rng.choice((old[1:], old[:-1], old + old, old[::-1], old[0], [*old, None], {"0": old[0]}))
     if chance < 0.5:
         return rng.choice(NUMBERS)
     if chance < 0.65:

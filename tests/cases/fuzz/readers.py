@@ -20,7 +20,7 @@ from pipeplan.files.profiles import ProfileFile, chain_of, digest
 
 CHECKPOINTS = "checkpoints"
 OUTPUTS = ("out.json", "out.html", "out.csv")
-QUICK = "--gpus 2 --mem 1GB --algorithm contiguous --time-limit 4s"
+QUICK = "--gpus 2 --mem 1GB --algorithm contiguous --time-limit 1s"
 # Commands by the kind of file that they read; {} is the broken one, others are good.
 READERS: dict[str, tuple[str, ...]] = {
     "profile": (
@@ -31,8 +31,8 @@ READERS: dict[str, tuple[str, ...]] = {
         f"plan {{}} {QUICK} --weights flush --granularity 10% -o out.json",
         f"plan - {QUICK} -o out.json",
         "compare {} --gpus 1,2 --mem 1GB --algorithms contiguous,pipedream --csv out.csv",
-        "grid {} --time-limit 4s --gpus 2 --mem 1GB --batch 16 --microbatch 1,8 -o out.json",
-        "grid even.json --time-limit 4s --gpus 2 --mem 1GB --batch 16 --microbatch-profile {}",
+        "grid {} --time-limit 1s --gpus 2 --mem 1GB --batch 16 --microbatch 1,8 -o out.json",
+        "grid even.json --time-limit 1s --gpus 2 --mem 1GB --batch 16 --microbatch-profile {}",
         "diff {} zoo.json",
         "diff zoo.json {} --json",
         "diff zoo.json - --all",
@@ -46,10 +46,10 @@ READERS: dict[str, tuple[str, ...]] = {
         f"plan - {QUICK}",
     ),
     "platform": (
-        "plan even.json --platform {} --algorithm contiguous --time-limit 4s -o out.json",
-        "plan dag.json --platform {} --algorithm pipedream --json",
-        "plan zoo.json --platform - --algorithm balance",
-        "grid even.json --time-limit 4s --platform {} --batch 32 --microbatch 4 -o out.json",
+        "plan even.json --platform {} --algorithm contiguous --time-limit 1s -o out.json",
+        "plan dag.json --platform {} --algorithm pipedream --time-limit 1s --json",
+        "plan zoo.json --platform - --algorithm data-parallel",
+        "grid even.json --time-limit 1s --platform {} --batch 32 --microbatch 4 -o out.json",
     ),
     "plan": (
         "check {}",
@@ -81,7 +81,7 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": ("",),
 }
-SHARES = {"profile": 4, "graph": 2, "platform": 2, "plan": 6, "trace": 4, "accelerator": 1, "checkpoint": 1}
+SHARES = {"profile": 4, "graph": 3, "platform": 1, "plan": 6, "trace": 4, "accelerator": 1, "checkpoint": 1}
 
 
 class Readers:
