@@ -100,6 +100,9 @@ def main() -> NoReturn:
     except PipeplanError as error:
         click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
         code = error.exit_code
+    except MemoryError:
+        click.echo("error: this takes more memory than there is; --granularity, or fewer GPUs, take less", err=True)
+        code = PipeplanError.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         code = INTERRUPTED

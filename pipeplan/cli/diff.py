@@ -48,9 +48,9 @@ def command(
     """
     refuse_two_documents(as_json, recalibrated=recalibrated)
     from ..files.text import read_text
-    from ..runtime.measure.trace_file import read_measured
+    from ..runtime.measure.trace_file import MOST_BYTES, read_measured
 
-    text = read_text(other)
+    text = read_text(other, MOST_BYTES)
     run = read_measured(other, text)
     if run is not None:
         _compare_run(one, other, run, recalibrated, as_json)

@@ -271,3 +271,13 @@ def test_an_interrupt_exits_130_without_a_traceback(profile: str, tmp_path: Path
     os.close(writer)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+def test_a_search_that_takes_more_memory_than_there_is_says_so(pipeplan, profile, monkeypatch):
+    def exhausted(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("pipeplan.planner.plan.make_plan", exhausted)
+    code, out, err = pipeplan("plan", profile, *SMALL)
+    assert (code, out) == (1, "")
+    assert err.endswith("error: this takes more memory than there is; --granularity, or fewer GPUs, take less\n")

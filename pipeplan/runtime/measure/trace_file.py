@@ -22,6 +22,8 @@ from ...plan import Plan
 from ...problem import Chain
 from .report import DeviceActivations, RunReport, StageTimes, TransferTime
 
+MOST_BYTES = 256 * 10**6  # of a file that may be a trace: a rank of a long run leaves 20 MB
+
 if TYPE_CHECKING:  # a form has the fields of its noun that its keys name
     from .report import DeviceActivations as MeasuredDevice
     from .report import StageTimes as MeasuredStage
