@@ -37,6 +37,7 @@ from .options import RunOptions
 from .own_processes import (
     LOOK_S,
     StopWatch,
+    context_of,
     is_here,
     is_stopped,
     listen_here,
@@ -121,12 +122,7 @@ def _found(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkp
 
 def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
-    context: Any
-    if kind_of(job.options.device, job.plan.chain.device) == "cuda":
-        context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
-    else:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([f"{__package__}.preloaded"])
+    context = context_of(kind_of(job.options.device, job.plan.chain.device))
     progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
     begun = SharedStop(context)
     processes: list[BaseProcess] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import socket
@@ -11,12 +12,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 LOOK_S: Final = 1.0
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 OURS: Final = "pipeplan"  # the variable's value where we have set it
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def context_of(kind: str) -> Any:
+    """Return the context in which ranks on devices of a kind are started.
+
+    Those on CPUs are forked from a server that has imported what takes seconds; CUDA doesn't survive a fork.
+    """
+    if kind == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preloaded"])
+    return context
 
 
 @contextmanager

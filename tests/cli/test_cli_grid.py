@@ -122,6 +122,10 @@ def test_one_number_of_pipelines_and_an_early_end_are_said(profile: str, pipepla
     assert (code, err) == (0, "")
     assert "1 of the 4 GPUs stay unused: no grid of all of them is faster" in out
     code, out, err = pipeplan("plan", profile, *GRID, "--time-limit", "1ns")
+    assert (code, err) == (0, "")
+    assert out.startswith("grid 1 x 4, ")  # needs no search
+    assert "the search ended early: time limit" in out
+    code, out, err = pipeplan("plan", profile, *GRID, "--mem", "1MB", "--time-limit", "1ns")
     assert (code, out) == (1, "")
     assert "the time limit ended the search before it found a grid that fits" in err
 

@@ -1,6 +1,5 @@
 """What ranks do together, in two processes."""
 
-import multiprocessing
 import time
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 
 from pipeplan.runtime.exchange.collective import clock_offset, this_machine
+from pipeplan.runtime.own_processes import context_of
 
 LATE_NS = 5 * 10**9
 
@@ -27,8 +27,7 @@ def tell_offset(rank, store, machines, pipe):
 
 
 def offsets(tmp_path, machines):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context = context_of("cpu")
     found, processes = [], []
     for rank in (0, 1):
         ours, theirs = context.Pipe(duplex=False)

@@ -1,6 +1,5 @@
 """The exchanges of GPUs, over gloo between CPUs: it takes the untagged messages of a pair in their order, as NCCL."""
 
-import multiprocessing
 import traceback
 from functools import partial
 
@@ -21,6 +20,7 @@ from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.own_processes import context_of
 from pipeplan.runtime.phases import run_rank
 
 BATCH, STEPS, LR = 4, 3, 0.05
@@ -81,8 +81,7 @@ def run_over(exchange, plan, folder, **options):
     spec = ModelSpec("small-cnn")
     asked = RunOptions(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
     job = Job(plan, spec, asked)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    context = context_of("cpu")
     world = len(lower_run(plan, 1).devices)
     processes, pipes = [], []
     try:
