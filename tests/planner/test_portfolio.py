@@ -37,7 +37,7 @@ def small_problem(rng: random.Random, full: bool) -> Problem:
 def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
     rng = random.Random(3 + full)
     compared = reached = 0
-    while compared < 100:
+    while compared < 60:
         problem = small_problem(rng, full)
         best = optimum(problem)
         try:
@@ -49,13 +49,13 @@ def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
         assert found >= best >= any_bound(problem).period_ns
         compared += 1
         reached += found == best
-    assert reached >= 95
+    assert reached >= 57
 
 
 def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
     rng = random.Random(8)
     better = 0
-    for _ in range(40):
+    for _ in range(25):
         chain = random_chain(rng, rng.randint(3, 9))
         platform = Platform.flat(
             rng.randint(2, 4), int(storages(chain).totals[-1]) * 2 + 3 * int(chain.sums.weight_bytes[-1]) + 9

@@ -248,7 +248,7 @@ def test_stashing_keeps_the_versions_that_the_memory_model_counts(seed, weights)
 def test_devices_of_planned_replicas_have_room_for_their_versions():
     """A device's memory, as the planner fills it, holds every version that its instructions keep."""
     seen = Counter()
-    for seed in range(60):
+    for seed in range(36):
         rng = random.Random(seed)
         problem = random_problem(rng, rng.randint(2, 5), rng.randint(2, 5), levels=True, saved=True)
         policy = Policy("stash", accumulate=rng.choice((None, 1, 2, 3)), vertical_sync=rng.random() < 0.3)
@@ -269,8 +269,8 @@ def test_devices_of_planned_replicas_have_room_for_their_versions():
             replicas = plan.allocation.stages[s].replicas
             seen["replicas"] += replicas > 1
             seen["more than in flight"] += replicas > 1 and kept > max(use.in_flight)
-    assert seen["replicas"] >= 20
-    assert seen["more than in flight"] >= 5
+    assert seen["replicas"] >= 15
+    assert seen["more than in flight"] >= 3
 
 
 @pytest.mark.parametrize("seed", range(40))
