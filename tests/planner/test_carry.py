@@ -91,3 +91,10 @@ def test_the_plan_says_at_which_granularity_the_other_profile_is_read() -> None:
     assert matching_chain(make_plan(planned(dag), "contiguous").plan, dag, other) == other
     with pytest.raises(BadInput, match="the plan was made from another profile than made"):
         matching_chain(plan, other, dag)
+
+
+def test_a_profile_that_merging_leaves_as_it_is_is_compared_without_merging() -> None:
+    one = chain([3, 4, 5, 6])
+    other = replace(one, edges=((0, 1), (0, 2), (1, 2), (2, 3)))
+    assert len(merge_articulation(other)) < len(other)
+    assert matching_chain(make_plan(planned(one), "contiguous").plan, one, other) is other

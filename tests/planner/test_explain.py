@@ -9,7 +9,9 @@ import pytest
 from cases.chains import published
 
 from pipeplan.errors import Infeasible
+from pipeplan.plan import Allocation, Stage
 from pipeplan.planner.explain import fewest_gpus, least_memory, possible
+from pipeplan.planner.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.units import parse_bytes
@@ -79,3 +81,14 @@ def test_search_functions() -> None:
     assert least == 9 * GB + 3 * 1000 + 2 * 1000  # three layers: weights, saved inputs, and the cut's two buffers
     assert fewest_gpus(problem) == 6
     assert fewest_gpus(Problem(heavy(1), Platform.flat(1, GB))) is None
+
+
+def test_the_first_allocation_that_no_period_makes_fit_is_remembered() -> None:
+    layers = tuple(Layer(f"l{i}", 10, 20, 1000, 10) for i in range(4))
+    problem = Problem(Chain("made", layers, 10), Platform.flat(2, 6000, 10**9), Policy("flush", accumulate=4))
+    incumbent = Incumbent(problem, Settings())
+    tight, tighter = (Allocation((Stage(0, cut, (0,)), Stage(cut, 4, (1,)))) for cut in (1, 3))
+    for allocation in (tight, tighter):
+        incumbent.try_(allocation)
+    assert incumbent.best is None
+    assert incumbent.rejected == tight

@@ -24,7 +24,7 @@ from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock
 from pipeplan.schedule.gpipe import gpipe
-from pipeplan.schedule.kinds import KINDS, Kind, Limit, ProgramSchedule, kinds_for, plan_timeline
+from pipeplan.schedule.kinds import KINDS, Kind, Limit, ProgramSchedule, kinds_for, plan_timeline, too_long
 from pipeplan.schedule.timeline import flush_makespan_ns
 
 TOY = Kind(
@@ -107,6 +107,14 @@ def test_what_is_simulated_says_how():
         assert (kind.simulated is None) == (kind.limit is None)
         assert kind.simulated is None or kind.drains != (kind.steady is not None)
         assert (kind.judged is not None) == kind.in_mini_batches
+
+
+def test_a_plan_is_judged_up_to_a_number_of_steps(monkeypatch):
+    schedule = Schedule("message-driven", 16, 2)
+    steps, what = KINDS["message-driven"].judged(schedule, 10)
+    monkeypatch.setattr("pipeplan.schedule.kinds.MOST_JUDGED", steps)
+    assert too_long(10, schedule) is None
+    assert too_long(11, schedule).startswith(what)
 
 
 def test_nothing_asks_for_a_kind_by_its_name():
