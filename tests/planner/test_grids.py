@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from cases.chains import random_chain, random_platform
@@ -67,6 +68,22 @@ def test_the_choice_is_the_best_of_all_grids_splits_segments_and_limits(seed):
     assert found.best.batch_ns <= least
     assert found.bound_ns <= found.best.batch_ns
     assert found.best.exact
+
+
+@pytest.mark.parametrize("speed", [Fraction(1, 2), Fraction(3)])
+def test_the_bound_by_work_holds_on_devices_of_any_speed(speed):
+    bounded = 0
+    for seed in range(8):
+        asked = instance(seed)
+        devices = tuple(replace(device, speed=speed) for device in asked.problem.platform.devices)
+        platform = replace(asked.problem.platform, devices=devices)
+        asked = replace(asked, problem=replace(asked.problem, platform=platform))
+        least = min(every_grid(asked), default=None)
+        if least is not None:
+            bound = min(work_bound(asked, config) for config in configs(asked))
+            assert bound <= least
+            bounded += 2 * bound > least
+    assert bounded >= 4
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 3))
