@@ -5,8 +5,11 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 
+import pytest
+
 from pipeplan.check.bounds import any_bound
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.errors import BadInput
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -61,3 +64,13 @@ def written(tmp_path, document, name="file.json"):
 
 def more(value):
     return value + 1
+
+
+def assert_refused(read, tmp_path, document, edit):
+    """``read`` refuses ``document`` with an edit, (path, value, sentence): it names the file and says the sentence."""
+    path, value, sentence = edit
+    file = written(tmp_path, edited(document, path, value))
+    with pytest.raises(BadInput) as caught:
+        read(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert sentence.lower() in str(caught.value).lower()

@@ -5,9 +5,8 @@ from fractions import Fraction
 
 import pytest
 from cases.chains import random_platform
-from cases.files import edited, written
+from cases.files import assert_refused, written
 
-from pipeplan.errors import BadInput
 from pipeplan.files.forms import json_text
 from pipeplan.files.platforms import platform_form, platform_of, read_platform
 from pipeplan.problem import Device, Level, Platform
@@ -94,9 +93,4 @@ BAD_PLATFORMS = {
 
 @pytest.mark.parametrize("name", BAD_PLATFORMS)
 def test_bad_platforms(name, tmp_path):
-    path, value, sentence = BAD_PLATFORMS[name]
-    file = written(tmp_path, edited(PLATFORM, path, value))
-    with pytest.raises(BadInput) as caught:
-        read_platform(file)
-    assert str(caught.value).startswith(f"{file}: ")
-    assert sentence.lower() in str(caught.value).lower()
+    assert_refused(read_platform, tmp_path, PLATFORM, BAD_PLATFORMS[name])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from cases.chains import PUBLISHED, published, random_chain
-from cases.files import CHAIN, edited, written
+from cases.files import CHAIN, assert_refused, edited, written
 
 from pipeplan.errors import BadInput
 from pipeplan.files.profiles import digest, profile_text, read_profile
@@ -90,12 +90,7 @@ BAD_PROFILES = {
 
 @pytest.mark.parametrize("name", BAD_PROFILES)
 def test_bad_profiles(name, tmp_path):
-    path, value, sentence = BAD_PROFILES[name]
-    file = written(tmp_path, edited(PROFILE, path, value))
-    with pytest.raises(BadInput) as caught:
-        read_profile(file)
-    assert str(caught.value).startswith(f"{file}: ")
-    assert sentence.lower() in str(caught.value).lower()
+    assert_refused(read_profile, tmp_path, PROFILE, BAD_PROFILES[name])
 
 
 def test_profiles_without_time(tmp_path):

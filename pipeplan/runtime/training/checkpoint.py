@@ -185,7 +185,7 @@ def about(path: Path) -> Checkpoint:
     size = _size(place)
     if size > LARGEST_ABOUT:
         raise BadInput(f"{place}: has {format_bytes(size)}; it is never larger than {format_bytes(LARGEST_ABOUT)}")
-    text = read_text(str(place))
+    text = read_text(str(place), LARGEST_ABOUT)
     version = read_json(text, _Format, str(place)).format
     if version != FORMAT:
         raise BadInput(f"{place}: is of format {version[:40]!r}; this version reads {FORMAT}")
