@@ -1,14 +1,15 @@
 """Put small faults into the rooms that decide, one at a time, and say which ones no test notices.
 
     python scripts/checks/mutation.py [--seed N] [--mutants 300] [--rooms cost,schedule,check,partition,planner]
-                                      [--jobs 2] [--seconds 60]
+                                      [--at MODULE:LINE,...] [--jobs 2] [--seconds 60]
 
-A seeded sample of the faults of :mod:`mutants` is tried in copies of the checkout, each in a forked process that has
-the libraries loaded already. Which tests run which lines is measured first, in a copy with marks in every block (kept
-in the folder for temporary files until package or test changes). A fault meets the tests that run its lines, those
-beside its room first, the fastest first, together at most ``--seconds`` of their usual time; the first failure ends it,
-a hang counts as one. Tests that need torch are left out. Faults that change nothing stand with the reason in
-mutation_equivalents.toml and are not tried. The exit code is 1 where less than 95% of the others are noticed.
+A seeded sample of the faults of :mod:`mutants`, which changes only where the source does, is tried in copies of the
+checkout, each in a forked process that has the libraries loaded already. Which tests run which lines is measured
+first, in a copy with marks in every block (kept in the folder for temporary files until package or test changes). A
+fault meets the tests that run its lines, those beside its room first, the fastest first, together at most
+``--seconds`` of their usual time; the first failure ends it, a hang counts as one. Tests that need torch are left out.
+Faults that change nothing stand with the reason in mutation_equivalents.toml and are not tried. ``--at`` tries only
+the sample's faults in these lines again. The exit code is 1 where less than 95% of the others are noticed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
@@ -347,6 +347,11 @@ def key(mutant: Mutant) -> tuple[str, str, str, str]:
     return mutant.module, mutant.inside, mutant.before, mutant.after
 
 
+def drawn(mutant: Mutant, seed: int) -> bytes:
+    """Return what orders the sample: no change elsewhere in the package draws other mutants."""
+    return hashlib.sha256("\0".join((str(seed), *key(mutant), mutant.new)).encode()).digest()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -354,6 +359,7 @@ def main() -> int:
     parser.add_argument(
         "--rooms", default=",".join(ROOMS), help="folders or modules of pipeplan/, such as cost,planner/grid"
     )
+    parser.add_argument("--at", default="", help="lines such as cost/memory.py:12, as survivors are printed")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
         "--seconds", type=float, default=60, help="usual time of the tests that a mutant meets, at most"
@@ -367,10 +373,11 @@ def main() -> int:
         if any(str(path.relative_to(ROOT / "pipeplan")).startswith(room) for room in rooms)
         for mutant in mutants_of(path.read_text(), str(path.relative_to(ROOT / "pipeplan")))
     ]
-    random.Random(arguments.seed).shuffle(every)
+    every.sort(key=lambda x: drawn(x, arguments.seed))
     valid = (x for x in every if x.compiles((ROOT / "pipeplan" / x.module).read_text()))
     sample = list(itertools.islice(valid, arguments.mutants))
-    asked = [x for x in sample if key(x) not in known]
+    places = set(filter(None, arguments.at.removeprefix("pipeplan/").split(",")))
+    asked = [x for x in sample if key(x) not in known and (not places or f"{x.module}:{x.line}" in places)]
     touched = {x.module for x in every}
     for stale in sorted(x for x in known.keys() - {key(x) for x in every} if x[0] in touched):
         print(f"mutation_equivalents.toml: there is no such mutant in {stale[0]}: {stale[3]}", file=sys.stderr)
@@ -381,9 +388,7 @@ def main() -> int:
             list(in_forks([("collect", collect)], [copy]))
         began = time.monotonic()
         survivors = try_all(asked, tests, copies, arguments.seconds)
-    print(
-        f"\n{len(every)} faults in {arguments.rooms}, {len(sample)} tried, {len(sample) - len(asked)} known equivalents"
-    )
+    print(f"\n{len(every)} faults in {arguments.rooms}, {len(asked)} tried of a sample of {len(sample)}")
     for mutant, why in sorted(survivors, key=lambda x: (x[0].module, x[0].line)):
         print(f"\npipeplan/{mutant.module}:{mutant.line} in {mutant.inside or 'the module'} ({why})")
         print(f"  - {mutant.before}\n  + {mutant.after}")
