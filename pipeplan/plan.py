@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .problem import Chain, Checkpointing, Platform, Policy
+from .problem import Chain, Checkpointing, Platform, Policy, Weights
 
+AllocationClass = Literal["contiguous", "one-special", "any"]
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
 
@@ -83,15 +84,17 @@ class Pattern:
 class Bound:
     """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``.
 
-    ``claimed`` says that this is the word of a file, which nothing here has derived. It is never written: whoever reads
-    a file finds out by themselves.
+    With ``any_interval`` that holds however often weights are updated, else at the plan's own interval. ``claimed``
+    says that this is the word of a file, which nothing here has derived. It is never written: whoever reads a file
+    finds out by themselves.
     """
 
-    allocation: Literal["contiguous", "one-special", "any"]
+    allocation: AllocationClass
     replicas: bool
     checkpointing: Checkpointing
     period_ns: int
     claimed: bool = False
+    any_interval: bool = False
 
 
 ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven"]
@@ -112,8 +115,19 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """What was found for a plan's problem with other ``weights``, or with an update every so many other
+    ``microbatches``: a period (ns), None where nothing fits."""
+
+    weights: Weights
+    microbatches: int
+    period_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a plan comes from. ``seconds`` is the only field of a plan that differs between equal runs."""
+    """Where a plan comes from, and what it was weighed against. ``seconds`` is the only field of a plan that differs
+    between equal runs."""
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -122,6 +136,7 @@ class Provenance:
     solver_status: str | None = None
     version: str = ""
     seconds: float = 0.0
+    alternatives: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +151,10 @@ class Plan:
     lower_bounds: tuple[Bound, ...]
     provenance: Provenance
     schedule: Schedule = Schedule()
+
+    @property
+    def interval(self) -> int:
+        """Microbatches between two updates: each replica of a stage sees one of them at least, where none drains."""
+        return self.schedule.microbatches or self.policy.update_interval(
+            max(stage.replicas for stage in self.allocation.stages)
+        )

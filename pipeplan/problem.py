@@ -246,6 +246,7 @@ class Platform:
         return Device(min(self.devices[d].memory_bytes for d in devices), min(self.devices[d].speed for d in devices))
 
 
+ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
 Weights = Literal["flush", "2bw", "stash", "latest"]
 Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
@@ -256,8 +257,10 @@ Checkpointing = Literal["none", "stages", "segments"]
 class Policy:
     """How weights, gradients and optimizer state are kept, and how often they are updated (ALGORITHMS section 3).
 
-    ``accumulate`` is the number of microbatches per update. None means: not decided yet; the planner decides it
-    (2bw: as many as are in flight), and costs are taken at one update per microbatch until then.
+    ``accumulate`` is the number of microbatches per update. None means: open, the planner decides it. Until then 2bw
+    takes costs at their limit, the updates so rare that they cost next to nothing and that microbatches in flight are
+    never too many for two versions: what is infeasible then, or takes longer, is and does so at every interval. Other
+    policies take one update per microbatch.
     ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
     With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
@@ -274,7 +277,12 @@ class Policy:
 
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
-        return max(replicas, self.accumulate or 1)
+        return max(replicas, self.accumulate or (ENDLESS if self.open else 1))
+
+    @property
+    def open(self) -> bool:
+        """Whether costs are those of any interval between updates: lower bounds for each."""
+        return self.accumulate is None and self.weights == "2bw"
 
 
 @dataclass(frozen=True)

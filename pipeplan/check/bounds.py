@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from math import ceil
@@ -15,14 +15,23 @@ from math import ceil
 from ..cost import memory_model, time_model
 from ..cost.saved import first_saved
 from ..integers import smallest
-from ..plan import Bound
+from ..plan import Bound, Plan
 from ..problem import Problem
 
 
 def any_bound(problem: Problem) -> Bound:
-    """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows."""
+    """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows.
+
+    Where the policy leaves the update interval open it holds for every interval.
+    """
     period = max(1, load_bound(problem), layer_bound(problem), memory_bound(problem))
-    return Bound("any", problem.replicas, problem.checkpointing, period)
+    return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
+
+
+def bounded(plan: Plan, bound: Bound) -> Problem:
+    """Return the problem, without its search's time limit, of whose solutions ``bound`` of ``plan`` speaks."""
+    policy = replace(plan.policy, accumulate=None) if bound.any_interval else plan.policy
+    return Problem(plan.chain, plan.platform, policy, bound.replicas, bound.checkpointing)
 
 
 def overstated(bound: Bound, derived_ns: int) -> list[str]:
@@ -38,7 +47,7 @@ def work_ns(problem: Problem) -> Fraction:
     """Return U: the least time that one microbatch takes in all on devices of speed 1, without recomputation."""
     sums = problem.chain.sums
     # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step
-    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.accumulate or 1)
+    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.update_interval())
     if problem.policy.coarsening is not None:  # overlaps with all-reduces
         step = Fraction(0)
     return int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + step

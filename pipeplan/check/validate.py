@@ -300,6 +300,8 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
     for bound in plan.lower_bounds:
         if bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
+        if bound.any_interval and plan.policy.weights != "2bw":
+            found.append(f"{_bound_name(bound)} is for any interval between updates of 2bw, not {plan.policy.weights}")
         found += class_violations(bound, plan.allocation)
     return found
 

@@ -117,9 +117,19 @@ def _csv(rows: list[Any]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        ["gpus", "memory_bytes", "bound_ns", "algorithm", "period_ns", "claimed_ns", "seconds", "data_parallel"]
+        [
+            "gpus",
+            "memory_bytes",
+            "update_samples",
+            "bound_ns",
+            "algorithm",
+            "period_ns",
+            "claimed_ns",
+            "seconds",
+            "data_parallel",
+        ]
     )
     for row in rows:
         for cell in row.cells:
-            writer.writerow([row.gpus, row.memory_bytes, row.bound_ns, *dataclasses.astuple(cell)])
+            writer.writerow([row.gpus, row.memory_bytes, row.update_samples, row.bound_ns, *dataclasses.astuple(cell)])
     return out.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -10,7 +11,7 @@ import click
 from ..errors import BadInput
 from ..names import shown
 from ..units import parse_time
-from .options import EFFORT, merging, parse_counts, problem_options, read_problem
+from .options import EFFORT, Count, merging, parse_counts, problem_options, read_problem
 from .search import search, search_options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -60,8 +61,11 @@ LIMIT = click.option(
 
 
 @click.command()
-@lambda command: problem_options(command, DRAINED)
-@click.option("--batch", type=click.IntRange(1, 10**9), required=True, help="Samples per update.")
+@partial(
+    problem_options,
+    without=DRAINED,
+    batch=click.option("--batch", type=Count(), required=True, help="Samples per update."),
+)
 @click.option(
     "--data-parallel",
     default="auto",

@@ -15,7 +15,7 @@ from .grid import DRAINED, LIMIT, grid_options, plan_grid
 from .options import EFFORT, SOLVER, problem_options, read_problem
 from .search import search, search_options
 
-GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
+GRID = ("microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
 
 
 @click.command()
@@ -25,7 +25,6 @@ GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap"
     metavar="auto|N",
     help="Plan a grid, as pipeplan grid does: N equal pipelines (auto: whatever is fastest) share every batch.",
 )
-@click.option("--batch", type=click.IntRange(1, 10**9), help="With --data-parallel: Samples per update.")
 @partial(grid_options, when="With --data-parallel: ")
 @LIMIT
 @click.option(

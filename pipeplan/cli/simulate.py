@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_unknown
+from .options import JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_unknown, whole_microbatches
 
 MOST_RUNS = 10**4
 
@@ -28,7 +28,12 @@ MOST_RUNS = 10**4
 )
 @click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
 @click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
-@click.option("--batch", type=Count(most=10**6), help="nf1b: microbatches per mini-batch.  [default: the plan's, or 4]")
+@click.option(
+    "--batch",
+    type=Count(),
+    help="Samples per update, a multiple of the profile's microbatch, of nf1b and of schedules that drain.  [default: "
+    "the plan's; else nf1b 4 microbatches, drained all that run]",
+)
 @click.option("--limit", type=Count(most=10**6), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
 @click.option(
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
@@ -56,6 +61,7 @@ def command(
     trace: str | None,
     as_json: bool,
     weight_keeps: float | None,
+    batch: int | None,
     **options: Any,
 ) -> None:
     """Run PLAN in simulation: every operation as soon as its order and its inputs allow.
@@ -79,6 +85,8 @@ def command(
         raise click.UsageError("say either --text or --json")
     loaded = load_plan(plan)
     names = names or (own_schedule(loaded),)
+    if batch is not None:
+        options["batch"] = whole_microbatches(batch, loaded.chain.microbatch)
     if weight_keeps is not None:
         options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
     refused: list[Refused] = []

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..check.bounds import any_bound, overstated
+from ..check.bounds import any_bound, bounded, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import InvalidPlan
-from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
-from ..problem import Policy, Problem
+from ..plan import Allocation, Alternative, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
+from ..problem import Policy
 from ..schedule.pattern import DeviceUse
 from .forms import Instant, Positive, converted, form, json_text, read_json
 from .platforms import PlatformFile, platform_form, platform_of
@@ -46,14 +46,16 @@ DeviceUseFile = form(
 )
 BoundFile = form(
     Bound,
-    ("allocation", "replicas", "checkpointing", "period_ns"),
-    optional=(),
+    ("allocation", "replicas", "checkpointing", "period_ns", "any_interval"),
+    optional=("any_interval",),
     rename={"allocation": "class"},
     period_ns=Positive,
 )
+AlternativeFile = form(Alternative, optional=(), microbatches=Positive, period_ns=Positive | None)
 ProvenanceFile = form(
     Provenance,
-    optional=(),
+    optional=("alternatives",),
+    alternatives=tuple[AlternativeFile, ...],  # type: ignore[valid-type]  # a form
     claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
     seconds=Annotated[float, msgspec.Meta(ge=0)],
 )
@@ -66,6 +68,7 @@ PlanFile: type[Any] = msgspec.defstruct(
         ("policy", PolicyFile),
         ("stages", list[StageFile]),  # type: ignore[valid-type]  # a form
         ("schedule", ScheduleFile),
+        ("samples_per_update", Positive | None, None),
         ("pattern", PatternFile | None),
         ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
         ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
@@ -74,6 +77,7 @@ PlanFile: type[Any] = msgspec.defstruct(
     ],
     namespace={"__doc__": "A plan; ``gap`` is the period over the lower bound of class ``any``, minus 1."},
     forbid_unknown_fields=True,
+    kw_only=True,
 )
 
 
@@ -94,6 +98,7 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
         "policy": replace(plan.policy, accumulate=plan.policy.accumulate or 1),
         "stages": [StageFile(s.start, s.stop, s.devices, s.checkpoint or None) for s in plan.allocation.stages],
         "schedule": plan.schedule,
+        "samples_per_update": plan.interval * plan.chain.microbatch,
         "pattern": plan.pattern,
         "devices": result.devices,
         "lower_bounds": plan.lower_bounds,
@@ -156,8 +161,7 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
     found = []
     for bound in plan.lower_bounds:
         if bound.allocation == "any":
-            allowed = Problem(plan.chain, plan.platform, plan.policy, bound.replicas, bound.checkpointing)
-            found += overstated(bound, any_bound(allowed).period_ns)
+            found += overstated(bound, any_bound(bounded(plan, bound)).period_ns)
     expected = plan_form(plan, result)
     source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"
     for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):
@@ -166,6 +170,11 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
                 found.append(f"devices[{d}].{name} is {getattr(have, name)}; {source} {getattr(want, name)}")
     if len(form.devices) != len(expected.devices):
         found.append(f"devices has {len(form.devices)} entries; the platform has {len(expected.devices)}")
+    if form.samples_per_update not in (None, expected.samples_per_update):
+        found.append(
+            f"samples_per_update is {form.samples_per_update}; the policy updates every {plan.interval} microbatches of "
+            f"{plan.chain.microbatch}, which is {expected.samples_per_update}"
+        )
     if form.gap != expected.gap:
         found.append(f"gap is {form.gap}; the period and the lower bound give {expected.gap}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
@@ -11,13 +12,15 @@ from ..deadline import OutOfTime
 from ..errors import Infeasible
 from ..integers import ceil_div
 from ..partition.balance import balance
+from ..plan import Allocation
 from ..problem import Device, Platform, Problem
 from ..schedule.gpipe import gpipe
 from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .incumbent import Settings
-from .plan import make_plan
+from .interval import at_interval
+from .plan import Planned, make_plan
 from .simulated import MINI_BATCH_PER_DEVICE
 
 GPIPE = "gpipe"
@@ -36,10 +39,13 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class OnePlatform:
-    """One platform: its number of GPUs, the memory of each (bytes), the bound of class ``any`` (ns), a cell each."""
+    """One platform: its number of GPUs, the memory of each (bytes), what all plans update weights after (None without
+    any plan), the bound of class ``any`` (ns), a cell each."""
 
     gpus: int
     memory_bytes: int
+    update_microbatches: int | None
+    update_samples: int | None
     bound_ns: int
     cells: tuple[Reached, ...]
 
@@ -63,47 +69,81 @@ def compare(
 
     The network and its bandwidth come from ``problem``'s platform, which must have one level. Algorithms are the
     planner's and ``gpipe``: balanced stages that run all forwards of a mini-batch and then all backwards, drained.
-    ``clock`` gives CPU seconds.
+    All have one interval between updates in a row: the problem's, or the largest that one of them decides on where it
+    is open. ``clock`` gives CPU seconds.
     """
     level = problem.platform.levels[0]
     for count in gpus:
         for memory in memories:
             platform = Platform((Device(memory),) * count, (replace(level, count=count),), problem.platform.full_duplex)
             here = replace(problem, platform=platform)
-            cells = tuple(_cell(here, name, clock, settings, effort) for name in algorithms)
-            yield OnePlatform(count, memory, any_bound(here).period_ns, cells)
+            yield _row(here, algorithms, clock, settings, effort)
 
 
-def _cell(
-    problem: Problem, algorithm: str, clock: Callable[[], float], settings: Settings | None, effort: str
-) -> Reached:
-    began = clock()
-    try:
-        if algorithm == GPIPE:
-            return Reached(algorithm, gpipe_period_ns(problem), None, clock() - began)
-        found = make_plan(problem, algorithm, settings=settings, effort=effort)
-    except (Infeasible, OutOfTime):
-        return Reached(algorithm, None, None, clock() - began)
+def _row(
+    problem: Problem, algorithms: Sequence[str], clock: Callable[[], float], settings: Settings | None, effort: str
+) -> OnePlatform:
+    interval, plans, seconds = problem.policy.accumulate, dict[str, Planned | None](), dict[str, float]()
+
+    def make(name: str, earlier: Planned | None = None) -> None:
+        began = clock()
+        known = () if earlier is None else (Allocation(earlier.plan.allocation.stages),)
+        try:
+            plans[name] = make_plan(problem, name, settings=settings, effort="quick" if known else effort, known=known)
+        except (Infeasible, OutOfTime):
+            plans[name] = None
+        seconds[name] = seconds.get(name, 0.0) + clock() - began
+
+    planned = [name for name in algorithms if name != GPIPE]
+    if interval is None:
+        for name in planned:
+            make(name)
+        intervals = [found.plan.interval for found in plans.values() if found is not None]
+        if not planned:
+            intervals = [MINI_BATCH_PER_DEVICE * len(problem.platform)]
+        interval = max(intervals, default=None)
+    if interval is not None:
+        problem = at_interval(problem, interval)
+        for name in planned:
+            found = plans.get(name)
+            if name not in plans or (found is not None and found.plan.policy.accumulate != interval):
+                make(name, found)
+    cells = []
+    for name in algorithms:
+        if name == GPIPE:
+            began = clock()
+            period = None if interval is None else gpipe_period_ns(problem, interval)
+            cells.append(Reached(name, period, None, clock() - began))
+        else:
+            cells.append(_reached(name, plans[name], seconds[name]))
+    samples = None if interval is None else interval * problem.chain.microbatch
+    memory = problem.platform.devices[0].memory_bytes
+    return OnePlatform(len(problem.platform), memory, interval, samples, any_bound(problem).period_ns, tuple(cells))
+
+
+def _reached(algorithm: str, found: Planned | None, seconds: float) -> Reached:
+    if found is None:
+        return Reached(algorithm, None, None, seconds)
     return Reached(
         algorithm,
         found.evaluation.period_ns,
         found.plan.provenance.claimed_period_ns,
-        clock() - began,
+        seconds,
         found.plan.allocation.data_parallel,
     )
 
 
-def gpipe_period_ns(problem: Problem) -> int | None:
+def gpipe_period_ns(problem: Problem, microbatches: int) -> int | None:
     """Return the makespan per microbatch (ns) of GPipe on balanced stages, or None when they don't fit the memory.
 
-    One weight version, mini-batches of four microbatches per GPU, every one of them in flight before the first
-    backward; stages are recomputed where the problem allows it and they don't fit otherwise.
+    One weight version, mini-batches of ``microbatches``, every one of them in flight before the first backward; stages
+    are recomputed where the problem allows it and they don't fit otherwise. None at the problem's deadline.
     """
-    microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
     policy = replace(problem.policy, weights="flush", accumulate=microbatches)
-    for allocation in balance(problem.with_policy(policy)):
-        graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
-        timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
-        if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
-            return ceil_div(flush_makespan_ns(timeline), microbatches)
+    with suppress(OutOfTime):
+        for allocation in balance(problem.with_policy(policy)):
+            graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
+            timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
+            if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
+                return ceil_div(flush_makespan_ns(timeline), microbatches)
     return None

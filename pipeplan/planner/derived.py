@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..check.bounds import overstated
+from ..check.bounds import bounded, overstated
 from ..partition.contiguous.contiguous import smallest_period
 from ..partition.madpipe.exact import one_special_bound
 from ..plan import Bound, Plan
@@ -43,8 +43,7 @@ def _refuted(plan: Plan, bound: Bound) -> list[str]:
     claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
     if kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
-    problem = Problem(plan.chain, plan.platform, plan.policy, bound.replicas, bound.checkpointing)
-    proved = PROOFS[bound.allocation](problem)
+    proved = PROOFS[bound.allocation](bounded(plan, bound))
     if proved is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
     return overstated(bound, proved)

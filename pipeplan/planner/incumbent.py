@@ -16,8 +16,8 @@ from ..cost.group_bound import group_bound, may_reach
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
-from ..plan import Allocation, Bound, Pattern, Schedule, Stage
-from ..problem import Problem
+from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
+from ..problem import Checkpointing, Problem
 from ..schedule.periodic.ilp import IlpStatus, Solver, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from .limits import LimitSearch
@@ -61,7 +61,8 @@ class Scheduled:
 class Incumbent:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
 
-    With ``limits`` they run without a pattern, and their cost is that of the limit that is chosen.
+    ``start`` is a plan to begin with. With ``limits`` they run without a pattern, and their cost is that of the limit
+    that is chosen.
 
     More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
     run something that the model doesn't know.
@@ -74,10 +75,15 @@ class Incumbent:
     """
 
     def __init__(
-        self, problem: Problem, settings: Settings, cost: Cost = period_cost, limits: LimitSearch | None = None
+        self,
+        problem: Problem,
+        settings: Settings,
+        cost: Cost = period_cost,
+        limits: LimitSearch | None = None,
+        start: Scheduled | None = None,
     ) -> None:
         self.problem, self.settings, self.cost, self.limits = problem, settings, cost, limits
-        self.best: Scheduled | None = None
+        self.best = start
         self.rejected: Allocation | None = None
         self._excess_bytes = 0  # of ``rejected``, with limits
         self.broken: str | None = None
@@ -103,6 +109,10 @@ class Incumbent:
         """Cost that an allocation must beat, or None while nothing fits."""
         return None if self.best is None else self.best.cost
 
+    def bound(self, allocation: AllocationClass, replicas: bool, checkpointing: Checkpointing, period_ns: int) -> None:
+        """Note a lower bound that a search has proved, at the problem's interval or at every one."""
+        self.bounds.append(Bound(allocation, replicas, checkpointing, period_ns, any_interval=self.problem.policy.open))
+
     def lower_bound(self, allocation: Allocation) -> int | None:
         """Return a lower bound on the allocation's period, or None when it was tried or shall not be."""
         if allocation.stages in self.seen or self._breaks_rules(allocation):
@@ -120,6 +130,9 @@ class Incumbent:
 
     def try_(self, allocation: Allocation) -> bool:
         """Schedule an allocation that wasn't tried before, as far as it can become the best; return whether it did."""
+        best = self.best
+        if best and best.allocation.claimed_period_ns is None and best.allocation.stages == allocation.stages:
+            self.best = replace(best, allocation=allocation)  # with what its partitioner claims
         if allocation.stages in self.seen:
             return False
         self.seen[allocation.stages] = None
@@ -143,7 +156,8 @@ class Incumbent:
             self.try_(allocation)
 
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
-        pattern, status = self._schedule(graph)
+        cutoff = self._to_beat(graph) if self.periodic and self.best is not None else None
+        pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
             return Scheduled(self.cost(graph, pattern, self.problem.deadline), allocation, pattern, status)
         if status is None or status == "infeasible":
@@ -183,10 +197,11 @@ class Incumbent:
         problem = self.problem
         return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
 
-    def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
+    def schedule(self, graph: StageGraph, cutoff: int | None) -> tuple[Pattern | None, IlpStatus | None]:
+        """Return the best pattern of a graph, and what the integer program said, which seeks periods below ``cutoff``
+        alone."""
         if graph.contiguous:
             return best_one_f_one_b_star(graph), None
-        cutoff = self._to_beat(graph) if self.periodic and self.best is not None else None
         bound = group_bound(graph)
         if bound is None:
             return None, "infeasible"

@@ -110,6 +110,12 @@ def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage,
 
 
 def default_microbatches(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
-    """Return how many microbatches to simulate: as many as show the plan's own schedule, in whole mini-batches."""
+    """Return how many microbatches to simulate: as many as show the plan's own schedule, in whole mini-batches.
+
+    Of a schedule that drains, those of the mini-batch that the options name, if they do.
+    """
+    named = (options or {}).get("batch")
+    if named and drains(plan, schedule):
+        return int(named)
     batch = mini_batch(plan, schedule, options)
     return -(-shown_microbatches(plan) // batch) * batch

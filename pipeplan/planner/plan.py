@@ -5,14 +5,13 @@ Takes and returns values; the clock belongs to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..check.bounds import any_bound
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
-from ..cost.stage_graph import stage_graph
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
@@ -20,10 +19,10 @@ from ..partition.contiguous.contiguous import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
-from ..schedule.pattern import most_in_flight, starts_of
 from ..version import __version__
 from .explain import why_infeasible, why_not_admitted
-from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from .incumbent import Incumbent, Propose, Settings, run_search
+from .interval import at_interval, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
 from .simulated import plan_drained, plan_nf1b
@@ -47,21 +46,23 @@ def make_plan(
     effort: str = "normal",
     schedule: ScheduleKind | None = None,
     limit: int | None = None,
+    known: Sequence[Allocation] = (),
 ) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
     ``options`` go to the algorithm. ``schedule`` is one that goes with the weights policy, by default the first that
-    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen). An
-    undecided ``policy.accumulate`` is decided here: under 2bw as many microbatches as are in flight, four per device
-    where mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the
-    search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
+    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen);
+    ``known`` are allocations to try beside those that the algorithm proposes. An undecided ``policy.accumulate`` is
+    decided here: under 2bw the fewest microbatches whose period is within 0.1% of the best of any interval, four per
+    device where mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends
+    the search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
     settings, options = settings or Settings(), dict(options or {})
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
-    propose = _proposer(algorithm, options, effort)
+    propose = _proposer(algorithm, options, effort, known)
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
     if row.drains:
@@ -70,8 +71,8 @@ def make_plan(
         incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:
         relaxed = widen and problem.policy.vertical_sync
-        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings)
-    problem = incumbent.problem
+        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings, widen)
+    asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent))
     allocation, pattern = _tidy(problem, incumbent.best.allocation), incumbent.best.pattern
@@ -81,7 +82,7 @@ def make_plan(
         policy=problem.policy,
         allocation=allocation,
         pattern=pattern,
-        lower_bounds=(*_class_bounds(incumbent), any_bound(problem)),
+        lower_bounds=(*_class_bounds(incumbent), any_bound(asked if asked.policy.open else problem)),
         provenance=Provenance(
             algorithm,
             options if algorithm != AUTO else {**options, "effort": effort},
@@ -129,11 +130,12 @@ def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
         raise BadInput(f"--accumulate, --limit: on {stages} stages {endless}")
 
 
-def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
-    if algorithm == AUTO:
-        return lambda incumbent: search(incumbent, EFFORTS[effort])
-
+def _proposer(algorithm: str, options: dict[str, Any], effort: str, known: Sequence[Allocation]) -> Propose:
     def propose(incumbent: Incumbent) -> None:
+        incumbent.try_all(known)
+        if algorithm == AUTO:
+            search(incumbent, EFFORTS[effort])
+            return
         if algorithm == "contiguous":
             found = propose_contiguous(incumbent)
         else:
@@ -146,39 +148,32 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     return propose
 
 
-def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tuple[Incumbent, str | None]:
-    """Plan for the shortest period; decide ``accumulate`` from what the best plan has in flight and plan again with it.
+def _plan_pattern(problem: Problem, propose: Propose, settings: Settings, widen: bool) -> tuple[Incumbent, str | None]:
+    """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
-    Fewer updates per microbatch only make stages cheaper, so the first plan stays feasible in the second round, which
-    is left out when nothing would get cheaper.
+    With the interval decided the search is run once more, unless nothing can get shorter; the bounds are those of
+    the first, which hold for every interval.
     """
-    if problem.policy.accumulate is None and problem.policy.weights != "2bw":
-        problem = problem.with_policy(replace(problem.policy, accumulate=1))
+    if problem.policy.accumulate is None and not problem.policy.open:
+        problem = at_interval(problem, 1)
     incumbent = Incumbent(problem, settings)
     status = run_search(propose, incumbent)
-    if problem.policy.accumulate is not None or incumbent.best is None:
+    if not problem.policy.open or incumbent.best is None:
         return incumbent, status
-    decided = problem.with_policy(replace(problem.policy, accumulate=_depth(problem, incumbent.best)))
-    if not _updates_cost_time(problem):
-        incumbent.problem = decided
-        return incumbent, status
-    again = Incumbent(decided, settings)
-    if status != "interrupted":
-        status = "time limit" if again.expired else run_search(propose, again, dispensable=True) or status
-    again.try_(incumbent.best.allocation)
+    try:
+        for interval, scheduled in smaller_intervals(incumbent, widen):
+            again = Incumbent(at_interval(problem, interval), settings, start=scheduled)
+            if status is not None:
+                break
+    except KeyboardInterrupt:
+        status = "interrupted"
+    except OutOfTime:
+        status = "time limit"
+    shortest = widen and again.best_ns == incumbent.best_ns
+    if status is None and not shortest and updates_cost_time(problem):
+        status = run_search(propose, again, dispensable=True)
+    again.bounds = incumbent.bounds
     return again, status
-
-
-def _updates_cost_time(problem: Problem) -> bool:
-    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
-    sums = problem.chain.sums
-    return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
-
-
-def _depth(problem: Problem, best: Scheduled) -> int:
-    assert best.pattern is not None
-    graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
-    return most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
 
 
 def _tidy(problem: Problem, allocation: Allocation) -> Allocation:

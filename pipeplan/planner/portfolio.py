@@ -16,7 +16,7 @@ from ..partition.cuts import legal_cuts
 from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..partition.madpipe.tables import MOST_CUTS
-from ..plan import Allocation, Bound
+from ..plan import Allocation
 from .incumbent import Incumbent
 
 
@@ -85,7 +85,7 @@ def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
     problem, proved = incumbent.problem, False
     for allocation in contiguous(problem):
         assert allocation.lower_bound_ns is not None
-        incumbent.bounds.append(Bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns))
+        incumbent.bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns)
         proved = allocation.lower_bound_ns == allocation.claimed_period_ns
         yield allocation
     if problem.checkpointing == "segments" and not proved:
@@ -110,7 +110,7 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     low = one_special_bound(problem)
     if low is None:
         return
-    incumbent.bounds.append(Bound("one-special", False, "none", low))
+    incumbent.bound("one-special", False, "none", low)
     if incumbent.best_ns is not None and low >= incumbent.best_ns:
         return
     first = smallest_period(problem, "full")

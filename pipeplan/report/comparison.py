@@ -22,24 +22,28 @@ def print_rows(
     geometric mean of the ratio to the row's best, over the rows where both are feasible, and CPU seconds at most.
     """
     out = console(width)
-    what = ": period in ms per microbatch, - where nothing fits"
+    counted = "samples" if problem.chain.microbatch > 1 else "microbatches"
+    what = f": period in ms per microbatch, an update every so many {counted}, - where nothing fits"
     out.print(Text.assemble((shown(problem.chain.name), "bold"), what))
     for assumption in assumptions:
         out.print(f"assumed: {assumption}")
     names = [cell.algorithm for cell in rows[0].cells]
-    table = make_table("GPUs", "memory", "bound", *names)
+    table = make_table("GPUs", "memory", counted, "bound", *names)
     for row in rows:
         table.add_row(
             str(row.gpus),
             f"{row.memory_bytes / 1e9:g} GB",
+            str(row.update_samples or "-"),
             f"{row.bound_ns / 1e6:.2f}",
             *(_period(cell, row) for cell in row.cells),
         )
     table.add_section()
     columns = [[row.cells[i] for row in rows] for i in range(len(names))]
-    table.add_row("feasible", "", "", *(str(sum(cell.period_ns is not None for cell in column)) for column in columns))
-    table.add_row("over best", "", "", *(_mean_ratio(column, rows) for column in columns))
-    table.add_row("most CPU s", "", "", *(f"{max(cell.seconds for cell in column):.2f}" for column in columns))
+    table.add_row(
+        "feasible", "", "", "", *(str(sum(cell.period_ns is not None for cell in column)) for column in columns)
+    )
+    table.add_row("over best", "", "", "", *(_mean_ratio(column, rows) for column in columns))
+    table.add_row("most CPU s", "", "", "", *(f"{max(cell.seconds for cell in column):.2f}" for column in columns))
     out.print(table)
 
 

@@ -97,7 +97,7 @@ def _head(plan: Plan, result: Evaluation) -> str:
         f'<p class="soft">{len(chain)} layers, {format_bytes(int(chain.sums.weight_bytes[-1]))} of weights, '
         f"{format_ns(alone)} forward and backward; {escape(machine(platform))}; "
         f"{len(plan.allocation.stages)} stages on {used} GPUs; weights {plan.policy.weights}, an update every "
-        f"{plan.policy.accumulate} microbatches</p>"
+        f"{plan.interval} microbatches</p>"
         f'<div class="cards">{boxes}</div>'
     )
 

@@ -52,7 +52,7 @@ def progress_printer(plan: Plan, as_json: bool) -> Callable[[StepProgress], None
 
     def tell(step: StepProgress) -> None:
         nonlocal silent_ns
-        silent_ns += (step.period_ns or 0.0) * (plan.policy.accumulate or 1)
+        silent_ns += (step.period_ns or 0.0) * plan.interval
         if silent_ns < QUICK_NS and step.step < step.steps:
             return
         silent_ns = 0.0

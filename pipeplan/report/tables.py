@@ -15,7 +15,7 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Platform
+from ..problem import Chain, Platform, Weights
 from ..schedule.kinds import kind_of
 from ..schedule.pattern import DeviceUse
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -62,10 +62,11 @@ def headline(plan: Plan) -> str:
 
 
 def bound_class(bound: Bound) -> str:
-    """Return the class of plans that a bound holds for, in words."""
+    """Return the class of plans that a bound holds for, in words, and whether it does however rare updates are."""
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
-    return bound.allocation + (f" with {' and '.join(extras)}" if extras else "")
+    allowed = f" with {' and '.join(extras)}" if extras else ""
+    return f"{bound.allocation}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
 def distance(bound: Bound, period_ns: int) -> str:
@@ -81,6 +82,7 @@ def bound_figures(plan: Plan) -> list[dict[str, Any]]:
             "class": bound.allocation,
             "replicas": bound.replicas,
             "checkpointing": bound.checkpointing,
+            "any_interval": bound.any_interval,
             "period_ns": bound.period_ns,
             "checked": not bound.claimed,
             "gap": None if bound.claimed else gap(period, bound),
@@ -152,9 +154,11 @@ def print_plan(
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         out.print(f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling")
-    out.print(
-        f"weights     {plan.policy.weights}, one update every {plan.policy.accumulate} microbatches, {_state(plan)}"
-    )
+    out.print(f"weights     {plan.policy.weights}: {MEANING[plan.policy.weights]}; {_state(plan)}")
+    out.print(f"update      {updates(plan, result)}")
+    others = other_weights(plan, result)
+    if others is not None:
+        out.print(f"otherwise   {others}")
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
     status = plan.provenance.solver_status
@@ -162,6 +166,44 @@ def print_plan(
         out.print(f"note        the search ended early: {status}")
     out.print()
     out.print(_stage_table(plan, result, out.width))
+
+
+MEANING: dict[Weights, str] = {
+    "2bw": "two versions of them, gradients one update late, so that the pipeline never drains",
+    "stash": "a version for each update that a microbatch in flight misses, never drained",
+    "latest": "one version, forward and backward on the newest",
+    "flush": "one version, the pipeline drains before every update",
+}
+
+
+def updates(plan: Plan, result: Evaluation) -> str:
+    """Return how often weights are updated, in microbatches and samples, and what more updates would cost."""
+    each = plan.chain.microbatch
+    samples = "" if each == 1 else f" = {plan.interval * each} samples"
+    text = f"every {plan.interval} microbatches{samples}" if plan.interval > 1 else f"every microbatch{samples}"
+    for other in plan.provenance.alternatives:
+        if other.weights == plan.policy.weights and other.period_ns is not None:
+            text += f"; every {other.microbatches}: {longer(other.period_ns, result)} with the same stages"
+    return text
+
+
+def other_weights(plan: Plan, result: Evaluation) -> str | None:
+    """Return what was found with the same updates of weights that are kept otherwise, or None where nobody looked."""
+    found = [other for other in plan.provenance.alternatives if other.weights != plan.policy.weights]
+    if not found:
+        return None
+    texts = [
+        f"{x.weights} "
+        + ("fits nowhere" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
+        for x in found
+    ]
+    return f"--weights {', '.join(texts)}, as far as a second of search tells, with as many samples an update"
+
+
+def longer(period_ns: int, result: Evaluation) -> str:
+    """Return in words how much longer (or shorter) a period is than the plan's."""
+    ratio = period_ns / result.period_ns
+    return f"{ratio:.2f} times longer" if ratio >= 1 else f"{1 / ratio:.2f} times shorter"
 
 
 def _state(plan: Plan) -> str:

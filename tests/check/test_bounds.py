@@ -28,7 +28,8 @@ def test_perfectly_shared_work():
     assert load_bound(Problem(chain, mixed)) == 12
     stepping = replace(chain, layers=tuple(replace(x, optimizer_ns=10) for x in chain.layers))
     assert work_ns(Problem(stepping, mixed, Policy(accumulate=8))) == 18 + Fraction(20, 8)
-    assert work_ns(Problem(stepping, mixed, Policy())) == 38
+    assert work_ns(Problem(stepping, mixed, Policy(accumulate=1))) == 38
+    assert 18 < work_ns(Problem(stepping, mixed, Policy())) < Fraction(181, 10)  # at any interval
 
 
 def test_the_largest_layer():
@@ -56,7 +57,10 @@ def test_activations_averaged_over_time():
 def test_a_bound_names_its_class(replicas, checkpointing):
     problem = Problem(chain_of((3, 4)), Platform.flat(2, 100), Policy(), replicas, checkpointing)
     bound = any_bound(problem)
-    assert bound == Bound("any", replicas, checkpointing, max(load_bound(problem), layer_bound(problem)))
+    period = max(load_bound(problem), layer_bound(problem))
+    assert bound == Bound("any", replicas, checkpointing, period, any_interval=True)
+    given = any_bound(problem.with_policy(Policy(accumulate=2)))
+    assert given == Bound("any", replicas, checkpointing, period)
 
 
 def class_of(plan):

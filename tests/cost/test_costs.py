@@ -108,7 +108,7 @@ def test_stages_slow_down_by_their_speed_rounded_up():
 
 def test_the_optimizer_is_paid_once_per_update():
     chain = Chain("c", (Layer("a", 0, 100, 0, 0, optimizer_ns=10),), 0)
-    for accumulate, replicas, expected in [(None, 1, 110), (1, 1, 110), (4, 1, 103), (None, 4, 110), (8, 4, 105)]:
+    for accumulate, replicas, expected in [(None, 1, 101), (1, 1, 110), (4, 1, 103), (None, 4, 101), (8, 4, 105)]:
         assert time_model.backward_ns(chain, Policy(accumulate=accumulate), 0, 1, replicas=replicas) == expected
     # over one update a replica sees interval / replicas microbatches, and pays one step with them
     rng = random.Random(1)
@@ -124,9 +124,14 @@ def test_the_optimizer_is_paid_once_per_update():
 def test_nothing_waits_for_weight_gradients_and_the_share_of_the_update():
     layers = (Layer("a", 0, 100, 0, 0, optimizer_ns=10, backward_weight_ns=40), Layer("b", 0, 50, 0, 0, optimizer_ns=6))
     chain = Chain("c", layers, 0)
-    for accumulate, stop, expected in [(None, 1, 40 + 10), (4, 1, 40 + 3), (4, 2, 40 + layers[1].weight_part_ns + 4)]:
+    for accumulate, stop, expected in [
+        (None, 1, 40 + 1),
+        (1, 1, 40 + 10),
+        (4, 1, 40 + 3),
+        (4, 2, 40 + layers[1].weight_part_ns + 4),
+    ]:
         assert time_model.backward_weight_ns(chain, Policy(accumulate=accumulate), 0, stop) == expected
-    assert time_model.backward_weight_ns(chain, Policy(), 0, 1, speed=Fraction(4)) == 13
+    assert time_model.backward_weight_ns(chain, Policy(accumulate=1), 0, 1, speed=Fraction(4)) == 13
 
 
 def test_times_as_arrays():

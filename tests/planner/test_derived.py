@@ -72,13 +72,21 @@ def test_check_says_what_it_has_not_checked_and_refutes_it_on_request(slow, tmp_
 def test_a_forged_bound_is_called_a_claim_wherever_bounds_are_shown(slow, tmp_path, capsys):
     plan = forged(slow, tmp_path, slow.pattern.period_ns)
     assert [bound.claimed for bound in plan.lower_bounds] == [True, False]
-    assert "(class contiguous with checkpointing of stages), claimed, not checked; lower bound 135" in headline(plan)
+    assert (
+        "(class contiguous with checkpointing of stages, this interval), claimed, not checked; lower bound 135"
+        in headline(plan)
+    )
     print_plan(plan)
     out = capsys.readouterr().out
-    assert "bound       358.092 ms for class contiguous with checkpointing of stages: claimed, not checked" in out
-    assert "bound       135.692 ms for class any with checkpointing of stages: gap 163.90%" in out
+    assert (
+        "bound       358.092 ms for class contiguous with checkpointing of stages, this interval: claimed, not checked"
+        in out
+    )
+    assert "bound       135.692 ms for class any with checkpointing of stages, this interval: gap 163.90%" in out
     page = report_html(simulate_plan(plan, 8))
-    assert "bound, class contiguous with checkpointing of stages: 358.092 ms, claimed, not checked<" in page
+    assert (
+        "bound, class contiguous with checkpointing of stages, this interval: 358.092 ms, claimed, not checked<" in page
+    )
     assert "<b>163.90%</b>above the best lower bound" in page
     figures = bound_figures(plan)
     assert [(x["class"], x["checked"], x["gap"] is None) for x in figures] == [
@@ -98,7 +106,7 @@ def test_a_forged_bound_is_refuted_with_both_numbers(slow, tmp_path):
     again, found = derived(forged(slow, tmp_path, OPTIMUM_NS))
     assert found == []
     assert not any(bound.claimed for bound in again.lower_bounds)
-    assert "ms (class contiguous with checkpointing of stages), gap 107.62%" in headline(again)
+    assert "ms (class contiguous with checkpointing of stages, this interval), gap 107.62%" in headline(again)
     assert derived(forged(slow, tmp_path, OPTIMUM_NS + 1))[1]
 
 

@@ -192,11 +192,9 @@ def lower_run(
         raise BadInput(f"steps: the checkpoint has {first.step} updates already, and the run is to end after {steps}")
     policy = weight_policy(plan.policy)
     _refuse(plan)
-    interval = (plan.schedule.microbatches if policy.drains else None) or plan.policy.accumulate
-    if interval is None:
+    if plan.policy.accumulate is None:
         raise BadInput("plan: policy.accumulate is not decided, so nothing says when weights are updated")
-    if not policy.drains:  # a replica has one microbatch of each mini-batch at least, as costs charge it
-        interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
+    interval = plan.interval
     graph = graph_of(plan)
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}

@@ -324,7 +324,7 @@ def _height_bounds(graph: StageGraph, low: int, high: int) -> dict[tuple[int, in
     fewest, _ = group_counts(graph, high)
     whole = ceil(graph.path_ns / low) + last * slack + 1
     if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
-        whole = graph.policy.accumulate
+        whole = min(whole, graph.policy.accumulate)
     stays = [(0, last, whole)]  # (first operation, last operation, periods T)
     for s, stage in enumerate(graph.stages):
         replicas = graph.resources[stage.resource].replicas
