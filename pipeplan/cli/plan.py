@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -14,6 +14,9 @@ from ..schedule.kinds import KINDS
 from .grid import DRAINED, LIMIT, grid_options, plan_grid
 from .options import EFFORT, SOLVER, problem_options, read_problem
 from .search import search, search_options
+
+if TYPE_CHECKING:
+    from ..planner.incumbent import Settings
 
 GRID = ("microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
 
@@ -93,12 +96,18 @@ def command(
         if shared.pop(name):
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
-    from ..planner.plan import make_plan
+    from ..planner.alternatives import with_alternatives
+    from ..planner.plan import Planned, make_plan
     from ..report.tables import print_plan
 
     problem, assumptions = read_problem(**shared, vertical_sync=vertical_sync, segments=algorithm == "auto")
+
+    def find(settings: Settings) -> Planned:
+        found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
+        return with_alternatives(found, problem)
+
     search(
-        lambda settings: make_plan(problem, algorithm, options, settings, effort, schedule, limit),
+        find,
         lambda found: print_plan(found.plan, assumptions, result=found.evaluation),
         output,
         as_json,

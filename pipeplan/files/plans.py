@@ -172,8 +172,8 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
         found.append(f"devices has {len(form.devices)} entries; the platform has {len(expected.devices)}")
     if form.samples_per_update not in (None, expected.samples_per_update):
         found.append(
-            f"samples_per_update is {form.samples_per_update}; the policy updates every {plan.interval} microbatches of "
-            f"{plan.chain.microbatch}, which is {expected.samples_per_update}"
+            f"samples_per_update is {form.samples_per_update}; the policy updates every {plan.interval} microbatches "
+            f"of {plan.chain.microbatch}, which is {expected.samples_per_update}"
         )
     if form.gap != expected.gap:
         found.append(f"gap is {form.gap}; the period and the lower bound give {expected.gap}")

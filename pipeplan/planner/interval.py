@@ -13,9 +13,10 @@ from ..cost.group_bound import may_reach
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..integers import smallest
 from ..partition.contiguous.contiguous import feasible
-from ..plan import Allocation, Pattern, Stage
+from ..plan import Allocation, Alternative, Pattern, Stage
 from ..problem import ENDLESS, Problem
 from ..schedule.pattern import most_in_flight, starts_of
+from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..schedule.periodic.retime import order_of, retime
 from .incumbent import Incumbent, Scheduled
 
@@ -100,6 +101,22 @@ def retimed(problem: Problem, best: Scheduled, interval: int) -> Pattern | None:
     return retime(graph, order_of(graph, starts_of(best.pattern), best.pattern.period_ns))
 
 
+def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
+    """Return what the stages of ``best`` take, in the same order if the integer program gave it, with an update as soon
+    as the microbatches in flight allow; None where the problem's interval is no longer."""
+    assert best.pattern is not None
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
+    in_flight = most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
+    interval = max(in_flight, most_replicas(best.allocation.stages))
+    if interval >= problem.policy.update_interval():
+        return None
+    if graph.contiguous:
+        pattern = best_one_f_one_b_star(_graph(problem, best.allocation.stages, interval))
+    else:
+        pattern = retimed(problem, best, interval)
+    return None if pattern is None else Alternative(problem.policy.weights, interval, pattern.period_ns)
+
+
 def updates_cost_time(problem: Problem) -> bool:
     """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
     sums = problem.chain.sums
@@ -109,11 +126,3 @@ def updates_cost_time(problem: Problem) -> bool:
 def most_replicas(stages: tuple[Stage, ...]) -> int:
     """Return the most replicas of a stage."""
     return max(stage.replicas for stage in stages)
-
-
-def fewest_microbatches(problem: Problem, best: Scheduled) -> int:
-    """Return the interval of a plan that updates as often as it can: as many microbatches as it has in flight."""
-    assert best.pattern is not None
-    graph = stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages)
-    in_flight = most_in_flight(graph, starts_of(best.pattern), best.pattern.period_ns)
-    return max(in_flight, most_replicas(best.allocation.stages))

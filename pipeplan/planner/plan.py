@@ -22,7 +22,7 @@ from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
 from .explain import why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Settings, run_search
-from .interval import at_interval, smaller_intervals, updates_cost_time
+from .interval import at_interval, more_often, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
 from .simulated import plan_drained, plan_nf1b
@@ -75,6 +75,7 @@ def make_plan(
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent))
+    sooner = more_often(problem, incumbent.best) if asked.policy.open else None
     allocation, pattern = _tidy(problem, incumbent.best.allocation), incumbent.best.pattern
     plan = Plan(
         chain=problem.chain,
@@ -90,6 +91,7 @@ def make_plan(
             solver=None if incumbent.best.status is None else settings.solver,
             solver_status=status or incumbent.best.status,
             version=__version__,
+            alternatives=() if sooner is None else (sooner,),
         ),
         schedule=incumbent.best.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
     )

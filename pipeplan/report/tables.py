@@ -177,33 +177,36 @@ MEANING: dict[Weights, str] = {
 
 
 def updates(plan: Plan, result: Evaluation) -> str:
-    """Return how often weights are updated, in microbatches and samples, and what more updates would cost."""
+    """Return how often weights are updated, in microbatches and samples, and what updating more often would cost."""
     each = plan.chain.microbatch
-    samples = "" if each == 1 else f" = {plan.interval * each} samples"
-    text = f"every {plan.interval} microbatches{samples}" if plan.interval > 1 else f"every microbatch{samples}"
+    text = _every(plan.interval) + ("" if each == 1 else f" = {plan.interval * each} samples")
     for other in plan.provenance.alternatives:
         if other.weights == plan.policy.weights and other.period_ns is not None:
-            text += f"; every {other.microbatches}: {longer(other.period_ns, result)} with the same stages"
+            text += f"; {_every(other.microbatches)}: {longer(other.period_ns, result)} with the same stages"
     return text
+
+
+def _every(microbatches: int) -> str:
+    return "every microbatch" if microbatches == 1 else f"every {microbatches} microbatches"
 
 
 def other_weights(plan: Plan, result: Evaluation) -> str | None:
     """Return what was found with the same updates of weights that are kept otherwise, or None where nobody looked."""
-    found = [other for other in plan.provenance.alternatives if other.weights != plan.policy.weights]
-    if not found:
-        return None
-    texts = [
+    found = [
         f"{x.weights} "
-        + ("fits nowhere" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
-        for x in found
+        + ("finds no plan" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
+        for x in plan.provenance.alternatives
+        if x.weights != plan.policy.weights
     ]
-    return f"--weights {', '.join(texts)}, as far as a second of search tells, with as many samples an update"
+    return f"{', '.join(found)}, by a quick search at the same interval" if found else None
 
 
 def longer(period_ns: int, result: Evaluation) -> str:
-    """Return in words how much longer (or shorter) a period is than the plan's."""
+    """Return in words how much longer or shorter a period is than the plan's."""
     ratio = period_ns / result.period_ns
-    return f"{ratio:.2f} times longer" if ratio >= 1 else f"{1 / ratio:.2f} times shorter"
+    if max(ratio, 1 / ratio) >= 1.1:
+        return f"{ratio:.2f} times longer" if ratio > 1 else f"{1 / ratio:.2f} times shorter"
+    return f"{abs(ratio - 1):.1%} {'longer' if ratio >= 1 else 'shorter'}"
 
 
 def _state(plan: Plan) -> str:

@@ -232,6 +232,11 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"contiguous|one-special|any",
         "the plan is in that class; class any is derived anew, and the others are called claims",
     ),
+    r"samples_per_update": (r"left out|null", "null is the default: it follows from the policy"),
+    r"lower_bounds\[\d+\]\.any_interval": (
+        r"left out|flipped",
+        "a bound of any interval is one of this, and the other way round where the costs of updates round away",
+    ),
     r"lower_bounds\[\d+\]\.(checkpointing|replicas)": (
         r"none|stages|segments|flipped",
         "the plan is in that class, whose bound is derived anew or called a claim",
