@@ -12,7 +12,6 @@ from ..deadline import OutOfTime
 from ..errors import Infeasible
 from ..integers import ceil_div
 from ..partition.balance import balance
-from ..plan import Allocation
 from ..problem import Device, Platform, Problem
 from ..schedule.gpipe import gpipe
 from ..schedule.memory import run_uses
@@ -20,7 +19,7 @@ from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .incumbent import Settings
 from .interval import at_interval
-from .plan import Planned, make_plan
+from .plan import AUTO, Planned, make_plan, with_interval
 from .simulated import MINI_BATCH_PER_DEVICE
 
 GPIPE = "gpipe"
@@ -39,13 +38,13 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class OnePlatform:
-    """One platform: its number of GPUs, the memory of each (bytes), what all plans update weights after (None without
-    any plan), the bound of class ``any`` (ns), a cell each."""
+    """One platform: its number of GPUs, the memory of each (bytes), after how much all plans update
+    weights, the bound of class ``any`` (ns), a cell each."""
 
     gpus: int
     memory_bytes: int
-    update_microbatches: int | None
-    update_samples: int | None
+    update_microbatches: int
+    update_samples: int
     bound_ns: int
     cells: tuple[Reached, ...]
 
@@ -83,42 +82,43 @@ def compare(
 def _row(
     problem: Problem, algorithms: Sequence[str], clock: Callable[[], float], settings: Settings | None, effort: str
 ) -> OnePlatform:
-    interval, plans, seconds = problem.policy.accumulate, dict[str, Planned | None](), dict[str, float]()
+    plans, seconds = dict[str, Planned | None](), dict[str, float]()
 
-    def make(name: str, earlier: Planned | None = None) -> None:
+    def make(name: str, algorithm: str) -> None:
         began = clock()
-        known = () if earlier is None else (Allocation(earlier.plan.allocation.stages),)
         try:
-            plans[name] = make_plan(problem, name, settings=settings, effort="quick" if known else effort, known=known)
+            plans[name] = make_plan(problem, algorithm, settings=settings, effort=effort)
         except (Infeasible, OutOfTime):
             plans[name] = None
         seconds[name] = seconds.get(name, 0.0) + clock() - began
 
+    interval = problem.policy.accumulate
     planned = [name for name in algorithms if name != GPIPE]
+    for name in planned:
+        make(name, name)
     if interval is None:
-        for name in planned:
-            make(name)
         intervals = [found.plan.interval for found in plans.values() if found is not None]
-        if not planned:
-            intervals = [MINI_BATCH_PER_DEVICE * len(problem.platform)]
-        interval = max(intervals, default=None)
-    if interval is not None:
+        interval = max(intervals, default=MINI_BATCH_PER_DEVICE * len(problem.platform))
         problem = at_interval(problem, interval)
-        for name in planned:
-            found = plans.get(name)
-            if name not in plans or (found is not None and found.plan.policy.accumulate != interval):
-                make(name, found)
+        for name, found in list(plans.items()):
+            if found is not None and found.plan.policy.accumulate != interval:
+                slow = name == AUTO and found.plan.schedule.kind == "pattern"  # its own stages, or a quick search's
+                make(name, "contiguous" if slow else name)
+                plans[name] = _better(plans[name], with_interval(found, interval)) if slow else plans[name]
     cells = []
     for name in algorithms:
+        began = clock()
         if name == GPIPE:
-            began = clock()
-            period = None if interval is None else gpipe_period_ns(problem, interval)
-            cells.append(Reached(name, period, None, clock() - began))
+            cells.append(Reached(name, gpipe_period_ns(problem, interval), None, clock() - began))
         else:
             cells.append(_reached(name, plans[name], seconds[name]))
-    samples = None if interval is None else interval * problem.chain.microbatch
-    memory = problem.platform.devices[0].memory_bytes
-    return OnePlatform(len(problem.platform), memory, interval, samples, any_bound(problem).period_ns, tuple(cells))
+    count, memory = len(problem.platform), problem.platform.devices[0].memory_bytes
+    samples = interval * problem.chain.microbatch
+    return OnePlatform(count, memory, interval, samples, any_bound(problem).period_ns, tuple(cells))
+
+
+def _better(one: Planned | None, other: Planned) -> Planned:
+    return one if one is not None and one.evaluation.period_ns <= other.evaluation.period_ns else other
 
 
 def _reached(algorithm: str, found: Planned | None, seconds: float) -> Reached:

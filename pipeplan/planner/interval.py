@@ -56,7 +56,8 @@ def smaller_intervals(found: Incumbent, widen: bool) -> Iterator[tuple[int, Sche
 
 def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tuple[int, Scheduled]]:
     """Yield smaller intervals at which the stages of ``best`` take ``longest`` ns at most, first in the same order."""
-    problem, stages = found.problem, best.allocation.stages
+    problem, stages, first = found.problem, best.allocation.stages, best.pattern
+    assert first is not None
     same_costs = not updates_cost_time(problem)  # else the claim was about updates at their limit
     allocation = best.allocation if same_costs else Allocation(stages)
 
@@ -64,7 +65,7 @@ def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tupl
         return may_reach(_graph(problem, stages, interval), longest) or None
 
     def as_before(interval: int) -> Pattern | None:
-        pattern = retimed(problem, best, interval)
+        pattern = retimed(problem, best.allocation, first, interval)
         return pattern if pattern is not None and pattern.period_ns <= longest else None
 
     least = smallest(possible, most_replicas(stages), ENDLESS)
@@ -94,11 +95,11 @@ def _scheduled(found: Incumbent, allocation: Allocation, interval: int, longest:
     return Scheduled(pattern.period_ns, allocation, pattern, status)
 
 
-def retimed(problem: Problem, best: Scheduled, interval: int) -> Pattern | None:
-    """Return the pattern of ``best`` with its operations in the same order and another interval between updates."""
-    assert best.pattern is not None
-    graph = _graph(problem, best.allocation.stages, interval)
-    return retime(graph, order_of(graph, starts_of(best.pattern), best.pattern.period_ns))
+def retimed(problem: Problem, allocation: Allocation, pattern: Pattern, interval: int) -> Pattern | None:
+    """Return the shortest pattern with the order that ``pattern`` has under ``problem``, with another interval."""
+    now = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+    order = order_of(now, starts_of(pattern), pattern.period_ns)
+    return retime(_graph(problem, allocation.stages, interval), order)
 
 
 def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
@@ -113,7 +114,7 @@ def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
     if graph.contiguous:
         pattern = best_one_f_one_b_star(_graph(problem, best.allocation.stages, interval))
     else:
-        pattern = retimed(problem, best, interval)
+        pattern = retimed(problem, best.allocation, best.pattern, interval)
     return None if pattern is None else Alternative(problem.policy.weights, interval, pattern.period_ns)
 
 

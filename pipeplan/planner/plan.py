@@ -5,13 +5,14 @@ Takes and returns values; the clock belongs to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..check.bounds import any_bound
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
+from ..cost.stage_graph import stage_graph
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
@@ -19,10 +20,11 @@ from ..partition.contiguous.contiguous import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
+from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..version import __version__
 from .explain import why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Settings, run_search
-from .interval import at_interval, more_often, smaller_intervals, updates_cost_time
+from .interval import at_interval, more_often, retimed, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
 from .simulated import plan_drained, plan_nf1b
@@ -46,23 +48,22 @@ def make_plan(
     effort: str = "normal",
     schedule: ScheduleKind | None = None,
     limit: int | None = None,
-    known: Sequence[Allocation] = (),
 ) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
     ``options`` go to the algorithm. ``schedule`` is one that goes with the weights policy, by default the first that
-    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen);
-    ``known`` are allocations to try beside those that the algorithm proposes. An undecided ``policy.accumulate`` is
-    decided here: under 2bw the fewest microbatches whose period is within 0.1% of the best of any interval, four per
-    device where mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends
-    the search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
+    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen). An
+    undecided ``policy.accumulate`` is decided here: under 2bw the fewest microbatches whose period is within 0.1% of
+    the best of any interval, four per device where mini-batches are drained, under nF1B the best of several sizes,
+    otherwise one. A KeyboardInterrupt ends the search with the best plan so far, if there is one; the problem's
+    deadline too, or with the best of the simplest.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
     settings, options = settings or Settings(), dict(options or {})
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
-    propose = _proposer(algorithm, options, effort, known)
+    propose = _proposer(algorithm, options, effort)
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
     if row.drains:
@@ -132,12 +133,11 @@ def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
         raise BadInput(f"--accumulate, --limit: on {stages} stages {endless}")
 
 
-def _proposer(algorithm: str, options: dict[str, Any], effort: str, known: Sequence[Allocation]) -> Propose:
+def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
+    if algorithm == AUTO:
+        return lambda incumbent: search(incumbent, EFFORTS[effort])
+
     def propose(incumbent: Incumbent) -> None:
-        incumbent.try_all(known)
-        if algorithm == AUTO:
-            search(incumbent, EFFORTS[effort])
-            return
         if algorithm == "contiguous":
             found = propose_contiguous(incumbent)
         else:
@@ -162,20 +162,38 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings, widen:
     status = run_search(propose, incumbent)
     if not problem.policy.open or incumbent.best is None:
         return incumbent, status
+    ended = status == "interrupted" or incumbent.expired
     try:
         for interval, scheduled in smaller_intervals(incumbent, widen):
             again = Incumbent(at_interval(problem, interval), settings, start=scheduled)
-            if status is not None:
+            if ended:
                 break
     except KeyboardInterrupt:
-        status = "interrupted"
+        status, ended = "interrupted", True
     except OutOfTime:
-        status = "time limit"
+        status, ended = "time limit", True
     shortest = widen and again.best_ns == incumbent.best_ns
-    if status is None and not shortest and updates_cost_time(problem):
-        status = run_search(propose, again, dispensable=True)
+    if not ended and not shortest and updates_cost_time(problem):
+        status = run_search(propose, again, dispensable=True) or status
     again.bounds = incumbent.bounds
     return again, status
+
+
+def with_interval(found: Planned, interval: int) -> Planned:
+    """Return the stages of a plan with a pattern, checked, with updates as often or rarer: every ``interval``
+    microbatches; its operations keep their order where the integer program found it."""
+    plan = found.plan
+    assert plan.pattern is not None
+    problem = Problem(plan.chain, plan.platform, plan.policy)
+    policy = replace(plan.policy, accumulate=interval)
+    graph = stage_graph(plan.chain, plan.platform, policy, plan.allocation.stages)
+    if graph.contiguous:
+        pattern = best_one_f_one_b_star(graph)
+    else:
+        pattern = retimed(problem, plan.allocation, plan.pattern, interval)
+    bounds = tuple(bound for bound in plan.lower_bounds if bound.any_interval)
+    plan = replace(plan, policy=policy, pattern=pattern, lower_bounds=bounds)
+    return Planned(plan, check(plan))
 
 
 def _tidy(problem: Problem, allocation: Allocation) -> Allocation:

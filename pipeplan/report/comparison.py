@@ -33,7 +33,7 @@ def print_rows(
         table.add_row(
             str(row.gpus),
             f"{row.memory_bytes / 1e9:g} GB",
-            str(row.update_samples or "-"),
+            str(row.update_samples),
             f"{row.bound_ns / 1e6:.2f}",
             *(_period(cell, row) for cell in row.cells),
         )

@@ -157,7 +157,6 @@ def test_overlap_offload_and_overhead_are_said(profile: str, pipeplan: Command) 
     ("extra", "message"),
     [
         (["--data-parallel", "auto"], "say its samples with --batch"),
-        (["--batch", "16"], "--batch goes with --data-parallel"),
         (["--microbatch", "2"], "--microbatch goes with --data-parallel"),
         (["--overlap"], "--overlap goes with --data-parallel"),
         (["--data-parallel", "auto", "--batch", "16", "--weights", "2bw"], "which is --weights flush, not 2bw"),

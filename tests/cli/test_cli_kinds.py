@@ -42,7 +42,8 @@ def test_plan_says_the_kind_and_its_limit(profile: str, pipeplan: Command) -> No
     code, out, _ = pipeplan(*common, *OPTIONS["nf1b"])
     assert code == 0
     assert "one backward for a mini-batch of 2 microbatches, at most" in out
-    assert "latest, one update every 2 microbatches" in out
+    assert "weights     latest: one version" in out
+    assert "update      every 2 microbatches" in out
     code, out, _ = pipeplan(*common, *OPTIONS["nf1b"], "--vertical-sync", "--limit", "3")
     assert "at most 3 mini-batches inside" in out
     assert "vertical sync" in out
