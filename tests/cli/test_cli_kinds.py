@@ -92,11 +92,11 @@ def test_simulate_runs_its_own_schedule_and_compares_others(planned: tuple[str, 
 def test_nf1b_on_any_plan_reports_period_peaks_and_versions(tmp_path: Path, profile: str, pipeplan: Command) -> None:
     path = str(tmp_path / "pattern.json")
     pipeplan("plan", profile, "--gpus", "4", "--mem", "1GB", "--no-replicas", "-o", path)
-    code, out, _ = pipeplan("simulate", path, "--schedule", "nf1b", "--batch", "3")
+    code, out, _ = pipeplan("simulate", path, "--schedule", "nf1b", "--batch", "12")
     assert code == 0
     assert "period " in out
     assert re.search(r"versions by stage: 1, 1, 1, 1; with vertical sync \d, \d, \d, \d", out)
-    code, out, _ = pipeplan("simulate", path, "--schedule", "nf1b", "--batch", "3", "--json")
+    code, out, _ = pipeplan("simulate", path, "--schedule", "nf1b", "--batch", "12", "--json")
     figures = json.loads(out)
     assert figures["microbatches"] % 3 == 0
     assert figures["nf1b"]["versions"] == [1, 1, 1, 1]

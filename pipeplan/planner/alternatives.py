@@ -1,0 +1,74 @@
+"""What would a plan's problem take with weights kept otherwise? As far as about a second of search tells.
+
+So that nobody takes delayed weights without need, or drains without knowing the price. The work is bounded by counts,
+not by a clock: equal inputs give equal answers.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from ..check.validate import check
+from ..deadline import OutOfTime
+from ..partition.cuts import legal_cuts
+from ..plan import Alternative, Plan, Provenance, Schedule
+from ..problem import Problem, Weights
+from ..schedule.kinds import kinds_for
+from .incumbent import Incumbent, Settings
+from .plan import Planned
+from .portfolio import propose_contiguous
+from .proposals import with_others
+from .simulated import plan_drained
+
+COMPARED: tuple[Weights, ...] = ("flush", "2bw", "stash")
+MOST_PLACES = 10**7  # cuts squared times GPUs, whose exact contiguous search takes about a second
+MOST_STEPS = 3 * 10**5  # of simulated mini-batches, which take as long
+_DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates, about
+
+
+def with_alternatives(planned: Planned, problem: Problem) -> Planned:
+    """Return the plan with what the best contiguous plans take with weights kept otherwise, at the same interval.
+
+    Stages are stored or recomputed whole. Left out are all for networks and platforms that take longer to search, the
+    drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
+    """
+    plan = planned.plan
+    if len(legal_cuts(problem)) ** 2 * len(problem.platform) > MOST_PLACES:
+        return planned
+    found = list(plan.provenance.alternatives)
+    with suppress(OutOfTime):
+        for weights in COMPARED:
+            if weights != plan.policy.weights:
+                found += _alternative(problem, weights, plan.interval)
+    return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, alternatives=tuple(found))))
+
+
+def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alternative]:
+    """Return what the best contiguous plan found takes; nothing where a second isn't enough to tell."""
+    policy = replace(problem.policy, weights=weights, accumulate=interval, vertical_sync=False)
+    allowed = "none" if problem.checkpointing == "none" else "stages"
+    here = replace(problem.with_policy(policy), checkpointing=allowed)
+    here.deadline.check()
+    kind = kinds_for(weights)[0]
+    if kind == "flush":
+        steps = interval * (4 * min(len(here.platform), len(here.chain)) - 2)
+        if steps > MOST_STEPS:
+            return []
+        propose = with_others(_contiguous) if _DRAINED * steps <= MOST_STEPS else _contiguous
+        incumbent, _ = plan_drained(here, propose, Settings(), False, kind, None)
+    else:
+        incumbent = Incumbent(here, Settings())
+        _contiguous(incumbent)
+    if incumbent.best is None:
+        return [Alternative(weights, interval, None)]
+    schedule = Schedule(kind, interval if kind == "flush" else None)
+    best = incumbent.best
+    plan = Plan(
+        here.chain, here.platform, policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule
+    )
+    return [Alternative(weights, interval, check(plan).period_ns)]
+
+
+def _contiguous(incumbent: Incumbent) -> None:
+    incumbent.try_all(propose_contiguous(incumbent))
