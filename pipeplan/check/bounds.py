@@ -14,7 +14,7 @@ from math import ceil
 
 from ..cost import memory_model, time_model
 from ..cost.saved import first_saved
-from ..integers import smallest
+from ..integers import ceil_div, most_in_common, smallest
 from ..plan import Bound
 from ..problem import Problem
 
@@ -143,7 +143,8 @@ def _cases(problem: Problem) -> list[_Case]:
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = min(problem.chain.cut_bytes[1:-1])
         transfer = min(platform.transfer_ns(least_cut, k) for k in range(len(platform.levels)))
-        floor = transfer if platform.full_duplex else 2 * transfer
+        load = transfer if platform.full_duplex else 2 * transfer
+        floor = ceil_div(load, most_in_common(len(platform)) if problem.replicas else 1)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1)
         cases.append(_Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
     return cases

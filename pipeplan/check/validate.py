@@ -242,7 +242,9 @@ def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
 
 
 def _each(resource: Resource) -> str:
-    return resource.name if resource.is_link or resource.replicas == 1 else f"each of {resource.name}"
+    if resource.replicas == 1:
+        return resource.name
+    return f"each {'pair ' if resource.is_link else ''}of {resource.name}"
 
 
 def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import lcm
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
@@ -65,18 +66,34 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What one operation occupies at a time: the devices of a group (each sees every ``replicas``-th microbatch), or a
-    link between two groups, which every microbatch uses (``replicas`` 1 and no ``memory_bytes``)."""
+    """What one operation occupies at a time: a device of a group, or a link of those between two groups (``ends``).
+
+    Each of ``replicas`` devices or links sees every ``replicas``-th microbatch. Groups of r and s devices have
+    lcm(r, s) links: microbatch m takes that from device ``m mod r`` of the one to device ``m mod s`` of the other.
+    """
 
     name: str
     devices: tuple[int, ...]
     replicas: int
     memory_bytes: int | None = None
+    ends: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_link(self) -> bool:
         """Whether this is a link."""
         return self.memory_bytes is None
+
+    def one_name(self, replica: int) -> str:
+        """Return the name of one of its devices or links: ``device 3``, ``link 3 - 5``."""
+        if not self.is_link:
+            return f"device {self.devices[replica]}"
+        if self.replicas == 1:
+            return self.name
+        arrow = _ARROW["->" in self.name]
+        return "link " + arrow.join(str(end[replica % len(end)]) for end in self.ends)
+
+
+_ARROW = (" - ", " -> ")  # both directions, one
 
 
 @dataclass(frozen=True)
@@ -84,8 +101,8 @@ class StageGraph:
     """Stages, their resources, and the path ``F_0, SEND_F_0, F_1, ..., B_1, SEND_B_1, B_0`` of one microbatch.
 
     A transfer stands between neighbours on different devices when its cut has bytes. Resources: the device groups in
-    order of first use, then the links (one per unordered pair of groups; per direction when full duplex). ``tied`` are
-    the sets of stages that share weights.
+    order of first use, then the links (those of an unordered pair of groups; per direction when full duplex). ``tied``
+    are the sets of stages that share weights.
     """
 
     stages: tuple[StageCost, ...]
@@ -287,5 +304,5 @@ def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
 
 
 def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
-    arrow = " -> " if platform.full_duplex else " - "
-    return Resource(f"link {format_devices(one)}{arrow}{format_devices(other)}", one + other, 1)
+    name = "link " + _ARROW[platform.full_duplex].join(map(format_devices, (one, other)))
+    return Resource(name, one + other, lcm(len(one), len(other)), ends=(one, other))

@@ -223,7 +223,7 @@ def make_program(
     limit: int | None = None,
     weight_keeps: Fraction = Fraction(1),
 ) -> Program:
-    """Return the program whose lanes run ``orders``: (resource, replica) to steps in order; links have replica 0.
+    """Return the program whose lanes run ``orders``: (resource, replica) to steps in order.
 
     A lane without an order decides as it goes: as ``rules`` say for it, or for what comes first, as links do.
     """
@@ -233,9 +233,9 @@ def make_program(
         on[work.resource].append(position)
     lanes: list[Lane] = []
     for index, resource in enumerate(graph.resources):
-        for replica in range(resource.replicas):
+        for replica in range(min(resource.replicas, max(1, microbatches)) if resource.is_link else resource.replicas):
             device = None if resource.is_link else resource.devices[replica]
-            name = resource.name if resource.is_link else f"device {device}"
+            name = resource.one_name(replica)
             order = orders.get((index, replica))
             if order is not None:
                 lanes.append(Lane(name, device, tuple(order)))

@@ -55,11 +55,12 @@ def test_neighbours_on_one_device_and_cuts_without_bytes_need_no_transfer():
     assert [stage.buffer_bytes for stage in graph.stages] == [0, 0]
 
 
-def test_one_link_per_pair_of_groups_and_one_per_direction_in_full_duplex():
+def test_pairs_of_groups_share_links_which_are_one_per_direction_in_full_duplex():
     stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2,)), Stage(2, 3, (0, 1)), Stage(3, 4, (2,))]
     graph = stage_graph(CHAIN, FLAT, Policy(), stages)
     assert [r.name for r in graph.resources] == ["devices 0,1", "device 2", "link 0,1 - 2"]
-    assert [r.replicas for r in graph.resources] == [2, 1, 1]
+    assert [r.replicas for r in graph.resources] == [2, 1, 2]
+    assert [graph.resources[2].one_name(i) for i in range(2)] == ["link 0 - 2", "link 1 - 2"]
     assert [path(graph)[i] for i in graph.on_resource[2]] == [
         "SEND_F0",
         "SEND_F1",
@@ -71,9 +72,21 @@ def test_one_link_per_pair_of_groups_and_one_per_direction_in_full_duplex():
     duplex = Platform(FLAT.devices, FLAT.levels, full_duplex=True)
     graph = stage_graph(CHAIN, duplex, Policy(), stages)
     assert [r.name for r in graph.resources[2:]] == ["link 0,1 -> 2", "link 2 -> 0,1"]
+    assert [graph.resources[3].one_name(i) for i in range(2)] == ["link 2 -> 0", "link 2 -> 1"]
     assert [path(graph)[i] for i in graph.on_resource[2]] == ["SEND_F0", "SEND_F2", "SEND_B2"]
     assert [path(graph)[i] for i in graph.on_resource[3]] == ["SEND_F1", "SEND_B3", "SEND_B1"]
     assert stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 4, (0, 1, 2, 3))]).resources[0].name == "devices 0-3"
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1), (2, 1), (1, 3), (2, 2), (2, 3), (4, 6), (5, 4)])
+def test_two_groups_have_a_link_for_every_two_gpus_that_exchange_microbatches(one, other):
+    groups = tuple(range(one)), tuple(range(one, one + other))
+    graph = stage_graph(CHAIN, Platform.flat(10, 10**6), Policy(), [Stage(0, 2, groups[0]), Stage(2, 4, groups[1])])
+    link = graph.resources[2]
+    pairs = [f"link {groups[0][m % one]} - {groups[1][m % other]}" for m in range(one * other)]
+    assert len(set(pairs)) == link.replicas
+    if link.replicas > 1:
+        assert [link.one_name(m % link.replicas) for m in range(one * other)] == pairs
 
 
 def test_levels_set_the_pace_of_transfers_and_of_synchronisation():

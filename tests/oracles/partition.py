@@ -96,7 +96,9 @@ class ContiguousJudge:
         """Return the least period that loads, links and synchronisation allow."""
         share = 2 if self.problem.platform.full_duplex else 1
         loads = [-(-self.cost(s)[0] // len(s.devices)) for s in stages]
-        return max(1, *loads, *(self.cost(s)[5] for s in stages), *(-(-c // share) for c in self.trips(stages)), 1)
+        links = [pairs(len(a.devices), len(b.devices)) for a, b in pairwise(stages)]
+        trips = [-(-(c // share) // n) for c, n in zip(self.trips(stages), links, strict=True)]
+        return max(1, *loads, *(self.cost(s)[5] for s in stages), *trips, 1)
 
     def valid(self, stages: tuple[Stage, ...], period: int) -> bool:
         """Whether the 1F1B* pattern of ``period`` ns exists, fits the memory and what the policy accumulates over."""
@@ -129,7 +131,8 @@ class ContiguousJudge:
             if policy.weights == "2bw" and policy.accumulate is not None and -(-delay // period) > policy.accumulate:
                 return False
             if k > 0:
-                delay = delay + trips[k - 1] if duplex else plus(delay, trips[k - 1], period)
+                links = pairs(len(stages[k - 1].devices), len(stage.devices))
+                delay = delay + trips[k - 1] if duplex else plus(delay, trips[k - 1], links * period)
         return True
 
     def trips(self, stages: tuple[Stage, ...]) -> list[int]:
@@ -170,7 +173,8 @@ class ContiguousJudge:
 def contiguous_decision(problem: Problem, period: int) -> bool:
     """Whether a contiguous allocation has ``period`` ns: the plain recursion on one-level platforms of equal devices.
 
-    For chains that are too long to enumerate. Smallest delay by (first layer, devices used), nothing pruned.
+    For chains that are too long to enumerate. Smallest delay by (first layer, devices used, of them by the first
+    stage), nothing pruned.
     """
     chain, devices, platform = problem.chain, len(problem.platform), problem.platform
     assert len(platform.levels) == 1
@@ -178,13 +182,14 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
     judge = ContiguousJudge(problem)
     layers = len(chain)
     trips = [0, *(2 * platform.transfer_ns(chain.cut_bytes[i], 0) for i in range(1, layers)), 0]
-    best: dict[tuple[int, int], int] = {(layers, 0): 0}
+    best: dict[tuple[int, int, int], int] = {(layers, 0, 1): 0}
     for start in range(layers - 1, -1, -1):
-        for (stop, used), behind in list(best.items()):
-            if trips[stop] > period:
-                continue
-            entering = plus(behind, trips[stop], period)
+        for (stop, used, other), behind in list(best.items()):
             for r in range(1, (devices - used if problem.replicas else min(1, devices - used)) + 1):
+                links = pairs(r, other)
+                if trips[stop] > links * period:
+                    continue
+                entering = plus(behind, trips[stop], links * period)
                 for checkpoint in checkpoints(problem, start, stop):
                     work, weights, parameters, kept, peak, sync = judge.cost(
                         Stage(start, stop, tuple(range(r)), checkpoint)
@@ -197,10 +202,15 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
                     memory += memory_model.held_bytes(kept, peak, group)
                     memory += 2 * (chain.cut_bytes[start] if start else 0)
                     memory += 2 * (chain.cut_bytes[stop] if stop < layers else 0)
-                    key = start, used + r
+                    key = start, used + r, r
                     if memory <= platform.devices[0].memory_bytes and delay < best.get(key, delay + 1):
                         best[key] = delay
-    return any(start == 0 for start, _ in best)
+    return any(start == 0 for start, _, _ in best)
+
+
+def pairs(one: int, other: int) -> int:
+    """Return how many pairs of devices of two groups exchange microbatches: m is on the devices m mod r of each."""
+    return len({(m % one, m % other) for m in range(one * other)})
 
 
 def plus(x: int, y: int, period: int) -> int:

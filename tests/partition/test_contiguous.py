@@ -171,7 +171,7 @@ def test_more_devices_than_layers_leaves_some_unused_or_replicates() -> None:
     assert sum(stage.replicas for stage in straight.stages) == 2
     (replicated,) = contiguous(Problem(unit_chain(2, weight_bytes=0), Platform.flat(6, 100)))
     assert replicated.claimed_period_ns == 1
-    assert replicated.data_parallel
+    assert sum(stage.replicas for stage in replicated.stages) == 6
 
 
 def test_no_plan_fits_too_little_memory() -> None:

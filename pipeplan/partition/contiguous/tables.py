@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model
-from ...integers import Ints
+from ...integers import Ints, most_in_common
 from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..in_flight import version_counts
@@ -158,9 +158,11 @@ def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
 
 
 def closed(tables: StageTables, round_trips: Ints, period: int) -> Ints:
-    """Return the round trips with NEVER for those that a link cannot carry once per ``period``."""
-    load = round_trips // 2 if tables.problem.platform.full_duplex else round_trips
-    return np.where(load <= period, round_trips, NEVER)
+    """Return the round trips with NEVER for those that no links between two groups can carry once per ``period``."""
+    problem = tables.problem
+    load = round_trips // 2 if problem.platform.full_duplex else round_trips
+    links = most_in_common(len(problem.platform)) if problem.replicas else 1
+    return np.where(load <= min(links * period, NEVER - 1), round_trips, NEVER)
 
 
 def longest_delay(problem: Problem, period: int) -> int:
