@@ -133,11 +133,11 @@ def _cases(problem: Problem) -> list[_Case]:
     speeds = sorted((device.speed for device in platform.devices), reverse=True)
     weight_bytes, parameters = int(sums.weight_bytes[-1]), int(sums.parameters[-1])
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
-    fastest_link = max(level.bandwidth for level in platform.levels)
+    fastest = max(level.bandwidth for level in platform.levels), platform.paths[0][1]
     memories, powers = list(accumulate(d.memory_bytes for d in devices)), list(accumulate(speeds))
     cases = []
     for r in range(1, len(platform) + 1 if problem.replicas else 2):
-        sync = time_model.sync_period_ns(policy, gradient, r, fastest_link)
+        sync = time_model.sync_period_ns(policy, gradient, r, *fastest)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, r)
         cases.append(_Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:

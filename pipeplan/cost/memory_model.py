@@ -163,9 +163,10 @@ def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, rec
     return storages(chain).keeps_behind(start, stop, held, recomputed)
 
 
-def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int) -> int:
+def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int, latency_ns: int = 0) -> int:
     """Return the most gradient bytes whose :func:`sync_period_ns` is at most ``period``: its inverse, for searches."""
     if replicas == 1:
         return 2**62
-    load = period * replicas * bandwidth * policy.update_interval(replicas)
-    return min(load // (2 * (replicas - 1) * 10**9), 2**62)
+    steps = 2 * (replicas - 1)
+    left = period * policy.update_interval(replicas) - steps * latency_ns
+    return max(0, min(left * replicas * bandwidth // (steps * 10**9), 2**62))

@@ -217,9 +217,9 @@ def _stage_cost(
     kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
     speed = platform.slowest(stage.devices).speed
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
-    bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
+    path = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
-    sync_period = time_model.sync_period_ns(policy, gradient, r, bandwidth)
+    sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
         update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
@@ -275,8 +275,7 @@ def _with_tied_sums(
 
 
 def _ring_ns(platform: Platform, size: int, devices: Sequence[int]) -> int:
-    bandwidth, _ = platform.paths[platform.level_of(devices)]
-    return time_model.ring_all_reduce_ns(size, len(devices), bandwidth)
+    return time_model.ring_all_reduce_ns(size, len(devices), *platform.paths[platform.level_of(devices)])
 
 
 def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:

@@ -159,14 +159,14 @@ class ContiguousJudge:
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
         gradient = memory_model.gradient_bytes(policy, weights, parameters)
-        bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
+        path = platform.paths[platform.level_of(stage.devices)]
         return (
             work,
             weights,
             parameters,
             kept,
             peak,
-            time_model.sync_period_ns(policy, gradient, len(stage.devices), bandwidth),
+            time_model.sync_period_ns(policy, gradient, len(stage.devices), *path),
         )
 
 

@@ -35,7 +35,14 @@ def shape(allocation: Allocation) -> str:
 
 
 def floor_ns(problem: Problem, allocation: Allocation) -> int:
-    return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages).period_floor_ns
+    """Return the least period by PipeDream's charges: all replicas share one link at every cut, rings never wait."""
+    instant = replace(problem.platform, levels=tuple(replace(x, latency_ns=0) for x in problem.platform.levels))
+    graph, other = (
+        stage_graph(problem.chain, platform, problem.policy, allocation.stages)
+        for platform in (problem.platform, instant)
+    )
+    shared = tuple(replace(x, replicas=1) if x.is_link else x for x in graph.resources)
+    return replace(graph, resources=shared, stages=other.stages).period_floor_ns
 
 
 # --- the paper's mode ------------------------------------------------------------------------------------------------

@@ -178,8 +178,8 @@ def largest_synced_gradients(problem: Problem, period: int) -> Ints:
     policy, count = problem.policy, len(problem.platform)
     return np.array(
         [
-            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, width) for r in range(1, count + 1))]
-            for width, _ in problem.platform.paths
+            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, *path) for r in range(1, count + 1))]
+            for path in problem.platform.paths
         ],
         dtype=np.int64,
     )

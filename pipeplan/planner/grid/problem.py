@@ -188,6 +188,7 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     drain = work / (1 - Fraction(count - 1, count) ** p)
     gradient = memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
     rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
+    rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
     if overlaps:
         rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
