@@ -280,6 +280,13 @@ def test_a_decoder_recomputes_only_as_many_blocks_as_it_must() -> None:
     assert len(set(periods)) >= 3
 
 
+def test_layers_that_keep_nothing_need_memory_for_their_weights_alone() -> None:
+    chain = Chain("stateless", (Layer("a", 1, 2, 1, 0, saved_bytes=0),) * 2, 0)
+    found = smallest_period(Problem(chain, Platform.flat(2, 3), replicas=False, checkpointing="segments"))
+    assert found is not None
+    assert found.lower_bound_ns == found.claimed_period_ns == 3  # two microbatches in flight at the first stage
+
+
 def test_many_layers_give_a_plan_that_does_not_claim_to_be_optimal() -> None:
     rng = random.Random(3)
     layers = tuple(
