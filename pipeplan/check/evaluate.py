@@ -94,7 +94,8 @@ def fits(evaluation: Evaluation) -> bool:
 def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
     """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
 
-    The last stage has its gradient at once and holds one mini-batch.
+    The last stage has its gradient at once and holds one mini-batch, but under vertical sync the weights with which each
+    one inside has entered.
     """
     program = steady.timeline.program
     graph, limit = program.graph, program.limit or 1
@@ -102,7 +103,7 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
     for s, stage in enumerate(graph.stages):
         admitted = limit if s < len(graph.stages) - 1 else 1
         count = admitted * program.batch
-        kept = admitted + 1 if graph.policy.vertical_sync else 1
+        kept = limit + 1 if graph.policy.vertical_sync else 1
         device = graph.resources[stage.resource].devices[0]
         uses[device] = DeviceUse(
             platform.devices[device].memory_bytes,

@@ -272,6 +272,11 @@ def test_weights_in_several_stages_are_summed_over_all_their_devices_once_per_gr
     assert sum(updates(pair, shared)) == 0, "one device has both copies"
 
 
+def test_stages_without_times_have_no_floor():
+    chain = Chain("still", (Layer("a", 0, 0, 5, 0),) * 2, 1)
+    assert stage_graph(chain, FLAT, Policy(), [Stage(0, 1, (0,)), Stage(1, 2, (1,))]).period_floor_ns == 0
+
+
 def test_the_floor_is_reached_by_loads_alone():
     """No pattern is shorter than the floor, and a single stage's pattern reaches it."""
     for seed in range(60):
