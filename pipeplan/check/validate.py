@@ -165,7 +165,7 @@ def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[i
 
 def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
     """Return which layers share weights although their stages, with the policy, would let them drift apart."""
-    if policy.weights == "flush":
+    if policy.updates_together:
         return []
     found = []
     for one, other in chain.tied:
@@ -177,7 +177,7 @@ def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> li
             names = [f"{layer} ({shown(chain.layers[layer].name)})" for layer in (one, other)]
             found.append(
                 f"layers {names[0]} and {names[1]} share weights but are in stages {holders[0]} and {holders[1]}; only "
-                "--weights flush can keep them equal"
+                "--weights 2bw and flush can keep them equal"
             )
     return found
 
