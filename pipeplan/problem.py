@@ -295,8 +295,8 @@ class Problem:
     """An instance: the chain, the platform, the policy, and what a plan may use.
 
     ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
-    Layers that share weights may be in several stages where the policy allows it (``tied`` is ``apart``), or stay in one
-    (``together``); ``free`` is a relaxation for searches, where sums over stages take no time.
+    Layers that share weights may be in several stages where the policy allows it (``tied`` is ``apart``), or stay in
+    one (``together``); ``free`` is a relaxation for searches, where sums over stages take no time.
     Searches for plans raise OutOfTime at the ``deadline``, which changes no answer that comes before it.
     """
 

@@ -54,10 +54,9 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
-    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), and one whose stages sum the
-    gradients of weights that they share over more devices than they must (:mod:`.tied`). The
-    decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
-    and P devices before pruning.
+    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), and one whose replicas sum
+    the gradients of weights that stages share (:mod:`.tied`). The decision for one period is a dynamic program over
+    (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:

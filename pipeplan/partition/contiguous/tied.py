@@ -1,9 +1,9 @@
 """What do layers that share weights change about the search? Sums over the stages that have copies bound the period.
 
-Such a sum is no operation and delays nothing (ALGORITHMS section 2, synchronisation): it is a load of every interval on
-each stage with a copy, which depends on how many devices have one. So a problem is searched twice: with these layers in
-one stage, where there is no sum, and with any cuts, as if sums took no time. The second search's plan is then timed with
-its sums; whatever parts the layers takes at least the sum of two devices over the fastest link.
+Such a sum is no operation and delays nothing (ALGORITHMS section 2, synchronisation): it is a load of every interval
+on each stage with a copy, which depends on how many devices have one. So a problem is searched twice: with these layers
+in one stage, where there is no sum, and with any cuts, as if sums took no time. The second search's plan is then timed
+with its sums; whatever parts the layers takes at least the sum of two devices over the fastest link.
 """
 
 from __future__ import annotations
