@@ -15,7 +15,7 @@ from ..check.bounds import any_bound, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import InvalidPlan
-from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
+from ..plan import Allocation, Bound, OtherWeights, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
 from ..problem import Policy, Problem
 from ..schedule.pattern import DeviceUse
 from .forms import Instant, Positive, converted, form, json_text, read_json
@@ -51,11 +51,14 @@ BoundFile = form(
     rename={"allocation": "class"},
     period_ns=Positive,
 )
+OtherWeightsFile = form(OtherWeights, period_ns=Positive)
 ProvenanceFile = form(
     Provenance,
-    optional=(),
+    optional=("other_weights",),
+    brief=True,
     claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
     seconds=Annotated[float, msgspec.Meta(ge=0)],
+    other_weights=OtherWeightsFile | None,  # type: ignore[valid-type]  # a form
 )
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",

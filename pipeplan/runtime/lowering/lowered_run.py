@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import lcm
 
 from ...check.evaluate import evaluate
-from ...check.validate import tied_violations
+from ...check.shared_weights import tied_violations
 from ...cost.stage_graph import StageGraph, tied_stages
 from ...errors import BadInput
 from ...plan import Plan, Schedule
