@@ -44,7 +44,7 @@ from .training.newest_weights import read_weights_themselves
 from .training.optimizers import schedule_maker
 from .training.rank import Rank
 from .training.stage import StageModule
-from .training.stage_optimizer import BucketBuffers, check_elementwise
+from .training.stage_optimizer import BucketBuffers
 from .training.state import restore
 from .training.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
 from .training.update import StageUpdate
@@ -223,8 +223,6 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
         group, replicas, added = meeting.groups.get(s), rank.stage(s).replicas, copies_added(lowered, s, ties)
         waits = bool(tied) and lowered.waits(s)
-        if waits:
-            check_elementwise(job.make_optimizer, f"--weights {plan.policy.weights} where stages share some")
         keeping = Keeping(masters, bucket, plan.policy.offload, group is not None, tied, waits, buffers, states.note)
         runners[s] = _stage_module(job, rank, s, activations, meeting.recorder, keeping)
         versions = runners[s].versions
