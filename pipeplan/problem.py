@@ -272,6 +272,19 @@ class Policy:
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
 
+    @property
+    def drains(self) -> bool:
+        """Whether the pipeline empties before every update."""
+        return self.weights == "flush"
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether all stages make every update from the same microbatches, so that copies of weights stay equal.
+
+        Under the other policies each stage updates when its own backwards are over, at other times than the rest.
+        """
+        return self.weights in ("flush", "2bw")
+
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
         return max(replicas, self.accumulate or 1)
@@ -282,6 +295,8 @@ class Problem:
     """An instance: the chain, the platform, the policy, and what a plan may use.
 
     ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
+    Layers that share weights may be in several stages where the policy allows it (``tied`` is ``apart``), or stay in
+    one (``together``); ``free`` is a relaxation for searches, where sums over stages take no time.
     Searches for plans raise OutOfTime at the ``deadline``, which changes no answer that comes before it.
     """
 
@@ -290,6 +305,7 @@ class Problem:
     policy: Policy = Policy()
     replicas: bool = True
     checkpointing: Checkpointing = "stages"
+    tied: Literal["apart", "together", "free"] = "apart"
     deadline: Deadline = NEVER
 
     def with_policy(self, policy: Policy) -> Problem:

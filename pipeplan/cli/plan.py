@@ -94,12 +94,15 @@ def command(
         if shared.pop(name):
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
+    from ..planner.other_weights import with_other_weights
     from ..planner.plan import make_plan
     from ..report.tables import print_plan
 
     problem, assumptions = read_problem(**shared, vertical_sync=vertical_sync, segments=algorithm == "auto")
     search(
-        lambda settings: make_plan(problem, algorithm, options, settings, effort, schedule, limit),
+        lambda settings: with_other_weights(
+            make_plan(problem, algorithm, options, settings, effort, schedule, limit), problem
+        ),
         lambda found: print_plan(found.plan, assumptions, result=found.evaluation),
         output,
         as_json,

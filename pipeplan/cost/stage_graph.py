@@ -24,6 +24,7 @@ from .saved import saved_bytes
 class StageCost:
     """What one stage costs on each of its replicas; times in ns per microbatch, sizes in bytes.
 
+    ``buffer_bytes`` are for messages to and from neighbours, and for gradients that wait for those of other stages.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
@@ -176,8 +177,13 @@ class StageGraph:
         return sum(op.duration_ns for op in self.operations)
 
 
-def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> StageGraph:
-    """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups."""
+def stage_graph(
+    chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage], *, free_sums: bool = False
+) -> StageGraph:
+    """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
+
+    With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches.
+    """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
     parts = [
@@ -205,7 +211,8 @@ def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequen
             duration = platform.transfer_ns(chain.cut_bytes[stage.stop], level)
             forward.append(Operation("SEND_F", s, duration, link(here, there)))
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here)))
-    parts = _with_tied_sums(chain, platform, policy, stages, parts)
+    if not free_sums:
+        parts = _with_tied_sums(chain, platform, policy, stages, parts)
     tied = tied_stages(chain, stages)
     return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform), tied)
 
@@ -224,6 +231,7 @@ def _stage_cost(
     if policy.coarsening is not None:
         update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
     share = time_model.update_share_ns(policy, time_model.step_ns(chain, start, stop), r)
+    messages = 2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends
     return StageCost(
         forward_ns=time_model.forward_ns(chain, start, stop, speed),
         backward_ns=time_model.backward_ns(chain, policy, start, stop, recompute, r, speed),
@@ -231,7 +239,7 @@ def _stage_cost(
         parameters=parameters,
         kept_bytes=kept,
         peak_bytes=peak,
-        buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
+        buffer_bytes=messages + int(memory_model.waiting_bytes(chain, policy, start, stop)),
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
@@ -258,24 +266,32 @@ def _with_tied_sums(
     """Return ``parts`` with what the sums of weights in several stages take more than those over one stage's replicas.
 
     Tied layers are taken to share as many bytes as the smallest of them has, which is the most that they can. A ring
-    over all devices that have a copy sums them instead of those over replicas, once for each group of devices.
+    over all devices that have a copy sums them instead of those over replicas, once for each group of devices. After a
+    drained batch the sum comes before the update; otherwise it is one more load of every interval, like the replicas'
+    sums.
     """
-    more = [0] * len(parts)
+    parts = list(parts)
     for layers in connected(chain.tied):
         holders = _holders(stages, layers)
         if len(holders) < 2:
             continue
-        smallest = min((chain.layers[i] for i in layers), key=lambda layer: layer.weight_bytes)
-        gradient = int(memory_model.gradient_bytes(policy, smallest.weight_bytes, smallest.parameter_count))
+        gradient = memory_model.shared_gradient(chain, policy, layers)
         devices = sorted({d for s in holders for d in stages[s].devices})
-        everywhere = _ring_ns(platform, gradient, devices)
+        interval = policy.update_interval(max(stages[s].replicas for s in holders))
         for s in {parts[s].resource: s for s in sorted(holders)}.values():
-            more[s] += everywhere - _ring_ns(platform, gradient, stages[s].devices)
-    return [replace(part, update_ns=part.update_ns + ns) for part, ns in zip(parts, more, strict=True)]
+            more, load = (
+                _ring_ns(platform, gradient, devices, n) - _ring_ns(platform, gradient, stages[s].devices, n)
+                for n in (1, interval)
+            )
+            part = replace(parts[s], update_ns=parts[s].update_ns + more)
+            parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load)
+    return parts
 
 
-def _ring_ns(platform: Platform, size: int, devices: Sequence[int]) -> int:
-    return time_model.ring_all_reduce_ns(size, len(devices), *platform.paths[platform.level_of(devices)])
+def _ring_ns(platform: Platform, size: int, devices: Sequence[int], interval: int) -> int:
+    """Return what each of ``interval`` microbatches has to leave for a sum over ``devices``."""
+    path = platform.paths[platform.level_of(devices)]
+    return int(time_model.ring_all_reduce_ns(size, len(devices), *path, shared_by=interval))
 
 
 def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:

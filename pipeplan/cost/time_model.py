@@ -95,18 +95,17 @@ def sync_period_ns(policy: Policy, gradient: IntLike, replicas: int, bandwidth: 
 
     :func:`ring_all_reduce_ns`, shared by these microbatches and then rounded up.
     """
-    return _ring_ns(gradient, replicas, bandwidth, latency_ns, policy.update_interval(replicas))
+    return ring_all_reduce_ns(gradient, replicas, bandwidth, latency_ns, policy.update_interval(replicas))
 
 
-def ring_all_reduce_ns(size: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0) -> IntLike:
+def ring_all_reduce_ns(
+    size: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0, shared_by: int = 1
+) -> IntLike:
     """Return the time in which a ring of r ``replicas`` sums ``size`` bytes, rounded up; 0 for no bytes.
 
-    2(r-1) steps, each a transfer of a part in r: 2(r-1)/r * bytes / bandwidth + 2(r-1) * latency.
+    2(r-1) steps, each a transfer of a part in r: 2(r-1)/r * bytes / bandwidth + 2(r-1) * latency. What each of so many
+    microbatches has to leave for it, where it is ``shared_by`` several.
     """
-    return _ring_ns(size, replicas, bandwidth, latency_ns, 1)
-
-
-def _ring_ns(size: IntLike, replicas: int, bandwidth: int, latency_ns: int, shared_by: int) -> IntLike:
     steps = 2 * (replicas - 1)
     waiting = (size != 0) * np.array(steps * latency_ns * replicas * bandwidth, dtype=object)
     return plain(ceil_div(steps * size * 10**9 + waiting, replicas * bandwidth * shared_by))

@@ -15,7 +15,7 @@ from ..check.bounds import any_bound, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import InvalidPlan
-from ..plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
+from ..plan import Allocation, Bound, OtherWeights, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
 from ..problem import Policy, Problem
 from ..schedule.pattern import DeviceUse
 from .forms import Instant, Positive, converted, form, json_text, read_json
@@ -37,7 +37,7 @@ ScheduleFile = form(
     Schedule, optional=("microbatches", "limit"), brief=True, microbatches=Positive | None, limit=Positive | None
 )
 TimedOpFile = form(TimedOp, start_ns=Instant, duration_ns=Instant)
-PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])  # type: ignore[valid-type]  # a form
+PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])
 DeviceUseFile = form(
     DeviceUse,
     ("memory_bytes", "peak_bytes", "weights_bytes", "activation_bytes", "buffer_bytes", "in_flight"),
@@ -51,11 +51,14 @@ BoundFile = form(
     rename={"allocation": "class"},
     period_ns=Positive,
 )
+OtherWeightsFile = form(OtherWeights, period_ns=Positive)
 ProvenanceFile = form(
     Provenance,
-    optional=(),
+    optional=("other_weights",),
+    brief=True,
     claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
     seconds=Annotated[float, msgspec.Meta(ge=0)],
+    other_weights=OtherWeightsFile | None,
 )
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",
@@ -64,11 +67,11 @@ PlanFile: type[Any] = msgspec.defstruct(
         ("profile", EmbeddedProfile),
         ("platform", PlatformFile),
         ("policy", PolicyFile),
-        ("stages", list[StageFile]),  # type: ignore[valid-type]  # a form
+        ("stages", list[StageFile]),
         ("schedule", ScheduleFile),
         ("pattern", PatternFile | None),
-        ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
-        ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
+        ("devices", list[DeviceUseFile]),
+        ("lower_bounds", list[BoundFile]),
         ("gap", float),
         ("provenance", ProvenanceFile),
     ],

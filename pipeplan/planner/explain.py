@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..check.evaluate import evaluate_simulated, fits
+from ..check.shared_weights import kept_together
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
@@ -157,11 +158,9 @@ def _binding(problem: Problem, least: int | None) -> str:
     if least is not None:
         allocation = possible(_with_memory(problem, least))
         assert allocation is not None
-        tied = problem.chain.tied and problem.policy.weights != "flush"
-        return _worst(problem, allocation) + (" (tied layers must share a stage)" if tied else "")
-    if problem.chain.tied and problem.policy.weights != "flush":
-        return f"tied layers must stay in one stage under --weights {problem.policy.weights}"
-    return "no split is possible"
+        tied = kept_together(problem.chain, problem.policy)
+        return _worst(problem, allocation) + (f" ({tied})" if tied else "")
+    return kept_together(problem.chain, problem.policy) or "no split is possible"
 
 
 def _tightest(problem: Problem, allocation: Allocation) -> tuple[Stage, DeviceUse, str]:
@@ -204,8 +203,8 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
         found.append(f"with {gpus} GPUs")
     if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
         found.append("with checkpointing")
-    lighter: tuple[Weights, ...] = ("latest", "flush")
-    for weights in lighter:
+    others: tuple[Weights, ...] = ("latest", "2bw", "flush")
+    for weights in others:
         policy = replace(problem.policy, weights=weights)
         if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:
             found.append(f"with --weights {weights}")

@@ -170,9 +170,9 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
 
 
 def _updates_cost_time(problem: Problem) -> bool:
-    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
-    sums = problem.chain.sums
-    return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
+    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between devices."""
+    sums, several = problem.chain.sums, problem.replicas or problem.chain.tied
+    return bool(sums.optimizer_ns[-1]) or (bool(several) and len(problem.platform) > 1 and bool(sums.parameters[-1]))
 
 
 def _depth(problem: Problem, best: Scheduled) -> int:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.shared_weights import kept_together
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
@@ -157,6 +158,11 @@ def print_plan(
     )
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
+    tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
+    if tied is not None:
+        other = plan.provenance.other_weights
+        gives = f"; with --weights {other.weights} it takes {format_ns(other.period_ns)}" if other else ""
+        out.print(f"note        {tied}{gives}")
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         out.print(f"note        the search ended early: {status}")

@@ -295,3 +295,46 @@ def test_the_floor_is_reached_by_loads_alone():
                 loads[resource] = loads.get(resource, 0) + end - begin
         floor = max(-(-load // graph.resources[r].replicas) for r, load in loads.items())
         assert graph.period_floor_ns == max(floor, *synced.values())
+
+
+@pytest.mark.parametrize(("accumulate", "loads"), [(1, [50, 0, 50]), (4, [13, 0, 13]), (100, [1, 0, 1])])
+def test_undrained_sums_over_stages_are_a_load_of_every_interval(accumulate, loads):
+    pair = replace(CHAIN, tied=((0, 3),))
+    apart = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (2,))]
+    graph = stage_graph(pair, FLAT, Policy(accumulate=accumulate), apart)
+    assert [stage.sync_period_ns for stage in graph.stages] == loads  # 100 bytes in 50 ns
+    assert graph.period_floor_ns == max(loads[0], stage_graph(CHAIN, FLAT, Policy(), apart).period_floor_ns)
+    free = stage_graph(pair, FLAT, Policy(accumulate=accumulate), apart, free_sums=True)
+    assert not any(stage.sync_period_ns for stage in free.stages)
+    drained = stage_graph(pair, FLAT, Policy("flush", accumulate=accumulate), apart)
+    assert not any(stage.sync_period_ns for stage in drained.stages), "they come when the pipeline is empty"
+
+
+def test_sums_over_replicas_and_stages_are_one_ring_and_none_on_one_device():
+    def loads(stages, accumulate=6, platform=FLAT):
+        graph = stage_graph(replace(CHAIN, tied=((0, 3),)), platform, Policy(accumulate=accumulate), stages)
+        return [stage.sync_period_ns for stage in graph.stages]
+
+    wide = [Stage(0, 2, (0, 1)), Stage(2, 4, (2,))]
+    assert loads(wide) == [25 + 12 - 9, 12]  # of 300 bytes over 2 / 6; 100 over 3: 133 / 2 / 6, over 2: 100 / 2 / 6
+    assert loads([Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (0,))]) == [0, 0, 0]
+    assert loads([Stage(0, 4, (0,))]) == [0]
+    servers = replace(FLAT, levels=(Level(2, 2 * 10**9), Level(2, 10**9)))
+    assert loads([Stage(0, 2, (0,)), Stage(2, 4, (2,))], platform=servers) == [17, 17], "the slower level decides"
+
+
+def test_gradients_of_shared_weights_wait_in_all_stages_but_the_first():
+    def waiting(tied, policy, cuts=(0, 1, 3, 4)):
+        chain = replace(CHAIN, tied=tied)
+        return [memory_model.waiting_bytes(chain, policy, i, j) for i, j in pairwise(cuts)]
+
+    bw = Policy(accumulate=4)
+    assert waiting(((0, 3),), bw) == [0, 0, 100]
+    assert waiting(((0, 3),), Policy(precision="mixed")) == [0, 0, 2 * CHAIN.layers[0].parameter_count]
+    assert waiting(((0, 3),), Policy("flush", accumulate=4)) == [0, 0, 0]
+    assert waiting(((0, 3),), bw, (0, 4)) == [0]
+    assert waiting(((1, 2),), bw) == [0, 0, 0], "both in one stage"
+    assert waiting(((0, 3), (1, 3)), bw) == [0, 100, 100]
+    graph = stage_graph(replace(CHAIN, tied=((0, 3),)), FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
+    bare = stage_graph(CHAIN, FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
+    assert [a.buffer_bytes - b.buffer_bytes for a, b in zip(graph.stages, bare.stages, strict=True)] == [0, 100]

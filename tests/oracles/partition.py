@@ -5,9 +5,11 @@ Nothing here shares a line with the searches it checks; only what a stage costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cache
 from itertools import combinations, pairwise, product
+from math import ceil
 
 from pipeplan.cost import memory_model, time_model
 from pipeplan.plan import Stage
@@ -96,9 +98,46 @@ class ContiguousJudge:
         """Return the least period that loads, links and synchronisation allow."""
         share = 2 if self.problem.platform.full_duplex else 1
         loads = [-(-self.cost(s)[0] // len(s.devices)) for s in stages]
+        syncs = [self.cost(s)[5] + more for s, more in zip(stages, self.tied_sums(stages), strict=True)]
         links = [pairs(len(a.devices), len(b.devices)) for a, b in pairwise(stages)]
         trips = [-(-(c // share) // n) for c, n in zip(self.trips(stages), links, strict=True)]
-        return max(1, *loads, *(self.cost(s)[5] for s in stages), *trips, 1)
+        return max(1, *loads, *syncs, *trips, 1)
+
+    def waiting(self, stage: Stage) -> int:
+        """Return the gradient of shared weights that waits in a stage until the first one that has them is done."""
+        if self.problem.policy.weights != "2bw" or not self.problem.chain.tied:
+            return 0
+        ((one, other),) = self.problem.chain.tied
+        return self.shared() if stage.start <= other < stage.stop and not stage.start <= one else 0
+
+    def shared(self) -> int:
+        """Return the gradient's bytes of the one pair of tied layers: all that the smaller has."""
+        least = min((self.problem.chain.layers[i] for i in self.problem.chain.tied[0]), key=lambda x: x.weight_bytes)
+        return 2 * least.parameter_count if self.problem.policy.precision == "mixed" else least.weight_bytes
+
+    def tied_sums(self, stages: tuple[Stage, ...]) -> list[int]:
+        """Return what the sums of one pair of tied layers in two stages add to each stage's synchronisation."""
+        chain, platform, policy = self.problem.chain, self.problem.platform, self.problem.policy
+        more = [0] * len(stages)
+        if policy.weights != "2bw" or not chain.tied:
+            return more
+        (pair,) = chain.tied
+        holders = [next(k for k, s in enumerate(stages) if s.start <= i < s.stop) for i in pair]
+        if holders[0] == holders[1]:
+            return more
+        size = self.shared()
+        every = [d for k in holders for d in stages[k].devices]
+        interval = max(policy.accumulate or 1, *(len(stages[k].devices) for k in holders))
+
+        def ring(devices: Sequence[int]) -> int:
+            bandwidth, latency = platform.paths[platform.level_of(devices)]
+            steps, count = 2 * (len(devices) - 1), len(devices)
+            whole = Fraction(steps * size * 10**9, count * bandwidth) + steps * latency
+            return ceil(whole / interval)
+
+        for k in holders:
+            more[k] = ring(every) - ring(stages[k].devices)
+        return more
 
     def valid(self, stages: tuple[Stage, ...], period: int) -> bool:
         """Whether the 1F1B* pattern of ``period`` ns exists, fits the memory and what the policy accumulates over."""
@@ -106,7 +145,7 @@ class ContiguousJudge:
         policy, chain, duplex = problem.policy, problem.chain, problem.platform.full_duplex
         if period < self.floor(stages):
             return False
-        if policy.weights != "flush":
+        if policy.weights not in ("flush", "2bw"):
             for i, j in chain.tied:
                 if not any(s.start <= i and j < s.stop for s in stages):
                     return False
@@ -122,6 +161,7 @@ class ContiguousJudge:
             group = -(-delay // step)
             memory = memory_model.weights_bytes(policy, weights, parameters, group, len(stage.devices))
             memory += memory_model.held_bytes(kept, peak, group)
+            memory += self.waiting(stage)
             if k > 0:
                 memory += 2 * chain.cut_bytes[stage.start]
             if k < len(stages) - 1:

@@ -43,6 +43,41 @@ def test_equals_brute_force(block: int) -> None:
             assert feasible(problem, truth[0] - 1) is None, seed
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_stages_that_share_weights_equal_brute_force(block: int) -> None:
+    """Sums over stages are no part of the decision, yet the plan is the best and nearly always proved to be."""
+    apart = proved = 0
+    for seed in range(25 * block, 25 * block + 25):
+        rng = random.Random(seed)
+        problem = varied_problem(seed)
+        count = len(problem.chain)
+        if count < 2:
+            continue
+        first = rng.randrange(count - 1)
+        policy = replace(problem.policy, weights="2bw", vertical_sync=False, accumulate=rng.choice((None, 2, 4, 8)))
+        chain = replace(problem.chain, tied=((first, rng.randrange(first + 1, count)),))
+        problem = replace(problem, chain=chain, policy=policy)
+        truth, found = contiguous_optimum(problem), smallest_period(problem)
+        assert (found is None) == (truth is None), seed
+        if found is None or truth is None:
+            continue
+        assert found.claimed_period_ns == truth[0], seed
+        assert found.lower_bound_ns is not None
+        assert found.lower_bound_ns <= truth[0], seed
+        proved += found.lower_bound_ns == truth[0]
+        if not problem.replicas and len(problem.platform.levels) == 1:
+            assert found.lower_bound_ns == truth[0], seed
+        assert_attains(problem, found)
+        assert feasible(problem, found.lower_bound_ns - 1) is None, seed
+        again = feasible(problem, truth[0])
+        assert again is not None, seed
+        assert again.claimed_period_ns == truth[0], seed
+        assert smallest_period(problem, upper=truth[0] - 1) is None, seed
+        apart += len({sum(s.stop <= i for s in truth[1]) for i in chain.tied[0]}) > 1
+    assert apart > 2
+    assert proved > 8
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_long_chains_equal_the_plain_recursion(seed: int) -> None:
     rng = random.Random(seed)

@@ -28,6 +28,7 @@ from .options import NEVER
 from .pareto import Resolution
 from .segments import LabelEffort, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
+from .tied import best_with_sums, first_within, longest_sums_ns, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _MOST_LAYERS = 2000  # whose segments are searched at all; the tables of more take a gigabyte
@@ -53,9 +54,9 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
-    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`). The
-    decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
-    and P devices before pruning.
+    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), and one whose replicas sum
+    the gradients of weights that stages share (:mod:`.tied`). The decision for one period is a dynamic program over
+    (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:
@@ -71,6 +72,9 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
     """
     if not len(problem.chain) or period < 1:
         return None
+    if sums_bound_periods(problem):
+        period = min(period, longest_period_ns(problem))
+        return first_within(problem, period, lambda easier: feasible(easier, period))
     longest = longest_period_ns(problem)
     period = min(period, longest)
     tables = stage_tables(problem)
@@ -118,6 +122,9 @@ def smallest_period(problem: Problem, upper: int | None = None, lower: int | Non
     """
     if not len(problem.chain):
         return None
+    if sums_bound_periods(problem):
+        best = best_with_sums(problem, lambda easier: smallest_period(easier, upper, lower))
+        return None if best is None or (upper is not None and _claimed(best) > upper) else best
     tables = stage_tables(problem)
     high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
     least_delay = _plain_delays(tables)
@@ -246,6 +253,8 @@ def longest_period_ns(problem: Problem) -> int:
     work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
     transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
     period = work + 3 * count + transfers  # each stage rounds up three times
+    if sums_bound_periods(problem):
+        period += longest_sums_ns(problem)
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
 
 
@@ -294,7 +303,8 @@ def _near(tables: StageTables, best: Allocation | None, most: int) -> Ints | Non
 def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
     """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
     policy = memory_model.without_vertical_sync(problem.policy)
-    period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages))
+    free = problem.tied == "free"
+    period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free))
     assert period is not None
     assert period <= met, "what a decision finds has a pattern of its period"
     return Allocation(on_lowest_devices(problem.platform, stages), period)

@@ -186,7 +186,7 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     overlaps = problem.policy.coarsening is not None
     work = passes + (Fraction(0) if overlaps else Fraction(step, count))
     drain = work / (1 - Fraction(count - 1, count) ** p)
-    gradient = memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
+    gradient = int(memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1])))
     rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
     rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
     if overlaps:
