@@ -37,7 +37,7 @@ ScheduleFile = form(
     Schedule, optional=("microbatches", "limit"), brief=True, microbatches=Positive | None, limit=Positive | None
 )
 TimedOpFile = form(TimedOp, start_ns=Instant, duration_ns=Instant)
-PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])
+PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])  # type: ignore[valid-type]  # a form
 DeviceUseFile = form(
     DeviceUse,
     ("memory_bytes", "peak_bytes", "weights_bytes", "activation_bytes", "buffer_bytes", "in_flight"),
@@ -67,11 +67,11 @@ PlanFile: type[Any] = msgspec.defstruct(
         ("profile", EmbeddedProfile),
         ("platform", PlatformFile),
         ("policy", PolicyFile),
-        ("stages", list[StageFile]),
+        ("stages", list[StageFile]),  # type: ignore[valid-type]  # a form
         ("schedule", ScheduleFile),
         ("pattern", PatternFile | None),
-        ("devices", list[DeviceUseFile]),
-        ("lower_bounds", list[BoundFile]),
+        ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
+        ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
         ("gap", float),
         ("provenance", ProvenanceFile),
     ],
