@@ -19,7 +19,7 @@ from ..plan import Allocation, Schedule, Stage
 from ..problem import Device, Level, Platform, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
-from ..units import format_bytes
+from ..units import format_bytes, format_ns
 from .grid.problem import GridConfig, GridProblem, Outcome
 
 MOST_GPUS = 1024
@@ -40,6 +40,15 @@ def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken:
         f"; feasible {either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
     )
     return f"no plan fits: {_binding(problem, least)}{advice}"
+
+
+def claimed(algorithm: str, stages: Sequence[Stage], period_ns: int) -> str:
+    """Return in words what an algorithm claims for stages that make no plan."""
+    split = ", ".join(f"{stage.start}-{stage.stop - 1} on {stage.replicas}" for stage in stages)
+    return (
+        f"{algorithm}'s own claim for its split (layers {split} GPUs) is {format_ns(period_ns)} per microbatch, which "
+        "no schedule or validator has confirmed"
+    )
 
 
 def _shortfall(problem: Problem) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound
@@ -22,7 +23,7 @@ from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
 from ..version import __version__
-from .explain import why_infeasible, why_not_admitted
+from .explain import claimed, why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
@@ -100,7 +101,12 @@ def make_plan(
 
 
 def _why_none(incumbent: Incumbent, algorithm: str) -> str:
-    """Return in a sentence why there is no plan, as far as there is time to find out."""
+    """Return in a sentence why there is no plan, as far as there is time to find out, and what was claimed."""
+    claims = (claimed(algorithm, stages, claim) for stages, claim in incumbent.seen.items() if claim is not None)
+    return "; ".join([_reason(incumbent, algorithm), *islice(claims, 1)])
+
+
+def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
     if incumbent.late:
         return "the time limit ended the search before it found a plan that fits; the simplest ones don't"
