@@ -84,7 +84,7 @@ class Incumbent:
         self.stopped = self.late = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
-        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were tried
+        self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
     @property
     def expired(self) -> bool:
@@ -122,7 +122,7 @@ class Incumbent:
         """Schedule an allocation that wasn't tried before, as far as it can become the best; return whether it did."""
         if allocation.stages in self.seen:
             return False
-        self.seen[allocation.stages] = None
+        self.seen[allocation.stages] = allocation.claimed_period_ns
         if self._breaks_rules(allocation):
             return False
         graph = self._graph(allocation)

@@ -17,8 +17,8 @@ from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Platform
-from ..schedule.kinds import kind_of
-from ..schedule.pattern import DeviceUse
+from ..schedule.kinds import kind_of, plan_groups
+from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
 
 LAYER_WIDTH = 36  # columns of a layer's name, at most
@@ -180,7 +180,7 @@ def _state(plan: Plan) -> str:
     )
 
 
-NARROW = 110  # columns below which the table leaves out what the peak is made of
+NARROW = 112  # columns below which the table leaves out what the peak is made of
 
 
 def stage_figures(plan: Plan, result: Evaluation) -> Iterator[tuple[Stage, StageCost, DeviceUse, int, int]]:
@@ -194,12 +194,39 @@ def stage_figures(plan: Plan, result: Evaluation) -> Iterator[tuple[Stage, Stage
         yield stage, cost, use, use.in_flight[together.index(s)], together[0]
 
 
+def group_column(plan: Plan, groups: Sequence[Group]) -> tuple[str, list[str]] | None:
+    """Return the title of the column that says where the pattern puts each stage, and its cells; None without groups.
+
+    Contiguous stages have their group; of others the groups say less than the index shifts of forward and backward.
+    """
+    places = [group for group in groups if group.kind == "F"]
+    if not places:
+        return None
+    if plan.allocation.contiguous:
+        return "group", [str(place.number) for place in places]
+    return "shifts", [",".join(map(str, place.shifts)) for place in places]
+
+
+def groups_line(plan: Plan) -> str | None:
+    """Return the groups of a plan's stages in one line, or the index shifts that stand for them; None without any."""
+    column = group_column(plan, plan_groups(plan))
+    if column is None:
+        return None
+    title, cells = column
+    if title == "shifts":
+        return f"index shifts of F,B by stage: {' '.join(cells)}"
+    members = {cell: [s for s, other in enumerate(cells) if other == cell] for cell in reversed(cells)}
+    return f"groups of stages, from the loss back: {'; '.join(f'{n}: {format_devices(x)}' for n, x in members.items())}"
+
+
 def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
     unit, size = ("GB", 10**9) if max(use.peak_bytes for use in result.devices) >= 10**9 else ("MB", 10**6)
     where = ("stage", "layers", "GPUs")
+    column = group_column(plan, result.groups)
+    title, places = ((column[0],), column[1]) if column else ((), [])
     table = make_table(
-        *where, "forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of",
+        *where, "forward", "backward", "recom-\nputed", *title, "in\nflight", *parts, "peak", "of",
         left=where, space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
     )  # fmt: skip
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
@@ -214,6 +241,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),
+            *places[s : s + 1],
             str(in_flight),
             *memory,
         )

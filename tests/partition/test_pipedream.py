@@ -192,6 +192,12 @@ def test_the_published_optimizers_values(name: str, platform: int) -> None:
     assert replicas in (None, shape(allocation))
 
 
+@pytest.mark.parametrize(("platform", "milliseconds"), [(0, 137.129), (1, 75.0459624), (2, 58.971)])
+def test_the_published_optimizers_values_on_1495_antichains(platform: int, milliseconds: float) -> None:
+    problem = Problem(published("gnmt_large"), PLATFORMS[platform])
+    assert released_period_ns(problem) / 10**6 == pytest.approx(milliseconds, rel=1e-6, abs=0)
+
+
 def test_a_graph_that_became_a_profile_keeps_its_released_value(tmp_path: Path) -> None:
     """Inputs are dropped where the graph is read; sinks that only pick a part are known by their names, kept there."""
     line = "forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"

@@ -14,7 +14,7 @@ from pipeplan.planner.explain import fewest_gpus, least_memory, possible
 from pipeplan.planner.incumbent import Incumbent, Settings
 from pipeplan.planner.other_weights import with_other_weights
 from pipeplan.planner.plan import make_plan
-from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.units import parse_bytes
 
 GB = 10**9
@@ -118,3 +118,18 @@ def test_the_first_allocation_that_no_period_makes_fit_is_remembered() -> None:
         incumbent.try_(allocation)
     assert incumbent.best is None
     assert incumbent.rejected == tight
+
+
+def test_a_baselines_claim_is_said_even_where_its_split_breaks_a_rule() -> None:
+    """The published optimizer gives two GPUs of VGG-16 a stage that takes no time."""
+    servers = (Level(4, 10 * GB), Level(4, 5 * GB // 4))
+    with pytest.raises(Infeasible) as caught:
+        make_plan(
+            Problem(published("vgg16"), Platform((Device(16 * GB),) * 16, servers)), "pipedream", {"mode": "released"}
+        )
+    sentence = str(caught.value)
+    assert "the algorithm's split breaks a rule: stage 1 takes no time" in sentence
+    assert sentence.endswith(
+        "pipedream's own claim for its split (layers 0-30 on 12, 31-31 on 2, 32-33 on 1, 34-39 on 1 GPUs) is 67.134 ms "
+        "per microbatch, which no schedule or validator has confirmed"
+    )
