@@ -165,16 +165,24 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level)."""
+    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level).
+
+    ``links`` is how many links each of these units has into this level, for all that its devices send beyond the unit;
+    None where any two devices have a link of their own.
+    """
 
     count: int
-    bandwidth: int  # bytes per second and direction
+    bandwidth: int  # bytes per second and direction, of each link
     latency_ns: int = 0
+    links: int | None = None
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1)."""
+    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
+
+    At most one level has ``links``.
+    """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
@@ -196,6 +204,27 @@ class Platform:
             size *= level.count
             sizes.append(size)
         return tuple(sizes)
+
+    @cached_property
+    def shared_level(self) -> int | None:
+        """The level whose units share their links, or None."""
+        return next((k for k, level in enumerate(self.levels) if level.links is not None), None)
+
+    def shares_links(self, level: int) -> bool:
+        """Whether a transfer over ``level`` takes one of the links that its sender's unit has for all it sends."""
+        return self.shared_level is not None and level >= self.shared_level
+
+    def both_ways(self, level: int) -> bool:
+        """Whether the two directions of a transfer over ``level`` don't exclude each other."""
+        return self.full_duplex or self.shares_links(level)
+
+    def link_of(self, device: int) -> int:
+        """Return the number of the shared link by which ``device`` sends: the devices of a unit are spread evenly over
+        its links, neighbours together."""
+        assert self.shared_level is not None, "every two devices have a link of their own"
+        links = self.levels[self.shared_level].links or 1
+        size = self.unit_sizes[self.shared_level - 1] if self.shared_level else 1
+        return device // size * links + device % size * links // size
 
     def level_of(self, devices: Sequence[int]) -> int:
         """Return the index of the lowest level whose one unit holds all of ``devices``."""

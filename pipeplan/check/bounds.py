@@ -142,8 +142,8 @@ def _cases(problem: Problem) -> list[_Case]:
         cases.append(_Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = min(problem.chain.cut_bytes[1:-1])
-        transfer = min(platform.transfer_ns(least_cut, k) for k in range(len(platform.levels)))
-        load = transfer if platform.full_duplex else 2 * transfer
+        levels = range(len(platform.levels))
+        load = min(platform.transfer_ns(least_cut, k) * (1 if platform.both_ways(k) else 2) for k in levels)
         floor = ceil_div(load, most_in_common(len(platform)) if problem.replicas else 1)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1)
         cases.append(_Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))

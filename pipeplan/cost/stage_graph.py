@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import lcm
+from math import gcd, lcm
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
@@ -71,6 +71,7 @@ class Resource:
 
     Each of ``replicas`` devices or links sees every ``replicas``-th microbatch. Groups of r and s devices have
     lcm(r, s) links: microbatch m takes that from device ``m mod r`` of the one to device ``m mod s`` of the other.
+    Where servers (or other units of a level) share links, it is those by which ``devices`` send beyond their unit.
     """
 
     name: str
@@ -90,6 +91,8 @@ class Resource:
             return f"device {self.devices[replica]}"
         if self.replicas == 1:
             return self.name
+        if not self.ends:
+            return f"{self.name}, {replica + 1} of {self.replicas}"
         arrow = _ARROW["->" in self.name]
         return "link " + arrow.join(str(end[replica % len(end)]) for end in self.ends)
 
@@ -102,8 +105,8 @@ class StageGraph:
     """Stages, their resources, and the path ``F_0, SEND_F_0, F_1, ..., B_1, SEND_B_1, B_0`` of one microbatch.
 
     A transfer stands between neighbours on different devices when its cut has bytes. Resources: the device groups in
-    order of first use, then the links (those of an unordered pair of groups; per direction when full duplex). ``tied``
-    are the sets of stages that share weights.
+    order of first use, then the links (those of an unordered pair of groups; per direction when full duplex; or
+    those that servers share for all that they send). ``tied`` are the sets of stages that share weights.
     """
 
     stages: tuple[StageCost, ...]
@@ -155,6 +158,16 @@ class StageGraph:
         return len({stage.resource for stage in self.stages}) == len(self.stages)
 
     @cached_property
+    def separate(self) -> bool:
+        """Whether every stage has its devices, and every cut its links for itself."""
+        last = len(self.operations) - 1
+        return self.contiguous and all(
+            len({min(i, last - i) for i in indices}) <= 1
+            for resource, indices in zip(self.resources, self.on_resource, strict=True)
+            if resource.is_link
+        )
+
+    @cached_property
     def period_floor_ns(self) -> int:
         """Least period that loads and synchronisation allow: the most of load / replicas and sync periods."""
         floor = 0
@@ -178,11 +191,18 @@ class StageGraph:
 
 
 def stage_graph(
-    chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage], *, free_sums: bool = False
+    chain: Chain,
+    platform: Platform,
+    policy: Policy,
+    stages: Sequence[Stage],
+    *,
+    free_sums: bool = False,
+    sharing: bool = True,
 ) -> StageGraph:
     """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
 
-    With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches.
+    With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
+    without ``sharing``: as if servers that share links had one for each pair of their devices and direction.
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
@@ -191,13 +211,23 @@ def stage_graph(
         for stage, receives, sends in zip(stages, [False, *transfers], [*transfers, False], strict=True)
     ]
     resources = [_group(platform, devices) for devices in groups]
-    links: dict[tuple[int, int], int] = {}
+    levels = [
+        platform.level_between(one.devices, other.devices) if transfer else 0
+        for (one, other), transfer in zip(pairwise(stages), transfers, strict=True)
+    ]
+    outgoing: dict[tuple[int, ...], Resource] = {}
+    if sharing and platform.shared_level is not None:
+        crossing = [pair for pair, k in zip(pairwise(stages), levels, strict=True) if platform.shares_links(k)]
+        outgoing = _shared_links(platform, dict.fromkeys(stage.devices for pair in crossing for stage in pair))
+    links: dict[object, int] = {}
 
-    def link(source: int, target: int) -> int:
-        key = (source, target) if platform.full_duplex else (min(source, target), max(source, target))
+    def link(source: int, target: int, level: int) -> int:
+        shared = outgoing.get(groups[source]) if platform.shares_links(level) else None
+        one_way = (source, target) if platform.both_ways(level) else (min(source, target), max(source, target))
+        key: object = shared or one_way
         if key not in links:
             links[key] = len(resources)
-            resources.append(_link(platform, groups[key[0]], groups[key[1]]))
+            resources.append(shared or _link(platform.both_ways(level), *(groups[i] for i in one_way)))
         return links[key]
 
     forward: list[Operation] = []
@@ -207,10 +237,9 @@ def stage_graph(
         backward.append(Operation("B", s, part.backward_ns, part.resource))
         if s < len(transfers) and transfers[s]:
             here, there = part.resource, parts[s + 1].resource
-            level = platform.level_between(stage.devices, stages[s + 1].devices)
-            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], level)
-            forward.append(Operation("SEND_F", s, duration, link(here, there)))
-            backward.append(Operation("SEND_B", s + 1, duration, link(there, here)))
+            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], levels[s])
+            forward.append(Operation("SEND_F", s, duration, link(here, there, levels[s])))
+            backward.append(Operation("SEND_B", s + 1, duration, link(there, here, levels[s])))
     if not free_sums:
         parts = _with_tied_sums(chain, platform, policy, stages, parts)
     tied = tied_stages(chain, stages)
@@ -318,6 +347,28 @@ def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     return Resource(name, devices, len(devices), memory)
 
 
-def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
-    name = "link " + _ARROW[platform.full_duplex].join(map(format_devices, (one, other)))
+def _link(one_way: bool, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
+    name = "link " + _ARROW[one_way].join(map(format_devices, (one, other)))
     return Resource(name, one + other, lcm(len(one), len(other)), ends=(one, other))
+
+
+def _shared_links(platform: Platform, groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Resource]:
+    """Return the shared links by which each of ``groups`` sends.
+
+    Groups whose devices send by some of the same links have these together. Where microbatches m and n may meet on one
+    of them, m = n modulo ``replicas``: as if all that are equal modulo that took one link, which is never less than
+    they do. A group inside a unit with one link has 1; a pipeline in every unit has as many as there are units.
+    """
+    groups = list(groups)
+    found: dict[tuple[int, ...], Resource] = {}
+    for links in connected({platform.link_of(d) for d in group} for group in groups):
+        own = [group for group in groups if platform.link_of(group[0]) in links]
+        places: dict[int, list[int]] = {}
+        for group in own:
+            for place, device in enumerate(group):
+                places.setdefault(platform.link_of(device), []).append(place)
+        apart = gcd(*map(len, own), *(place - some[0] for some in places.values() for place in some))
+        devices = tuple(d for d in range(len(platform)) if platform.link_of(d) in links)
+        name = f"link{'s' if len(links) > 1 else ''} of {format_devices(devices)}"
+        found |= dict.fromkeys(own, Resource(name, devices, apart))
+    return found

@@ -70,7 +70,7 @@ def _any_bound(plan: Plan) -> Bound:
 
 
 def _other_order(graph: StageGraph) -> int | None:
-    pattern = best_one_f_one_b_star(graph) if graph.contiguous else None
+    pattern = best_one_f_one_b_star(graph) if graph.separate else None
     return None if pattern is None else pattern.period_ns
 
 
@@ -78,7 +78,7 @@ def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | No
     same = [(x.kind, x.stage) for x in old.operations] == [(x.kind, x.stage) for x in new.operations]
     if same:
         return retime(new, order_of(old, starts_of(pattern), pattern.period_ns))
-    return best_one_f_one_b_star(new) if new.contiguous else None
+    return best_one_f_one_b_star(new) if new.separate else None
 
 
 def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:

@@ -113,7 +113,7 @@ class Incumbent:
             beaten = self.best is not None and floor >= self._to_beat(graph)
             return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
-            return graph.period_floor_ns if graph.contiguous else None
+            return graph.period_floor_ns if graph.separate else None
         if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
             return None
         return group_bound(graph)
@@ -184,7 +184,7 @@ class Incumbent:
         return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
 
     def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
-        if graph.contiguous:
+        if graph.separate:
             return best_one_f_one_b_star(graph), None
         cutoff = self._to_beat(graph) if self.periodic and self.best is not None else None
         bound = group_bound(graph)

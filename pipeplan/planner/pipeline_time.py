@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from ..cost import memory_model
 from ..cost.stage_graph import StageGraph, stage_graph, updates_end_ns
 from ..deadline import NEVER, Deadline
+from ..integers import ceil_div
 from ..plan import Stage
 from ..problem import Platform, Problem
 
@@ -41,24 +42,28 @@ def batch_time(
 ) -> BatchTime:
     """Return how the grid that ``stages`` make runs a batch of ``microbatches`` microbatches for each pipeline.
 
-    Message-driven, at most ``limit`` microbatches in a pipeline. The pipelines have nothing in common, so one is
-    simulated for all: ``whole``, or of a long batch rounds * limit microbatches (at least 32), and the rest goes on at
-    the pace of their middle.
+    Message-driven, at most ``limit`` microbatches in a pipeline. One pipeline is simulated for all, unless they share
+    links: ``whole``, or of a long batch rounds * limit microbatches (at least 32), and the rest goes on at the pace of
+    their middle.
     """
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     count = microbatches if whole else min(microbatches, max(32, rounds * limit))
-    run = _PipelineRun(graph, count, limit, problem.deadline, alone=True)
+    pipelines = graph.resources[0].replicas
+    alone = all(resource.replicas == pipelines for resource in graph.resources)
+    each = 1 if alone else pipelines
+    run = _PipelineRun(graph, count * each, limit * each, problem.deadline, alone=alone)
     rest = 0
     if count < microbatches:
         first, window = count // 4, count // 2
-        rest = -(-(run.left[first + window] - run.left[first]) * (microbatches - count) // window)
+        took = run.left[(first + window) * each] - run.left[first * each]
+        rest = ceil_div(took * (microbatches - count), window)
     over = []
     for stage in graph.stages:
         memory = graph.resources[stage.resource].memory_bytes
         assert memory is not None, "links have no stages"
         over.append(max(map(run.peak_bytes, run.lanes[stage.resource])) - memory)
     held = tuple(max(most) for most in run.most)
-    steps = count * len(graph.operations)
+    steps = count * each * len(graph.operations)
     return BatchTime(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, count == microbatches)
 
 

@@ -169,7 +169,8 @@ class Pipelines:
         return self._seen[key]
 
     def _steps(self) -> int:
-        return 4 * len(self.groups) * self.microbatches
+        shared = self.problem.platform.shared_level is not None
+        return 4 * (sum(map(len, self.groups)) if shared else len(self.groups)) * self.microbatches
 
 
 def limits(stages: int, microbatches: int) -> list[int]:

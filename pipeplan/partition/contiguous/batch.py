@@ -117,7 +117,7 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         level = platform.level_between(here, there)
         moves = np.array([platform.transfer_ns(problem.chain.cut_bytes[cut], level) for cut in cuts], dtype=np.int64)
         trips.append(np.minimum(2 * moves, NEVER))
-        loads.append(np.minimum((1 if platform.full_duplex else 2) * moves, NEVER))
+        loads.append(np.minimum((1 if platform.both_ways(level) else 2) * moves, NEVER))
     syncs = []
     for group in groups:
         path = platform.paths[platform.level_of(group)]

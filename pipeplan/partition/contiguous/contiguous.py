@@ -51,6 +51,8 @@ _QUICK = LabelEffort(
 def contiguous(problem: Problem) -> Iterator[Allocation]:
     """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
 
+    Where servers share links that is the smallest if they didn't, and so a lower bound.
+
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
@@ -304,7 +306,8 @@ def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
     """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
     policy = memory_model.without_vertical_sync(problem.policy)
     free = problem.tied == "free"
-    period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free))
+    graph = stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free, sharing=False)
+    period = group_bound(graph)
     assert period is not None
     assert period <= met, "what a decision finds has a pattern of its period"
     return Allocation(on_lowest_devices(problem.platform, stages), period)
@@ -314,8 +317,9 @@ def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stag
     """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
 
     The used units inside every unit of a level become its first ones, so every two devices stay joined by their level.
+    Where devices share links, which ones do would change.
     """
-    if len(set(platform.devices)) > 1:
+    if len(set(platform.devices)) > 1 or platform.shared_level is not None:
         return tuple(stages)
     used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
     moved = dict.fromkeys(used, 0)

@@ -58,7 +58,8 @@ class _Sweep:
         links = np.lcm(self.sizes[:, None], self.sizes[None, :]).tolist()
         self.link_periods = np.array([[min(NEVER - 1, n * period) for n in row] for row in links], dtype=np.int64)
         self.least = np.full((size, self.devices + 1, self.levels, len(self.sizes)), NEVER, dtype=np.int64)
-        self.round_trips = np.stack([closed(tables, x, period) for x in tables.round_trips])
+        self.round_trips = np.stack([closed(tables, level, period) for level in range(self.levels)])
+        self.both_ways = np.array([problem.platform.both_ways(level) for level in range(self.levels)])
         self.syncable = self._syncable()
         self.low = np.maximum(counts.before, 0)
         self.high = self.devices - counts.after  # boundaries between free and taken devices: low..high
@@ -175,10 +176,8 @@ class _Sweep:
         """Return the delays ``behind`` cut ``i`` after transfers over ``level`` between ``sizes[own]`` devices before
         it and ``sizes[other]`` behind it."""
         trips, period = self.round_trips[level, i], self.link_periods[own, other]
-        if self.tables.problem.platform.full_duplex:
-            load, through = trips // 2, behind + trips
-        else:
-            load, through = trips, extend_array(behind, np.minimum(trips, period), period)
+        both_ways, extended = self.both_ways[level], extend_array(behind, np.minimum(trips, period), period)
+        load, through = np.where(both_ways, trips // 2, trips), np.where(both_ways, behind + trips, extended)
         return np.where((load <= period) & (behind < NEVER), through, NEVER)
 
     def _open(self, i: int) -> None:

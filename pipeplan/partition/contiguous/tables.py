@@ -157,10 +157,11 @@ def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
     return found
 
 
-def closed(tables: StageTables, round_trips: Ints, period: int) -> Ints:
-    """Return the round trips with NEVER for those that no links between two groups can carry once per ``period``."""
-    problem = tables.problem
-    load = round_trips // 2 if problem.platform.full_duplex else round_trips
+def closed(tables: StageTables, level: int, period: int) -> Ints:
+    """Return the round trips over ``level``, NEVER for those that no links between two groups can carry once per
+    ``period``."""
+    problem, round_trips = tables.problem, tables.round_trips[level]
+    load = round_trips // 2 if problem.platform.both_ways(level) else round_trips
     links = most_in_common(len(problem.platform)) if problem.replicas else 1
     return np.where(load <= min(links * period, NEVER - 1), round_trips, NEVER)
 

@@ -32,7 +32,8 @@ def worst_of(platform: Platform) -> Platform:
 
 def best_of(platform: Platform) -> Platform:
     """Return equal devices with the most memory, the best speed and the fastest path of ``platform``."""
-    return _alike(platform, platform.best_device, platform.paths[0])
+    both_ways = any(map(platform.both_ways, range(len(platform.levels))))
+    return replace(_alike(platform, platform.best_device, platform.paths[0]), full_duplex=both_ways)
 
 
 def _alike(platform: Platform, device: Device, path: tuple[int, int]) -> Platform:
