@@ -96,11 +96,11 @@ class ContiguousJudge:
 
     def floor(self, stages: tuple[Stage, ...]) -> int:
         """Return the least period that loads, links and synchronisation allow."""
-        share = 2 if self.problem.platform.full_duplex else 1
         loads = [-(-self.cost(s)[0] // len(s.devices)) for s in stages]
         syncs = [self.cost(s)[5] + more for s, more in zip(stages, self.tied_sums(stages), strict=True)]
         links = [pairs(len(a.devices), len(b.devices)) for a, b in pairwise(stages)]
-        trips = [-(-(c // share) // n) for c, n in zip(self.trips(stages), links, strict=True)]
+        ways = [2 if self.both_ways(*two) else 1 for two in pairwise(stages)]
+        trips = [-(-(c // ways) // n) for c, n, ways in zip(self.trips(stages), links, ways, strict=True)]
         return max(1, *loads, *syncs, *trips, 1)
 
     def waiting(self, stage: Stage) -> int:
@@ -142,7 +142,7 @@ class ContiguousJudge:
     def valid(self, stages: tuple[Stage, ...], period: int) -> bool:
         """Whether the 1F1B* pattern of ``period`` ns exists, fits the memory and what the policy accumulates over."""
         problem = self.problem
-        policy, chain, duplex = problem.policy, problem.chain, problem.platform.full_duplex
+        policy, chain = problem.policy, problem.chain
         if period < self.floor(stages):
             return False
         if policy.weights not in ("flush", "2bw"):
@@ -172,7 +172,8 @@ class ContiguousJudge:
                 return False
             if k > 0:
                 links = pairs(len(stages[k - 1].devices), len(stage.devices))
-                delay = delay + trips[k - 1] if duplex else plus(delay, trips[k - 1], links * period)
+                both_ways = self.both_ways(stages[k - 1], stage)
+                delay = delay + trips[k - 1] if both_ways else plus(delay, trips[k - 1], links * period)
         return True
 
     def trips(self, stages: tuple[Stage, ...]) -> list[int]:
@@ -182,6 +183,12 @@ class ContiguousJudge:
             2 * platform.transfer_ns(self.problem.chain.cut_bytes[b.start], platform.level_of(a.devices + b.devices))
             for a, b in pairwise(stages)
         ]
+
+    def both_ways(self, one: Stage, other: Stage) -> bool:
+        """Whether transfers to and fro don't exclude each other: full duplex, or over links that a server shares."""
+        platform = self.problem.platform
+        level = platform.level_of(one.devices + other.devices)
+        return platform.full_duplex or any(x.links is not None for x in platform.levels[: level + 1])
 
     def cost(self, stage: Stage) -> tuple[int, int, int, int, int, int]:
         """Return (work ns, weight bytes, parameters, kept bytes, peak bytes, sync period ns) of one replica."""

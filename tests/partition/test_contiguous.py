@@ -370,3 +370,18 @@ def test_the_in_flight_limit_inverts_the_memory_model(
 
         assert limit == 0 or held(limit) <= memory
         assert held(limit + 1) > memory
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_where_servers_share_links_it_is_exact_as_if_they_did_not(block: int) -> None:
+    for seed in range(40 * block, 40 * block + 40):
+        problem = varied_problem(seed)
+        levels = list(problem.platform.levels)
+        levels[seed % len(levels)] = replace(levels[seed % len(levels)], links=1 + seed % 2)
+        problem = replace(problem, platform=replace(problem.platform, levels=tuple(levels)))
+        truth, found = contiguous_optimum(problem), smallest_period(problem)
+        assert (found is None) == (truth is None), seed
+        if found is not None and truth is not None:
+            assert found.claimed_period_ns == truth[0], seed
+            shared = group_bound(stage_graph(problem.chain, problem.platform, problem.policy, found.stages))
+            assert shared is None or shared >= truth[0]

@@ -109,7 +109,8 @@ def grid_problem(
         "gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth"
         + (", the optimizer steps meanwhile: the longer of the two and a chunk of the other" if overlap else "")
     )
-    assumptions.append("the messages of all pipelines between two stages share one link")
+    if problem.platform.shared_level is None:
+        assumptions.append("any two GPUs have a link of their own")
     if True in offloads:
         assumptions.append("moving optimizer state between host and GPU takes no time of its own")
     return (
