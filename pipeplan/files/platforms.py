@@ -50,7 +50,7 @@ def platform_of(form: PlatformFile, place: str) -> Platform:
     if not form.levels:
         raise BadInput(f"{place}: $.levels: is empty; a platform has at least one level")
     count = 1
-    levels = []
+    levels = list[Level]()
     for k, level in enumerate(form.levels):
         here = f"{place}: $.levels[{k}]"
         if not 1 <= level.count <= MOST_DEVICES:

@@ -16,7 +16,7 @@ from ..check.shared_weights import kept_together
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Platform
+from ..problem import Chain, Level, Platform
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -101,8 +101,12 @@ def machine(platform: Platform) -> str:
     """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
     memories = sorted({device.memory_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
-    network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
-    return f"GPUs of {memory}, joined {network}"
+    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}"
+
+
+def _joint(level: Level) -> str:
+    text = f"{level.count} at {format_bandwidth(level.bandwidth)}"
+    return text if level.links is None else f"{text} by {level.links} link{'s' if level.links > 1 else ''} each"
 
 
 def alone_ns(chain: Chain) -> int:

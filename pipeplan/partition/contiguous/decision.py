@@ -110,8 +110,8 @@ class _Sweep:
         for kind in range(len(self.tables.classes)):
             if not self.tables.problem.replicas:
                 delays = self._delays(i, kind, slice(0, 1), columns)[0]
-                spans = self.tables.outer_spans[0, boundary] if self.levels > 1 else 0
-                np.minimum.at(least, (boundary - 1, spans, 0), delays)
+                spans = self.tables.outer_spans[0, boundary]
+                np.minimum.at(least[:, :, 0], (boundary - 1, spans), delays)
                 continue
             step = max(1, _CHUNK // (columns.stop - columns.start))
             for a in range(low, high + 1, step):
@@ -119,9 +119,10 @@ class _Sweep:
                 rows = slice(a, min(a + step, high + 1))
                 delays = self._delays(i, kind, rows, columns)
                 found = np.minimum.reduceat(delays[:, order], starts, axis=1)
-                spans = self.tables.outer_spans[rows][:, boundaries] if self.levels > 1 else 0
+                spans = self.tables.outer_spans[rows][:, boundaries]
                 sizes = self.place[self.tables.classes[kind].replicas[rows][:, boundaries]]
-                np.minimum.at(least, (np.arange(rows.start, rows.stop)[:, None], spans, sizes), found)
+                first = np.broadcast_to(np.arange(rows.start, rows.stop)[:, None], found.shape)
+                np.minimum.at(least, (first, spans, sizes), found)
         least[:low] = NEVER
         least[high + 1 :] = NEVER
 
@@ -193,9 +194,9 @@ class _Sweep:
         else:
             entering = self._entering(i)
         boundary = np.arange(low, high + 1)
-        useful = (entering[:, 0, low : high + 1] < NEVER).any(axis=0)
+        useful = entering[:, 0, low : high + 1].min(axis=0) < NEVER
         if self.tables.uniform:  # one more device must shorten the delay
-            useful[:-1] &= (entering[:, 0, low:high] < entering[:, 0, low + 1 : high + 1]).any(axis=0)
+            useful[:-1] &= np.any(entering[:, 0, low:high] < entering[:, 0, low + 1 : high + 1], axis=0)
         boundary = boundary[useful]
         if not len(boundary):
             return
@@ -219,15 +220,15 @@ class _Sweep:
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of a placement of the whole chain, found again from the tables."""
         i, stages = 0, list[Stage]()
-        at = np.unravel_index(int(self.least[0].argmin()), self.least[0].shape)
+        first, span, size = map(int, np.unravel_index(int(self.least[0].argmin()), self.least[0].shape))
         while True:
-            stage, kind, row, column = self._step(i, *map(int, at))
+            stage, kind, row, column = self._step(i, first, span, size)
             stages.append(stage)
             i = int(self.cut[column])
             if i == len(self.tables.cuts) - 1:
                 return tuple(stages)
             own, delay = int(self.place[stage.replicas]), int(self.delay[kind, row, column])
-            at = self._next(i, int(self.boundary[column]), delay, row, own)
+            first, span, size = self._next(i, int(self.boundary[column]), delay, row, own)
 
     def _step(self, i: int, first: int, span: int, size: int) -> tuple[Stage, int, int, int]:
         """Return the stage that attains ``least[i, first, span, size]``, with the class, row and column it was found
@@ -261,11 +262,12 @@ class _Sweep:
             if devices[d].speed >= least.speed and devices[d].memory_bytes >= least.memory_bytes
         )
 
-    def _next(self, i: int, boundary: int, entering: int, row: int, own: int) -> tuple[int, ...]:
+    def _next(self, i: int, boundary: int, entering: int, row: int, own: int) -> tuple[int, int, int]:
         """Return where in ``least[i]`` stands what gave a column, behind ``sizes[own]`` devices, its delay."""
         behind = self._behind(i)[:, :, boundary]
-        level, other = np.indices(behind.shape)
-        hits = (self._through(i, own, level, other, behind) == entering) & (level >= self.tables.spans[row, boundary])
+        where: Ints = np.indices(behind.shape)
+        through = self._through(i, own, where[0], where[1], behind)
+        hits = (through == entering) & (where[0] >= self.tables.spans[row, boundary])
         at, size = np.unravel_index(int(np.argmax(hits)), hits.shape)
         unit = self.tables.problem.platform.unit_sizes[at]
         last = min(self.devices, ((boundary - 1) // unit + 1) * unit)
