@@ -334,8 +334,8 @@ class Problem:
     policy: Policy = Policy()
     replicas: bool = True
     checkpointing: Checkpointing = "stages"
-    tied: Literal["apart", "together", "free"] = "apart"
     deadline: Deadline = NEVER
+    tied: Literal["apart", "together", "free"] = "apart"
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

@@ -55,7 +55,7 @@ def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -
     total: IntLike = 0
     behind = (np.asarray(start) > first) | (np.asarray(stop) <= first)
     for layers in connected(chain.tied):
-        here = sum(((np.asarray(start) <= i) & (i < np.asarray(stop))).astype(np.int64) for i in layers)
+        here = np.sum([(np.asarray(start) <= i) & (i < np.asarray(stop)) for i in layers], axis=0)
         total = total + shared_gradient(chain, policy, layers) * (behind & (here > 0) & (here < len(layers)))
     return plain(total)
 

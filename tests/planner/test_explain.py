@@ -70,7 +70,7 @@ def test_a_heuristic_that_cannot_run_points_to_one_that_can() -> None:
 
 
 def test_tied_layers_name_the_policies_that_allow_the_cut() -> None:
-    """Apart, a stage has 3 GB of versions and gradient, with Adam 2 GB more, and the second one a gradient that waits."""
+    """Apart, a stage has 3 GB of versions and gradient, with Adam 2 GB more, the second one a gradient that waits."""
     chain = replace(heavy(2), tied=((0, 1),))
     stash = Policy("stash", accumulate=1, optimizer="adam")
     tight, roomy = Platform.flat(2, 55 * GB // 10), Platform.flat(2, 65 * GB // 10)
