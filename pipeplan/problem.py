@@ -181,12 +181,13 @@ class Level:
 class Platform:
     """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
 
-    At most one level has ``links``.
+    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing.
     """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
     full_duplex: bool = False
+    blocking: bool = False
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import isfinite
 from typing import Any, TypeVar
@@ -137,6 +138,9 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
     "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
+    "blocking_transfers": click.option(
+        "--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both their ends from computing."
+    ),
     "granularity": click.option(
         "--granularity",
         default="node",
@@ -196,6 +200,7 @@ def read_problem(
     bandwidth: str | None,
     latency: str | None,
     platform: str | None,
+    blocking_transfers: bool,
     granularity: str,
     optimizer: str,
     precision: str,
@@ -222,6 +227,7 @@ def read_problem(
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
+    where = replace(where, blocking=where.blocking or blocking_transfers)
     chain = merging(granularity)(read_profile(profile))
     policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):

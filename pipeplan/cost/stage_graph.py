@@ -24,6 +24,8 @@ from .saved import saved_bytes
 class StageCost:
     """What one stage costs on each of its replicas; times in ns per microbatch, sizes in bytes.
 
+    Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
+
     ``buffer_bytes`` are for messages to and from neighbours, and for gradients that wait for those of other stages.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
@@ -202,7 +204,11 @@ def stage_graph(
     """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
 
     With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
-    without ``sharing``: as if servers that share links had one for each pair of their devices and direction.
+    without ``sharing``: as if servers that share links had one for each pair of their devices and direction, and as if
+    blocking transfers stayed on the lowest level.
+
+    Blocking transfers are part of the passes at both their ends: a forward receives, computes and sends. So there are
+    no links; a microbatch alone is charged each of them twice.
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
@@ -211,6 +217,9 @@ def stage_graph(
         for stage, receives, sends in zip(stages, [False, *transfers], [*transfers, False], strict=True)
     ]
     resources = [_group(platform, devices) for devices in groups]
+    if platform.blocking:
+        parts = _blocked(chain, platform, stages, parts, transfers, sharing)
+        transfers = [False] * len(transfers)
     levels = [
         platform.level_between(one.devices, other.devices) if transfer else 0
         for (one, other), transfer in zip(pairwise(stages), transfers, strict=True)
@@ -244,6 +253,26 @@ def stage_graph(
         parts = _with_tied_sums(chain, platform, policy, stages, parts)
     tied = tied_stages(chain, stages)
     return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform), tied)
+
+
+def _blocked(
+    chain: Chain,
+    platform: Platform,
+    stages: Sequence[Stage],
+    parts: Sequence[StageCost],
+    transfers: Sequence[bool],
+    sharing: bool,
+) -> list[StageCost]:
+    """Return ``parts`` whose passes include the transfers at their ends."""
+    waits = [0]
+    for (one, other), transfer in zip(pairwise(stages), transfers, strict=True):
+        level = platform.level_between(one.devices, other.devices) if sharing else 0
+        waits.append(platform.transfer_ns(chain.cut_bytes[one.stop], level) if transfer else 0)
+    both_ends = [before + after for before, after in zip(waits, [*waits[1:], 0], strict=True)]
+    return [
+        replace(part, forward_ns=part.forward_ns + wait, backward_ns=part.backward_ns + wait)
+        for part, wait in zip(parts, both_ends, strict=True)
+    ]
 
 
 def _stage_cost(

@@ -38,6 +38,7 @@ class PlatformFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     memory: str | None = None
     full_duplex: bool = False
     devices: list[DeviceFile] | None = None
+    blocking_transfers: bool = False
 
 
 def read_platform(path: str) -> Platform:
@@ -87,7 +88,7 @@ def platform_of(form: PlatformFile, place: str) -> Platform:
                 "(or a fraction of whole numbers up to 1000)"
             )
         devices.append(Device(memory, speed))
-    return Platform(tuple(devices), tuple(levels), form.full_duplex)
+    return Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers)
 
 
 def platform_form(platform: Platform) -> PlatformFile:
@@ -98,10 +99,11 @@ def platform_form(platform: Platform) -> PlatformFile:
     ]
     first = platform.devices[0]
     if all(device == first for device in platform.devices) and first.speed == 1:
-        return PlatformFile(levels, exact_bytes(first.memory_bytes), platform.full_duplex)
+        return PlatformFile(levels, exact_bytes(first.memory_bytes), platform.full_duplex, None, platform.blocking)
     return PlatformFile(
         levels,
         None,
         platform.full_duplex,
         [DeviceFile(exact_bytes(x.memory_bytes), None if x.speed == 1 else float(x.speed)) for x in platform.devices],
+        platform.blocking,
     )

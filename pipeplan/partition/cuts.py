@@ -31,6 +31,14 @@ def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> 
     return [2 * platform.transfer_ns(size, level) for size in crossing_bytes(chain)[cuts].tolist()]
 
 
+def waits_ns(problem: Problem, cuts: Ints) -> Ints:
+    """Return what a stage that begins or ends at each of ``cuts`` waits for a microbatch's transfers in both directions
+    where they block, over the lowest level; else 0."""
+    if not problem.platform.blocking:
+        return np.zeros(len(cuts), dtype=np.int64)
+    return np.array(round_trips_ns(problem.chain, problem.platform, cuts, 0), dtype=np.int64)
+
+
 def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:
     """Return the indices of up to ``bins`` of the ``cuts`` with small transfers, spread over the chain's time.
 

@@ -17,7 +17,7 @@ from ..integers import smallest
 from ..names import shown
 from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..plan import Allocation, Schedule, Stage
-from ..problem import Device, Level, Platform, Problem, Weights
+from ..problem import Device, Level, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ..units import format_bytes, format_ns
@@ -250,7 +250,7 @@ def fewest_gpus(problem: Problem) -> int | None:
     top = problem.platform.paths[-1]
 
     def attempt(count: int) -> Allocation | None:
-        platform = Platform((first,) * count, (Level(count, *top),), problem.platform.full_duplex)
+        platform = replace(problem.platform, devices=(first,) * count, levels=(Level(count, *top),))
         return possible(replace(problem, platform=platform))
 
     found = smallest(attempt, len(problem.platform) + 1, min(MOST_GPUS, max(len(problem.chain), 1)))

@@ -101,7 +101,8 @@ def machine(platform: Platform) -> str:
     """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
     memories = sorted({device.memory_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
-    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}"
+    blocking = ", transfers block" if platform.blocking else ""
+    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{blocking}"
 
 
 def _joint(level: Level) -> str:

@@ -89,6 +89,19 @@ def test_two_groups_have_a_link_for_every_two_gpus_that_exchange_microbatches(on
         assert [link.one_name(m % link.replicas) for m in range(one * other)] == pairs
 
 
+def test_blocking_transfers_are_part_of_the_passes_at_both_ends():
+    platform = replace(Platform.flat(4, 1000, 10**9, 3), blocking=True)
+    stages = [Stage(0, 1, (0,)), Stage(1, 3, (1, 2)), Stage(3, 4, (3,))]
+    graph, plain = (stage_graph(CHAIN, x, Policy(), stages) for x in (platform, replace(platform, blocking=False)))
+    assert path(graph) == ["F0", "F1", "F2", "B2", "B1", "B0"]
+    assert not any(resource.is_link for resource in graph.resources)
+    waits = [9, 9 + 21, 21]  # cuts of 6 and 18 bytes, 3 ns of latency
+    for blocked, alone, wait in zip(graph.stages, plain.stages, waits, strict=True):
+        assert (blocked.forward_ns, blocked.backward_ns) == (alone.forward_ns + wait, alone.backward_ns + wait)
+        assert blocked.buffer_bytes == alone.buffer_bytes
+    assert [op.duration_ns for op in graph.operations[:3]] == [stage.forward_ns for stage in graph.stages]
+
+
 def test_levels_set_the_pace_of_transfers_and_of_synchronisation():
     platform = Platform((Device(1000),) * 4, (Level(2, 2 * 10**9), Level(2, 10**9, 7)))
     inside = stage_graph(CHAIN, platform, Policy(), [Stage(0, 2, (0,)), Stage(2, 4, (1,))])

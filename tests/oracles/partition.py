@@ -179,6 +179,8 @@ class ContiguousJudge:
     def trips(self, stages: tuple[Stage, ...]) -> list[int]:
         """Return the time of both directions of each cut, over the level that joins all devices on its two sides."""
         platform = self.problem.platform
+        if platform.blocking:
+            return [0] * (len(stages) - 1)
         return [
             2 * platform.transfer_ns(self.problem.chain.cut_bytes[b.start], platform.level_of(a.devices + b.devices))
             for a, b in pairwise(stages)
@@ -203,6 +205,9 @@ class ContiguousJudge:
         kept, peak, recompute = memory_model.activations(chain, i, j, stage.checkpoint)
         work = time_model.forward_ns(chain, i, j, speed)
         work += time_model.backward_ns(chain, policy, i, j, recompute, len(stage.devices), speed)
+        if platform.blocking:  # each end of the stage receives and sends
+            inner = [cut for cut in (i, j) if 0 < cut < len(chain)]
+            work += sum(2 * platform.transfer_ns(chain.cut_bytes[cut], 0) for cut in inner)
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
         gradient = memory_model.gradient_bytes(policy, weights, parameters)

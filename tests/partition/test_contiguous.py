@@ -385,3 +385,27 @@ def test_where_servers_share_links_it_is_exact_as_if_they_did_not(block: int) ->
             assert found.claimed_period_ns == truth[0], seed
             shared = group_bound(stage_graph(problem.chain, problem.platform, problem.policy, found.stages))
             assert shared is None or shared >= truth[0]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
+def test_blocking_transfers_are_work_of_both_their_ends(checkpointing: Checkpointing) -> None:
+    slower = 0
+    for seed in range(70):
+        problem = replace(varied_problem(seed), checkpointing=checkpointing)
+        if checkpointing == "segments" and len(problem.chain) > 4:
+            continue
+        plain = smallest_period(problem)
+        problem = replace(problem, platform=replace(problem.platform, blocking=True))
+        truth, found = contiguous_optimum(problem), smallest_period(problem)
+        assert (found is None) == (truth is None) == (plain is None), seed
+        if found is None or truth is None or plain is None:
+            continue
+        assert found.claimed_period_ns == truth[0], seed
+        slower += truth[0] > (plain.claimed_period_ns or 0)
+        if len(problem.platform.levels) == 1 and not problem.policy.vertical_sync and problem.policy.accumulate:
+            graph = stage_graph(problem.chain, problem.platform, problem.policy, found.stages)
+            pattern = best_one_f_one_b_star(graph)
+            assert pattern is not None
+            assert pattern.period_ns == truth[0]
+            assert pattern_violations(graph, pattern) == []
+    assert slower > 3

@@ -101,8 +101,9 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
     platform, count = problem.platform, len(groups)
     alone = Platform(
         tuple(platform.slowest(group) for group in groups),
-        (Level(count, *platform.paths[-1]),),
+        (Level(count, *platform.paths[0 if platform.blocking else -1]),),
         platform.full_duplex,
+        platform.blocking,
     )
     policy = replace(problem.policy, accumulate=microbatches)  # a replica's share of a step is the same
     one = replace(problem, platform=alone, policy=policy, replicas=False)
@@ -115,7 +116,8 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
     trips, loads = [], []
     for here, there in pairwise(groups):
         level = platform.level_between(here, there)
-        moves = np.array([platform.transfer_ns(problem.chain.cut_bytes[cut], level) for cut in cuts], dtype=np.int64)
+        size_of = [0 if platform.blocking else problem.chain.cut_bytes[cut] for cut in cuts]
+        moves = np.array([platform.transfer_ns(size, level) for size in size_of], dtype=np.int64)
         trips.append(np.minimum(2 * moves, NEVER))
         loads.append(np.minimum((1 if platform.both_ways(level) else 2) * moves, NEVER))
     syncs = []

@@ -253,7 +253,9 @@ def longest_period_ns(problem: Problem) -> int:
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
     work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
-    transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
+    transfers = (2 if platform.blocking else 1) * sum(
+        2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1]
+    )
     period = work + 3 * count + transfers  # each stage rounds up three times
     if sums_bound_periods(problem):
         period += longest_sums_ns(problem)

@@ -18,6 +18,7 @@ from ...cost import memory_model, time_model
 from ...cost.saved import saved_bytes
 from ...integers import IntLike, Ints
 from ...problem import Problem
+from ..cuts import waits_ns
 from ..in_flight import in_flight_limit, version_counts
 
 NEVER = 2**61  # ns; above every time, and two of them still fit into an int64
@@ -118,13 +119,16 @@ def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[In
     chain, policy = problem.chain, problem.policy
     start, stop = cuts[:, None], cuts[None, :]
     counts = replica_counts(problem)
+    waits = waits_ns(problem, cuts)
     options = []
     for _, _, recompute in _choices(problem, start, stop):
         tables = []
         for replicas in counts:
             problem.deadline.check()
             table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, speed)
-            table[(stop <= start) | (table == 0)] = NEVER  # a stage without work would leave orders ambiguous
+            idle = (stop <= start) | (table == 0)  # a stage without work would leave orders ambiguous
+            table += waits[:, None] + waits[None, :]
+            table[idle] = NEVER
             tables.append(table)
         options.append(tuple(tables))
     return tuple(options)

@@ -19,6 +19,7 @@ import numpy as np
 from ...cost import time_model
 from ...integers import Ints, ceil_div
 from ...problem import Chain, Device, Problem
+from ..cuts import waits_ns
 from ..in_flight import fixed_bytes, in_flight_limit, version_counts
 from .device_counts import device_counts
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
@@ -209,7 +210,7 @@ class SegmentOptions:
 
     ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
     on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of
-    this class, ``backward[r]`` of the profiled device. The last r stands for all beyond.
+    this class, with what blocks, ``backward[r]`` of the profiled device. The last r stands for all beyond.
     """
 
     cuts: Ints
@@ -272,6 +273,8 @@ def _options(
     forward = time_model.forward_ns(chain, start, stop, device.speed)
     backward = tuple(time_model.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(tables.problem))
     idle = np.asarray(forward + backward[0] == 0)  # a stage without work would leave orders ambiguous
+    waits = waits_ns(tables.problem, cuts)
+    forward = forward + waits[:, None] + waits[None, :]
     recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in recomputations)
     alone = recompute[0]
     most = alone.shape[2] - 2

@@ -48,7 +48,7 @@ class StageTables:
     best: StageOptions  # on ``best_device``
     best_device: Device  # as fast as the fastest and as large as the largest
     gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
-    round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take, over each level
+    round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take on links, over each level
     spans: Ints  # like replicas: the level that joins devices a..b-1
     outer_spans: Ints  # the level that joins devices a-1..b-1: what the cut before a stage spans at least
     uniform: bool  # whether only the number of devices counts
@@ -101,7 +101,7 @@ def stage_tables(problem: Problem) -> StageTables:
 
     classes = tuple(DeviceClass(options_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
     uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
-    trips = np.array(round_trips, dtype=np.int64)
+    trips = np.array(round_trips, dtype=np.int64) * (not platform.blocking)
     return StageTables(
         problem,
         cuts,

@@ -128,7 +128,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         fixed=(none + waiting).tolist(),
         version=(one - none).tolist(),
         saved=saved.tolist(),
-        round_trip=round_trips_ns(chain, platform, cuts, 0),
+        round_trip=[0] * len(cuts) if platform.blocking else round_trips_ns(chain, platform, cuts, 0),
         buffers=(2 * crossing_bytes(chain)[cuts]).tolist(),
         least_saved=np.concatenate([[0], np.cumsum(first_saved(chain))])[cuts].tolist(),
     )
