@@ -127,7 +127,7 @@ class ContiguousJudge:
             return more
         size = self.shared()
         every = [d for k in holders for d in stages[k].devices]
-        interval = max(policy.accumulate or 1, *(len(stages[k].devices) for k in holders))
+        interval = policy.update_interval(max(len(stages[k].devices) for k in holders))
 
         def ring(devices: Sequence[int]) -> int:
             bandwidth, latency = platform.paths[platform.level_of(devices)]

@@ -200,6 +200,26 @@ def test_mixed_precision_adds_up_sixteen_bits_and_keeps_copies_equal(stages, dty
     assert largest_difference(trained, {**state, HEAD: state[TABLE]}) <= 0.02
 
 
+def test_delayed_gradients_of_sixteen_bits_are_added_up_and_keep_copies_equal(tmp_path):
+    model = zoo.load(GPT)
+    plan = plan_of(
+        chain_of(model, 2, data=model.data(2), dtype=torch.bfloat16),
+        [(0, 3, (0, 1)), (3, 6, (2,))],
+        weights="2bw",
+        optimizer="adam",
+    )
+    plan = replace(plan, policy=replace(plan.policy, precision="mixed"))
+    options = {"steps": 5, "lr": 0.002}
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", half=HalfOptions(), **options))
+    trained, interval = torch.load(tmp_path / "s"), lower_run(plan, 1).interval
+    losses, state = serial(
+        GPT, 2, accumulate=interval, optimizer="adam", version=lambda _, m: max(m // interval - 1, 0), **options
+    )
+    assert torch.equal(trained[TABLE], trained[HEAD])
+    assert report.losses == pytest.approx(losses, abs=0.05)
+    assert largest_difference(trained, state) <= 0.02
+
+
 def test_sums_stand_behind_all_passes_and_before_the_updates_of_who_holds_a_copy(chain):
     plan = plan_of(chain, [(0, 2, (0, 1)), (2, 3, (2,)), (3, 6, (3,))], weights="flush", accumulate=2)
     script = lower_run(plan, 2)
