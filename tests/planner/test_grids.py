@@ -20,7 +20,7 @@ from pipeplan.plan import Stage
 from pipeplan.planner.explain import why_no_grid
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, work_bound
+from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, grid_problem, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipelines import limits
@@ -150,6 +150,21 @@ def test_offload_is_chosen_only_where_memory_asks_for_it():
         problem = Problem(chain, platform, Policy("flush", None, "adam", bucket_parameters=10**6), True, "segments")
         asked = GridProblem(problem, profiles([chain]), 16, (1,), (False, True))
         assert search_grids(asked, Settings()).best.config.offload is offload
+
+
+def test_offload_is_open_only_where_there_is_state_to_move():
+    problem = Problem(even(), Platform.flat(4, 60 * GB), Policy("flush"), checkpointing="segments")
+    adam, mixed = (problem.with_policy(Policy("flush", None, *x)) for x in (("adam",), ("sgd", "mixed")))
+    for asked, given, expected in (
+        (problem, None, (False,)),
+        (adam, None, (False, True)),
+        (mixed, None, (False, True)),
+        (adam, True, (True,)),
+        (adam, False, (False,)),
+    ):
+        found, assumptions = grid_problem(asked, 8, [asked.chain], offload=given)
+        assert found.offloads == expected
+        assert any("between host and GPU" in line for line in assumptions) == (True in expected)
 
 
 def test_pipelines_inside_servers_send_over_the_servers_own_links():
