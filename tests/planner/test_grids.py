@@ -251,6 +251,15 @@ def test_limits_fixed_numbers_of_pipelines_and_interrupts():
         assert not violations(late)
 
 
+def test_an_interrupt_before_anything_is_found_stays_one():
+    def interrupt() -> float:
+        raise KeyboardInterrupt
+
+    asked = ask(even(), Platform.flat(8, 80 * GB), 32)
+    with pytest.raises(KeyboardInterrupt):
+        search_grids(replace(asked, problem=replace(asked.problem, deadline=Deadline(interrupt))), Settings())
+
+
 def test_a_batch_that_nothing_divides_is_an_error():
     with pytest.raises(BadInput, match="--batch: a batch of 8 cannot be shared by 3 pipelines"):
         make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 8, pipelines=3))

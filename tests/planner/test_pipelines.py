@@ -8,11 +8,11 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.partition.contiguous.batch import drained_bound, held
+from pipeplan.planner import pipelines as module
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.problem import GridProblem, configs
-from pipeplan.planner import pipelines as module
-from pipeplan.planner.pipelines import Pipelines, Proposal, Split, limits
 from pipeplan.planner.pipeline_time import batch_time
+from pipeplan.planner.pipelines import Pipelines, Proposal, Split, limits
 from pipeplan.problem import Level, Platform, Policy, Problem
 
 
@@ -121,7 +121,9 @@ def test_what_cannot_win_does_not_end_a_search() -> None:
     assert best is not None
     pipelines.best = None
     endless = (best.cuts, tuple(10**6 for _ in best.in_flight), best.limit)
-    assert list(pipelines.try_([((0, 0, 1, 2, 10), best.in_flight, best.limit), endless, best_proposal(best)])) == [best]
+    assert list(pipelines.try_([((0, 0, 1, 2, 10), best.in_flight, best.limit), endless, best_proposal(best)])) == [
+        best
+    ]
     slower = (best.cuts, best.in_flight, 1)
     pipelines.best = replace(best, result=replace(best.result, batch_ns=best.result.batch_ns + 1))
     assert list(pipelines.try_([slower, best_proposal(best)])) == [best]
