@@ -96,8 +96,8 @@ def fits(evaluation: Evaluation) -> bool:
 def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
     """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
 
-    The last stage has its gradient at once and holds one mini-batch, but under vertical sync the weights with which each
-    one inside has entered.
+    The last stage has its gradient at once and holds one mini-batch, but under vertical sync it keeps the weights with
+    which each one inside has entered, as all stages do.
     """
     program = steady.timeline.program
     graph, limit = program.graph, program.limit or 1

@@ -237,7 +237,6 @@ def least_memory(problem: Problem) -> int | None:
     """Return the least memory (bytes, the same on every device) with which a contiguous plan exists, or None."""
     sums = problem.chain.sums
     enough = 64 * (int(sums.weight_bytes[-1]) + int(sums.parameters[-1]) + int(storages(problem.chain).totals[-1]) + 1)
-    enough += 4 * max(problem.chain.cut_bytes)
     found = smallest(lambda memory: possible(_with_memory(problem, memory)), 1, enough)
     return None if found is None else found[0]
 

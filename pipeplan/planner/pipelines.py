@@ -73,8 +73,7 @@ class Pipelines:
         stages = len(self.groups)
         if self._limit is None:
             return limits(stages, self.microbatches)
-        most = 1 if stages == 1 else 2 * stages - 1  # more than that in a pipeline only wait
-        return [min(self._limit, most, self.microbatches)]
+        return [min(self._limit, 2 * stages - 1, self.microbatches)]  # more than that in a pipeline only wait
 
     def splits(self, limit: int, most: int | None = None) -> Iterator[Proposal]:
         """Yield splits (at most ``most`` for each way to hold ``limit`` microbatches) that may drain soon."""
@@ -124,8 +123,7 @@ class Pipelines:
             if least is None or (self.best is not None and least >= self.best.result.batch_ns):
                 continue
             stages = tables.stages(cuts, in_flight)
-            if stages is None:
-                continue
+            assert stages is not None, "each of them fits"
             result = self._simulated(stages, limit)
             if result.fits and (self.best is None or result.batch_ns < self.best.result.batch_ns):
                 self.best = Split(cuts, in_flight, limit, stages, result)

@@ -2,8 +2,8 @@
 
 A fault is one replaced piece of source text, so a module keeps its lines: < for <=, + for -, min for max, and for or, a
 number one larger, a condition negated, two arguments or results swapped, a statement left out, and so on. Docstrings,
-type hints and their aliases, decorators, assertions, f-strings and what is raised are left alone: nothing is computed
-there. So are the large constants of modules, and whether such a limit itself is still below it.
+type hints and their aliases, decorators, assertions, ``strict`` of zip, f-strings and what is raised are left alone:
+nothing is computed there. So are the large constants of modules, and whether such a limit itself is still below it.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class _Finder:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+        self.unordered: set[ast.AST] = set()  # collections in which something is looked up
         self.line_starts = [0]
         for line in self.raw.splitlines(keepends=True):
             self.line_starts.append(self.line_starts[-1] + len(line))
@@ -180,6 +181,8 @@ class _Finder:
             node = left.pop()
             if isinstance(node, ast.JoinedStr) or (limit and _beyond(node)):
                 continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
+                continue
             for start, stop, new in self._changes(node):
                 yield self._mutant(start, stop, new, inside, line)
             left += ast.iter_child_nodes(node)
@@ -204,6 +207,8 @@ class _Finder:
         """Yield (start, stop, new text) for each fault of one node itself."""
         if isinstance(node, ast.Compare):
             for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+                if isinstance(op, (ast.In, ast.NotIn)):
+                    self.unordered.add(right)
                 if not (isinstance(op, ORDERED) and self.limits & {_name(left), _name(right)}):
                     yield from self._between(left, right, *COMPARED[type(op)])
         elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
@@ -228,7 +233,7 @@ class _Finder:
             yield from self._opposite(node.func)
             if _name(node.func) not in OPPOSITE:  # those don't care about the order
                 yield from self._swapped([x for x in node.args if not isinstance(x, ast.Starred)])
-        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and node not in self.unordered:
             yield from self._swapped([x for x in node.elts if not isinstance(x, ast.Starred)])
 
     def _opened(self, node: ast.UnaryOp) -> int:

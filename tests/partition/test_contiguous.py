@@ -17,6 +17,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.contiguous.contiguous import (
     contiguous,
     feasible,
+    longest_period_ns,
     on_lowest_devices,
     smallest_period,
 )
@@ -319,6 +320,12 @@ def test_the_shortest_delays_are_those_of_stages_that_replicas_can_run() -> None
     assert shortest_delays(stage_tables(problem), 12).tolist() == [20, 10, 0]
     assert shortest_delays(stage_tables(replace(problem, replicas=False)), 12).tolist() == [NEVER, 10, 0]
     assert shortest_delays(stage_tables(replace(problem, replicas=False)), 60).tolist() == [20, 10, 0]
+
+
+def test_periods_of_months_stay_within_the_integers() -> None:
+    chain = unit_chain(2, forward_ns=2**58, backward_ns=2**58)
+    assert longest_period_ns(Problem(chain, Platform.flat(4, 100))) == NEVER // 8
+    assert longest_period_ns(Problem(unit_chain(2), Platform.flat(4, 100))) == 2 * 3 + 2 + 3 * 2  # recomputed, rounded
 
 
 def test_weights_that_nothing_binds_have_no_limit() -> None:

@@ -58,6 +58,9 @@ def test_a_residual_block_becomes_one_layer() -> None:
 def test_input_accounting_saves_the_input_alone() -> None:
     merged = merge_articulation(RESIDUAL, saved="input")
     assert [saved_bytes(merged, i, i + 1) for i in range(3)] == [7, 10, 40]
+    plain = Chain("plain", (layer("a", 10, saved_bytes=50), layer("b", 20)), input_bytes=7)
+    assert [saved_bytes(plain, i, i + 1) for i in range(2)] == [50, 10]
+    assert [saved_bytes(merge_articulation(plain, saved="input"), i, i + 1) for i in range(2)] == [7, 10]
 
 
 def test_a_chain_stays_as_it_is() -> None:

@@ -154,6 +154,25 @@ def test_equals_exhaustive_search_on_shared_devices():
     assert seen["replicated"] >= 5
 
 
+@pytest.mark.parametrize("seed", [98, 169, 331])
+@pytest.mark.parametrize(("vertical_sync", "accumulate"), [(False, None), (False, 2), (True, None), (True, 2)])
+def test_equals_exhaustive_search_where_versions_take_memory(seed, vertical_sync, accumulate):
+    policy = Policy("stash", accumulate, vertical_sync=vertical_sync)
+    graph = replace(shared_device_graph(seed), policy=policy)
+
+    def with_memory(size: int) -> StageGraph:
+        resources = (x if x.is_link else replace(x, memory_bytes=size) for x in graph.resources)
+        return replace(graph, resources=tuple(resources))
+
+    least = next(size for size in range(1, 10**3) if group_bound(with_memory(size)) is not None)
+    for size in (least + 3, least + 8):
+        roomy = with_memory(size)
+        result = schedule_ilp(roomy, solver="highs")
+        period = judged(roomy, result)
+        assert (result.status, result.lower_bound_ns) == ("optimal", period)
+        assert pattern_starts(roomy, period - 1) is None
+
+
 # --- larger ones, of sizes as in networks ---------------------------------------------------------------------------
 
 

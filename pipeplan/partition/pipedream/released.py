@@ -210,8 +210,8 @@ def _antichains(chain: Chain) -> _Antichains | None:
             for v in readers[u]:
                 if antichain >> v & 1 or descendants[v] & whole:
                     continue
-                replaced = whole & ~(1 << u) | 1 << v
-                found[sum(1 << x for x in _bits(replaced) if not descendants[x] & replaced)] = None
+                more = whole | 1 << v  # u, which v reads, is no longer maximal
+                found[sum(1 << x for x in _bits(more) if not descendants[x] & more)] = None
         following[antichain] = list(found)
         queue += [x for x in found if x not in queued]
         queued |= found.keys()
