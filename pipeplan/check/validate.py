@@ -300,14 +300,18 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
     for bound in plan.lower_bounds:
         if bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
-        found += class_violations(bound, plan.allocation)
+        found += class_violations(bound, plan.allocation, plan.platform)
     return found
 
 
-def class_violations(bound: Bound, allocation: Allocation) -> list[str]:
+def class_violations(bound: Bound, allocation: Allocation, platform: Platform) -> list[str]:
     """Return why ``allocation`` is outside the class of plans that ``bound`` holds for; empty when it is inside."""
     name, stages = _bound_name(bound), allocation.stages
-    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    inside = {
+        "contiguous": allocation.contiguous and allocation.keeps_units(platform),
+        "one-special": allocation.one_special,
+        "any": True,
+    }
     found = []
     if not inside[bound.allocation]:
         found.append(f"{name} does not hold for this plan: its stages are not in that class")

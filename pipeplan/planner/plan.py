@@ -193,4 +193,5 @@ def _class_bounds(incumbent: Incumbent) -> list[Bound]:
     assert incumbent.best is not None
     if not incumbent.periodic:  # those are bounds on a period that never drains
         return []
-    return [bound for bound in incumbent.bounds if not class_violations(bound, incumbent.best.allocation)]
+    best, platform = incumbent.best.allocation, incumbent.problem.platform
+    return [bound for bound in incumbent.bounds if not class_violations(bound, best, platform)]

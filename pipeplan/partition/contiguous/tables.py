@@ -19,6 +19,7 @@ from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..in_flight import version_counts
 from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
+from .orders import Order, Orders
 
 _MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
 _SPREAD = 1000  # cuts that are looked at where all are too many
@@ -52,6 +53,7 @@ class StageTables:
     spans: Ints  # like replicas: the level that joins devices a..b-1
     outer_spans: Ints  # the level that joins devices a-1..b-1: what the cut before a stage spans at least
     uniform: bool  # whether only the number of devices counts
+    orders: Orders  # in which stages may take devices
     complete: bool = True  # whether all legal cuts are here
 
     def select(self, index: Ints) -> StageTables:
@@ -65,6 +67,16 @@ class StageTables:
             round_trips=self.round_trips[:, index],
             complete=self.complete and len(index) == len(self.cuts),
         )
+
+    def in_order(self, order: Order) -> StageTables:
+        """Return the same tables for stages that take devices in ``order``, whose positions they call devices."""
+        devices = self.orders.along_kinds(order)
+        if devices == self.problem.platform.devices:
+            return self
+        platform = replace(self.problem.platform, devices=devices)
+        groups = dict(_groups(platform, self.problem.replicas))
+        classes = tuple(replace(x, replicas=groups[x.device]) for x in self.classes)
+        return replace(self, problem=replace(self.problem, platform=platform), classes=classes)
 
 
 def stage_tables(problem: Problem) -> StageTables:
@@ -113,6 +125,7 @@ def stage_tables(problem: Problem) -> StageTables:
         spans,
         outer,
         uniform,
+        Orders.of(platform, len(cuts)),
         complete=count == len(cuts),
     )
 
