@@ -225,6 +225,19 @@ def _stage_cost(
     )
 
 
+def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> int:
+    """Return the most that a device has to do for a microbatch, without recomputation and steps: no period is less."""
+    forward, backward = chain.sums.forward_ns, chain.sums.backward_ns
+    loads: dict[tuple[int, ...], int] = {}
+    for stage in stages:
+        work = int(forward[stage.stop] - forward[stage.start] + backward[stage.stop] - backward[stage.start])
+        loads[stage.devices] = loads.get(stage.devices, 0) + work
+    return max(
+        ceil_div(time_model.scaled(work, platform.slowest(devices).speed), len(devices))
+        for devices, work in loads.items()
+    )
+
+
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of several stages that hold weights of each other, in order; no stage is in two of them."""
     sets = connected(_holders(stages, layers) for layers in connected(chain.tied))

@@ -84,7 +84,7 @@ def make_plan(
         lower_bounds=(*_class_bounds(incumbent), any_bound(problem)),
         provenance=Provenance(
             algorithm,
-            options if algorithm != AUTO else {**options, "effort": effort},
+            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
             allocation.claimed_period_ns,
             solver=None if incumbent.best.status is None else settings.solver,
             solver_status=status or incumbent.best.status,

@@ -103,9 +103,9 @@ def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
 
 
 def test_platforms_of_servers_and_unequal_devices_stay_exact_on_longer_chains() -> None:
-    for seed in range(8):
+    for seed in range(3):
         rng = random.Random(seed)
-        problem = random_problem(rng, 50, 6, levels=True, speeds=True, latency=True, saved=True)
+        problem = random_problem(rng, 40, 6, levels=True, speeds=True, latency=True, saved=True)
         found = smallest_period(problem)
         if found is not None:
             assert_attains(problem, found)

@@ -26,7 +26,7 @@ from ..cuts import spread_cuts
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
 from .options import NEVER
-from .orders import Order
+from .orders import FEW, Order
 from .pareto import Resolution
 from .segments import LabelEffort, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
@@ -216,9 +216,11 @@ def _search(
 
     With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
     it ends with what it has, if it has any. Orders of devices are searched in turn, each for what beats the best of
-    those before; where they aren't all, also those near one that did, and nothing above ``low`` is proved.
+    those before; where they aren't all, also those near one that did, and nothing above ``low`` is proved. So it is
+    with ``tolerance``, for a few of them.
     """
-    orders, bound, seen = tables.orders, high + 1, set()
+    orders = tables.orders if tolerance is None else replace(tables.orders, most=min(FEW, tables.orders.most))
+    bound, seen = high + 1, set()
     waiting: Iterator[Order] = orders.first(_devices_of(best))
     while len(seen) < orders.most and (order := next(waiting, None)) is not None:
         if (kinds := orders.along_kinds(order)) in seen:

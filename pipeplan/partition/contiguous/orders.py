@@ -20,9 +20,9 @@ from ...problem import Device, Platform
 
 Order = tuple[int, ...]  # the device at each position
 
-_MOST = 1000  # orders that are searched one by one
-_WORK = 10**9  # cuts squared times devices squared, over all of them
-_FEW = 24  # orders that are searched in any case
+FEW = 24  # orders that are searched in any case
+_MOST = 400  # and at most
+_WORK = 2 * 10**8  # cuts squared times devices squared, over all of them
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Orders:
     @staticmethod
     def of(platform: Platform, cuts: int) -> Orders:
         """Return the orders to search for a chain with so many ``cuts``: all, or fewer where that would take long."""
-        return Orders(platform, max(_FEW, min(_MOST, _WORK // max(1, cuts * len(platform)) ** 2)))
+        return Orders(platform, max(FEW, min(_MOST, _WORK // max(1, cuts * len(platform)) ** 2)))
 
     @cached_property
     def count(self) -> int:
