@@ -272,6 +272,14 @@ class Share(click.ParamType[float]):
         return number / 100
 
 
+GAP = click.option(
+    "--gap",
+    type=Share(),
+    metavar="PERCENT",
+    help="auto: stop at a plan this near to what no plan can beat, such as 1%; 0% to try all.  [default: 0.1%]",
+)
+
+
 def refuse_unknown(names: Iterable[str], *others: str) -> None:
     """Raise UsageError unless all ``names`` of --schedule are schedules or among ``others``."""
     from ..schedule.registry import schedules

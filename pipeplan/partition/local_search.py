@@ -25,9 +25,9 @@ def local_search(
     lower_bound: Callable[[Allocation], int | None],
     try_: Callable[[Allocation], bool],
     budget: int,
-    patience: int,
     done: Callable[[], bool],
     seed: int = 0,
+    patience: int | None = None,
 ) -> int:
     """Walk from ``start`` to better allocations; return how many candidates were looked at, about ``budget`` at most.
 
@@ -41,7 +41,7 @@ def local_search(
     best = current = start.stages
     seen = {current}
     looked = hopeless = 0
-    while looked < budget and hopeless < patience and not done():
+    while looked < budget and (patience is None or hopeless < patience) and not done():
         hopeful: list[tuple[int, int, Stages]] = []
         for neighbour in _neighbours(problem, current, rng):
             if neighbour in seen:

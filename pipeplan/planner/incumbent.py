@@ -39,6 +39,7 @@ class Status:
 
     phase: str = "search"
     candidates: int = 0  # allocations that were looked at
+    floor_ns: int | None = None  # no plan is below
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     bound = any_bound(problem).period_ns
     enough = int(bound * (1 + incumbent.settings.gap))
     if incumbent.periodic:
-        incumbent.floor_ns = bound
+        incumbent.floor_ns = status.floor_ns = bound
 
     def done() -> bool:
         return incumbent.expired or (incumbent.best_ns is not None and incumbent.best_ns <= enough)
@@ -69,7 +69,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "where local moves start"
     for start in _starts(incumbent):
         status.phase = "local moves"
-        local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, effort.patience, done)
+        local_search(
+            problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, patience=effort.patience
+        )
 
 
 def _starts(incumbent: Incumbent) -> Iterator[Allocation]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests"), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from cases.chains import random_chain
 from oracles.any_class import optimum
@@ -96,8 +96,8 @@ def main() -> None:
             print(f"{seed}: auto {period}, brute force {truth}")
             worst = max(worst, float("inf") if period is None else period / truth)
     print(
-        f"{options.instances} instances in {time.perf_counter() - began:.0f} s: {inverted} where a class beats one that "
-        f"contains it; auto equals brute force in {reached} of {feasible} feasible ones ({worst:.3f} times at worst)"
+        f"{options.instances} instances in {time.perf_counter() - began:.0f} s: {inverted} where a class beats "
+        f"one that contains it; auto equals brute force in {reached} of {feasible} feasible ones ({worst:.3f} times at worst)"
     )
 
 

@@ -16,7 +16,7 @@ from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
 def device_groups(problem: Problem, stages: int) -> Iterator[list[tuple[int, ...]]]:
-    """Yield the devices of each stage on one level: groups are equal or disjoint, equal devices numbered by first use."""
+    """Yield the devices of each stage: groups are equal or disjoint, equal devices numbered by first use."""
     kinds = problem.platform.devices
     if len(set(kinds)) > 1:
         yield from _unequal_groups(problem, stages)
