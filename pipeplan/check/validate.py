@@ -94,10 +94,9 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
         position = stage.stop
         found += _device_violations(s, stage.devices, platform)
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
-        total = time_model.forward_ns(chain, stage.start, stage.stop) + time_model.backward_ns(
-            chain, policy, stage.start, stage.stop
-        )
-        if total == 0:
+        known = [d for d in stage.devices if 0 <= d < len(platform)]
+        timed = chain.timed(platform.slowest(known).times) if known else chain
+        if time_model.work_ns(timed, policy, stage.start, stage.stop) == 0:
             found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")

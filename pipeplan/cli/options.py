@@ -221,8 +221,11 @@ def read_problem(
     if vertical_sync and weights not in ("stash", "latest"):
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
-    chain = merging(granularity)(read_profile(profile))
+    whole = read_profile(profile)
+    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
+    chain = merging(granularity)(whole)
+    if chain is not whole and where.devices[0].times is not None:
+        raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
     policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
@@ -230,7 +233,7 @@ def read_problem(
 
 
 def _platform(
-    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None
+    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None, chain: Chain
 ) -> tuple[Platform, list[str]]:
     from ..files.platforms import read_platform
 
@@ -242,7 +245,7 @@ def _platform(
         ]
         if given:
             raise click.UsageError(f"--platform already says what {', '.join(given)} would")
-        return read_platform(file), []
+        return read_platform(file, chain), []
     if gpus is None or mem is None:
         raise click.UsageError("say the platform: --gpus and --mem, or --platform FILE")
     memory = parse_bytes(mem, "--mem")

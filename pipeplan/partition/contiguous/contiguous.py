@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import chain
+from itertools import chain as chained
 
 import numpy as np
 
@@ -229,7 +229,7 @@ def _search(
         found, reached = _search_in(order, tables, least_delay, low, high, best, tolerance)
         bound = min(bound, reached)
         if found is not best and not orders.all:
-            waiting = chain(orders.near(order), waiting)
+            waiting = chained(orders.near(order), waiting)
         best = found
     return best, bound if orders.all or orders.most == 1 else low
 
@@ -284,11 +284,12 @@ def _claimed(allocation: Allocation) -> int:
 
 def longest_period_ns(problem: Problem) -> int:
     """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
-    chain, platform = problem.chain, problem.platform
-    speed = min(x.speed for x in platform.devices)
+    platform = problem.platform
+    slowest = platform.slowest(range(len(platform)))
+    chain = problem.chain.timed(slowest.times)
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
-    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
+    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), slowest.speed)
     transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
     period = work + 3 * count + transfers  # each stage rounds up three times
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
@@ -296,16 +297,17 @@ def longest_period_ns(problem: Problem) -> int:
 
 def _plain_delays(tables: StageTables) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
-    chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
-    speed = tables.best_device.speed
+    best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
+    chain = tables.problem.chain.timed(best.times)
     end = np.int64(len(chain))
-    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=speed)
+    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=best.speed)
     return bare
 
 
 def _shared_work(tables: StageTables, low: int, high: int) -> int:
     """Return a period in ``low..high`` below which all devices together are too slow."""
-    sums, speed = tables.problem.chain.sums, sum(x.speed for x in tables.problem.platform.devices)
+    relaxed = time_model.relative(tables.problem)
+    sums, speed = relaxed.chain.sums, sum(x.speed for x in relaxed.platform.devices)
     return min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
 
 
