@@ -236,9 +236,10 @@ def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> 
         sums, start, stop = chain.timed(slowest[stage.devices].times).sums, stage.start, stage.stop
         forward, backward = sums.forward_ns, sums.backward_ns
         loads[stage.devices] += int(forward[stop] - forward[start] + backward[stop] - backward[start])
-    return max(
-        ceil_div(time_model.scaled(work, slowest[devices].speed), len(devices)) for devices, work in loads.items()
-    )
+    floor = 0
+    for devices, work in loads.items():
+        floor = max(floor, ceil_div(time_model.scaled(work, slowest[devices].speed), len(devices)))
+    return floor
 
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:

@@ -41,7 +41,13 @@ class DeviceFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     profile: Text | None = None
 
 
-LayerTimesFile = form(LayerTimes, **dict.fromkeys(LAYER_TIMES, tuple[Count, ...]))
+LayerTimesFile = form(
+    LayerTimes,
+    forward_ns=tuple[Count, ...],
+    backward_ns=tuple[Count, ...],
+    backward_weight_ns=tuple[Count, ...],
+    optimizer_ns=tuple[Count, ...],
+)
 
 
 class PlatformFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -21,7 +21,7 @@ from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
-from ...problem import Platform, Problem
+from ...problem import Device, Platform, Problem
 from ..cuts import spread_cuts
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
@@ -220,7 +220,8 @@ def _search(
     with ``tolerance``, for a few of them.
     """
     orders = tables.orders if tolerance is None else replace(tables.orders, most=min(FEW, tables.orders.most))
-    bound, seen = high + 1, set()
+    bound = high + 1
+    seen: set[tuple[Device, ...]] = set()
     waiting: Iterator[Order] = orders.first(_devices_of(best))
     while len(seen) < orders.most and (order := next(waiting, None)) is not None:
         if (kinds := orders.along_kinds(order)) in seen:

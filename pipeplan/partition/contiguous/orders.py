@@ -170,8 +170,10 @@ def _count(tree: _Tree) -> int:
         return 1
     children = tree[1:]
     kinds = Counter(children)
-    ways = factorial(len(children)) // prod(factorial(n) for n in kinds.values())
-    return ways * prod(_count(child) ** n for child, n in kinds.items())
+    ways: int = factorial(len(children)) // prod(factorial(n) for n in kinds.values())
+    for child, n in kinds.items():
+        ways *= _count(child) ** n
+    return ways
 
 
 def _arrangements(tree: _Tree) -> Iterator[tuple[int, ...]]:

@@ -163,7 +163,8 @@ def _with_labels(
     """Return the tables with the times that the labels allow (given by profile and first layer), and whether all are
     exact."""
     devices = dict.fromkeys([tables.best_device, *(x.device for x in tables.classes)])
-    options, exact = {}, True
+    options: dict[Device, SegmentOptions] = {}
+    exact = True
     for times, labels in labels_of.items():
         some, complete = _options_of(tables, [x for x in devices if x.times == times], labels, groups)
         options |= some
