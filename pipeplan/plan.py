@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
-from .problem import Chain, Checkpointing, Platform, Policy
+from .problem import Chain, Checkpointing, Platform, Policy, Weights
 
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
@@ -119,8 +119,19 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherWeights:
+    """The period (ns) of the best contiguous plan under a policy that lets stages share weights."""
+
+    weights: Weights
+    period_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a plan comes from. ``seconds`` is the only field of a plan that differs between equal runs."""
+    """Where a plan comes from. ``seconds`` is the only field of a plan that differs between equal runs.
+
+    ``other_weights`` says what the plan's policy costs where it keeps layers that share weights in one stage.
+    """
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -129,6 +140,7 @@ class Provenance:
     solver_status: str | None = None
     version: str = ""
     seconds: float = 0.0
+    other_weights: OtherWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

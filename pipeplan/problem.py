@@ -228,16 +228,24 @@ def _extreme(devices: tuple[Device, ...], slow: bool) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level)."""
+    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level).
+
+    ``links`` is how many links each of these units has into this level, for all that its devices send beyond the unit;
+    None where any two devices have a link of their own.
+    """
 
     count: int
-    bandwidth: int  # bytes per second and direction
+    bandwidth: int  # bytes per second and direction, of each link
     latency_ns: int = 0
+    links: int | None = None
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1)."""
+    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
+
+    At most one level has ``links``.
+    """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
@@ -259,6 +267,27 @@ class Platform:
             size *= level.count
             sizes.append(size)
         return tuple(sizes)
+
+    @cached_property
+    def shared_level(self) -> int | None:
+        """The level whose units share their links, or None."""
+        return next((k for k, level in enumerate(self.levels) if level.links is not None), None)
+
+    def shares_links(self, level: int) -> bool:
+        """Whether a transfer over ``level`` takes one of the links that its sender's unit has for all it sends."""
+        return self.shared_level is not None and level >= self.shared_level
+
+    def both_ways(self, level: int) -> bool:
+        """Whether the two directions of a transfer over ``level`` don't exclude each other."""
+        return self.full_duplex or self.shares_links(level)
+
+    def link_of(self, device: int) -> int:
+        """Return the number of the shared link by which ``device`` sends: the devices of a unit are spread evenly over
+        its links, neighbours together."""
+        assert self.shared_level is not None, "every two devices have a link of their own"
+        links = self.levels[self.shared_level].links or 1
+        size = self.unit_sizes[self.shared_level - 1] if self.shared_level else 1
+        return device // size * links + device % size * links // size
 
     def level_of(self, devices: Sequence[int]) -> int:
         """Return the index of the lowest level whose one unit holds all of ``devices``."""
@@ -337,6 +366,19 @@ class Policy:
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
 
+    @property
+    def drains(self) -> bool:
+        """Whether the pipeline empties before every update."""
+        return self.weights == "flush"
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether all stages make every update from the same microbatches, so that copies of weights stay equal.
+
+        Under the other policies each stage updates when its own backwards are over, at other times than the rest.
+        """
+        return self.weights in ("flush", "2bw")
+
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
         return max(replicas, self.accumulate or 1)
@@ -347,6 +389,8 @@ class Problem:
     """An instance: the chain, the platform, the policy, and what a plan may use.
 
     ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
+    Layers that share weights may be in several stages where the policy allows it (``tied`` is ``apart``), or stay in
+    one (``together``); ``free`` is a relaxation for searches, where sums over stages take no time.
     Searches for plans raise OutOfTime at the ``deadline``, which changes no answer that comes before it.
     """
 
@@ -356,6 +400,7 @@ class Problem:
     replicas: bool = True
     checkpointing: Checkpointing = "stages"
     deadline: Deadline = NEVER
+    tied: Literal["apart", "together", "free"] = "apart"
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

@@ -13,13 +13,13 @@ from itertools import pairwise
 from ..cost import time_model
 from ..cost.stage_graph import Operation, Resource, StageGraph
 from ..errors import InvalidPlan
-from ..names import shown
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..units import format_bytes
 from .evaluate import Evaluation, evaluate
+from .shared_weights import tied_violations
 
 
 def check(plan: Plan) -> Evaluation:
@@ -162,25 +162,6 @@ def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[i
     return found
 
 
-def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
-    """Return which layers share weights although their stages, with the policy, would let them drift apart."""
-    if policy.weights == "flush":
-        return []
-    found = []
-    for one, other in chain.tied:
-        holders = [
-            next((s for s, stage in enumerate(stages) if stage.start <= layer < stage.stop), None)
-            for layer in (one, other)
-        ]
-        if holders[0] != holders[1]:
-            names = [f"{layer} ({shown(chain.layers[layer].name)})" for layer in (one, other)]
-            found.append(
-                f"layers {names[0]} and {names[1]} share weights but are in stages {holders[0]} and {holders[1]}; only "
-                "--weights flush can keep them equal"
-            )
-    return found
-
-
 def operation_violations(graph: StageGraph, pattern: Pattern) -> list[str]:
     """Return where the pattern's operations are not those of the stages: kind, stage, order, duration, period."""
     found = []
@@ -241,7 +222,9 @@ def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
 
 
 def _each(resource: Resource) -> str:
-    return resource.name if resource.is_link or resource.replicas == 1 else f"each of {resource.name}"
+    if resource.replicas == 1:
+        return resource.name
+    return f"each {'pair ' if resource.is_link else ''}of {resource.name}"
 
 
 def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:

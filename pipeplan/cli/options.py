@@ -229,7 +229,7 @@ def read_problem(
     policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
-    return Problem(chain, where, policy, not no_replicas, allowed, deadline), assumptions
+    return Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline), assumptions
 
 
 def _platform(

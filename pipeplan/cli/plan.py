@@ -14,6 +14,7 @@ from ..schedule.kinds import KINDS
 from .grid import DRAINED, LIMIT, grid_options, plan_grid
 from .options import EFFORT, GAP, SOLVER, problem_options, read_problem
 from .search import search, search_options
+from .stated import stated_of, stated_options
 
 GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
 
@@ -61,6 +62,7 @@ GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap"
     help="stash, latest: one version of the weights for a microbatch in all stages, which costs versions.",
 )
 @SOLVER
+@stated_options
 @search_options
 def command(
     algorithm: str,
@@ -83,11 +85,13 @@ def command(
     \b
     Example: pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json
     pipeplan plan profile.json --gpus 8 --mem 16GB --data-parallel auto --batch 64 --microbatch 1,2,4
+    pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all
 
     Ctrl-C ends the search with the best plan so far.
     """
     if gap is not None and (algorithm != "auto" or data_parallel is not None):
         raise click.UsageError("--gap says when --algorithm auto may stop; leave it out")
+    configuration = stated_of(shared)
     options = _algorithm_options(algorithm, straight=straight, mode=mode, charge=charge)
     if data_parallel is not None:
         _refuse_with_grid(algorithm, shared, schedule, vertical_sync)
@@ -98,12 +102,18 @@ def command(
         if shared.pop(name):
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
+    from ..planner.other_weights import with_other_weights
     from ..planner.plan import make_plan
+    from ..planner.stated import STATED
     from ..report.tables import print_plan
 
     problem, assumptions = read_problem(**shared, vertical_sync=vertical_sync, segments=algorithm == "auto")
+    if configuration is not None:
+        algorithm, options = STATED, configuration
     search(
-        lambda settings: make_plan(problem, algorithm, options, settings, effort, schedule, limit),
+        lambda settings: with_other_weights(
+            make_plan(problem, algorithm, options, settings, effort, schedule, limit), problem
+        ),
         lambda found: print_plan(found.plan, assumptions, result=found.evaluation),
         output,
         as_json,

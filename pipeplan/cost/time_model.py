@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
+
 from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Device, Policy, Problem
 
@@ -114,11 +116,22 @@ def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: 
     return max(all_reduce_ns, step_ns) + ceil_div(min(all_reduce_ns, step_ns), chunks)
 
 
-def sync_period_ns(policy: Policy, gradient: int, replicas: int, bandwidth: int) -> int:
-    """Least period at which ring all-reduces of ``gradient`` bytes keep up: 2(r-1)/r * bytes / bandwidth per update."""
-    return ring_all_reduce_ns(gradient, replicas, bandwidth * policy.update_interval(replicas))
+def sync_period_ns(policy: Policy, gradient: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0) -> IntLike:
+    """Least period at which ring all-reduces of ``gradient`` bytes keep up: one each ``update_interval`` microbatches.
+
+    :func:`ring_all_reduce_ns`, shared by these microbatches and then rounded up.
+    """
+    return ring_all_reduce_ns(gradient, replicas, bandwidth, latency_ns, policy.update_interval(replicas))
 
 
-def ring_all_reduce_ns(size: int, replicas: int, bandwidth: int) -> int:
-    """Return the time in which a ring of ``replicas`` sums ``size`` bytes: 2(r-1)/r * bytes / bandwidth, rounded up."""
-    return ceil_div(2 * (replicas - 1) * size * 10**9, replicas * bandwidth)
+def ring_all_reduce_ns(
+    size: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0, shared_by: int = 1
+) -> IntLike:
+    """Return the time in which a ring of r ``replicas`` sums ``size`` bytes, rounded up; 0 for no bytes.
+
+    2(r-1) steps, each a transfer of a part in r: 2(r-1)/r * bytes / bandwidth + 2(r-1) * latency. What each of so many
+    microbatches has to leave for it, where it is ``shared_by`` several.
+    """
+    steps = 2 * (replicas - 1)
+    waiting = (size != 0) * np.array(steps * latency_ns * replicas * bandwidth, dtype=object)
+    return plain(ceil_div(steps * size * 10**9 + waiting, replicas * bandwidth * shared_by))

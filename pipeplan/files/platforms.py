@@ -28,6 +28,7 @@ class LevelFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     count: int
     bandwidth: str
     latency: str | None = None
+    links: int | None = None
 
 
 class DeviceFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -73,14 +74,20 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
     if not form.levels:
         raise BadInput(f"{place}: $.levels: is empty; a platform has at least one level")
     count = 1
-    levels = []
+    levels = list[Level]()
     for k, level in enumerate(form.levels):
         here = f"{place}: $.levels[{k}]"
         if not 1 <= level.count <= MOST_DEVICES:
             raise BadInput(f"{here}.count: {level.count} is not between 1 and {MOST_DEVICES}")
         count *= level.count
         latency = parse_time(level.latency, f"{here}.latency") if level.latency is not None else 0
-        levels.append(Level(level.count, parse_bandwidth(level.bandwidth, f"{here}.bandwidth"), latency))
+        if level.links is not None and not 1 <= level.links <= MOST_DEVICES:
+            raise BadInput(f"{here}.links: {level.links} is not between 1 and {MOST_DEVICES}")
+        before = next((i for i, other in enumerate(levels) if other.links is not None), None)
+        if level.links is not None and before is not None:
+            raise BadInput(f"{here}.links: $.levels[{before}] has links, too; one level may say what is shared")
+        bandwidth = parse_bandwidth(level.bandwidth, f"{here}.bandwidth")
+        levels.append(Level(level.count, bandwidth, latency, level.links))
     if count > MOST_DEVICES:
         raise BadInput(f"{place}: $.levels: the counts multiply to {count} devices; at most {MOST_DEVICES}")
     entries = form.devices if form.devices is not None else [DeviceFile()] * count
@@ -161,7 +168,7 @@ def _check_times(times: LayerTimes, chain: Chain, here: str) -> None:
 def platform_form(platform: Platform) -> PlatformFile:
     """Return the file form of a platform; one ``memory`` when all devices are equal and of speed 1."""
     levels = [
-        LevelFile(x.count, exact_bandwidth(x.bandwidth), exact_time(x.latency_ns) if x.latency_ns else None)
+        LevelFile(x.count, exact_bandwidth(x.bandwidth), exact_time(x.latency_ns) if x.latency_ns else None, x.links)
         for x in platform.levels
     ]
     first = platform.devices[0]

@@ -107,8 +107,7 @@ def data_parallel(problem: Problem) -> Iterator[Allocation]:
         return
     policy = problem.policy
     gradient = memory_model.gradient_of(problem.chain, policy, 0, count)
-    bandwidth, _ = platform.paths[platform.level_of(devices)]
-    sync = time_model.sync_period_ns(policy, gradient, len(devices), bandwidth)
+    sync = time_model.sync_period_ns(policy, gradient, len(devices), *platform.paths[platform.level_of(devices)])
     slowest = platform.slowest(devices)
     chain = problem.chain.timed(slowest.times)
     for checkpoint in ((),) if problem.checkpointing == "none" else ((), ((0, count),)):

@@ -12,10 +12,10 @@ from ..problem import Chain, Platform, Problem
 def legal_cuts(problem: Problem) -> Ints:
     """Return the positions (layers before a cut) at which stages may begin and end, 0 and L included.
 
-    Layers that share weights stay in one stage, but under ``flush``, where copies in several stages get equal updates.
+    Layers that share weights stay in one stage, but where copies in several stages get equal updates.
     """
     legal = np.ones(len(problem.chain) + 1, dtype=np.bool_)
-    if problem.policy.weights != "flush":
+    if problem.tied == "together" or not problem.policy.updates_together:
         for one, other in problem.chain.tied:
             legal[min(one, other) + 1 : max(one, other) + 1] = False
     return np.flatnonzero(legal)

@@ -97,7 +97,7 @@ class Incumbent:
         self.stopped = self.late = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
-        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were tried
+        self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
     @property
     def expired(self) -> bool:
@@ -127,7 +127,7 @@ class Incumbent:
             beaten = self.best is not None and floor >= self._to_beat(len(graph.stages))
             return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
-            return graph.period_floor_ns if graph.contiguous else None
+            return graph.period_floor_ns if graph.separate else None
         if self.best is not None and not may_reach(graph, self._to_beat(len(graph.stages)) - 1):
             return None
         return group_bound(graph)
@@ -137,7 +137,7 @@ class Incumbent:
         if allocation.stages in self.seen:
             return False
         self.settings.status.candidates += 1
-        self.seen[allocation.stages] = None
+        self.seen[allocation.stages] = allocation.claimed_period_ns
         if self._breaks_rules(allocation):
             return False
         graph = self._graph(allocation)
@@ -209,7 +209,7 @@ class Incumbent:
         return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
 
     def _schedule(self, graph: StageGraph) -> tuple[Pattern | None, IlpStatus | None]:
-        if graph.contiguous:
+        if graph.separate:
             return best_one_f_one_b_star(graph), None
         cutoff = self._to_beat(len(graph.stages)) if self.periodic and self.best is not None else None
         bound = group_bound(graph)

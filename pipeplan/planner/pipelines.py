@@ -16,7 +16,7 @@ from ..plan import Stage
 from ..problem import Problem
 from .pipeline_time import BatchTime, batch_time
 
-_WHOLE = 20_000  # steps of a batch up to which all pipelines are simulated, beyond one stands for all
+_WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
 Proposal = tuple[tuple[int, ...], tuple[int, ...], int]  # cuts, microbatches that stages are to hold, limit
@@ -144,7 +144,7 @@ class Pipelines:
         if self.best is None or self.best.result.exact or self._steps() > _IN_FULL:
             return
         result = batch_time(self.problem, self.best.stages, self.microbatches, self.best.limit)
-        # side by side, pipelines hold more than one alone
+        # later microbatches may hold more than the first ones
         self.best = replace(self.best, result=result) if result.fits else None
 
     def bound(self, enough: int | None, *, by_limit: bool = False) -> None:
@@ -169,7 +169,8 @@ class Pipelines:
         return self._seen[key]
 
     def _steps(self) -> int:
-        return 4 * sum(map(len, self.groups)) * self.microbatches
+        shared = self.problem.platform.shared_level is not None
+        return 4 * (sum(map(len, self.groups)) if shared else len(self.groups)) * self.microbatches
 
 
 def limits(stages: int, microbatches: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound
@@ -22,11 +23,12 @@ from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.pattern import most_in_flight, starts_of
 from ..version import __version__
-from .explain import why_infeasible, why_not_admitted
+from .explain import claimed, why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
 from .simulated import plan_drained, plan_nf1b
+from .stated import STATED, stated, why_not_stated
 
 AUTO = "auto"
 
@@ -50,11 +52,12 @@ def make_plan(
 ) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
-    ``options`` go to the algorithm. ``schedule`` is one that goes with the weights policy, by default the first that
-    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen). An
-    undecided ``policy.accumulate`` is decided here: under 2bw as many microbatches as are in flight, four per device
-    where mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the
-    search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
+    ``options`` go to the algorithm; those of :data:`STATED` say the stages, see :func:`.stated.stated`. ``schedule`` is
+    one that goes with the weights policy, by default the first that :func:`..schedule.kinds.kinds_for` names; ``limit``
+    is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided here:
+    under 2bw as many microbatches as are in flight, four per device where mini-batches are drained, under nF1B the best
+    of several sizes, otherwise one. A KeyboardInterrupt ends the search with the best plan so far, if there is one; the
+    problem's deadline too, or with the best of the simplest.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
@@ -73,8 +76,10 @@ def make_plan(
         incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings)
     problem = incumbent.problem
     if incumbent.best is None:
-        raise Infeasible(_why_none(incumbent))
-    allocation, pattern = _tidy(problem, incumbent.best.allocation), incumbent.best.pattern
+        raise Infeasible(_why_none(incumbent, algorithm))
+    allocation, pattern = incumbent.best.allocation, incumbent.best.pattern
+    if algorithm != STATED:
+        allocation = _tidy(problem, allocation)
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,
@@ -95,12 +100,20 @@ def make_plan(
     return Planned(plan, check(plan))
 
 
-def _why_none(incumbent: Incumbent) -> str:
-    """Return in a sentence why there is no plan, as far as there is time to find out."""
+def _why_none(incumbent: Incumbent, algorithm: str) -> str:
+    """Return in a sentence why there is no plan, as far as there is time to find out, and what was claimed."""
+    claims = (claimed(algorithm, stages, claim) for stages, claim in incumbent.seen.items() if claim is not None)
+    return "; ".join([_reason(incumbent, algorithm), *islice(claims, 1)])
+
+
+def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
     if incumbent.late:
         return "the time limit ended the search before it found a plan that fits; the simplest ones don't"
     try:
+        reason = why_not_stated(incumbent) if algorithm == STATED else None
+        if reason is not None:
+            return reason
         if incumbent.limits is not None:
             return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
         return why_infeasible(problem, incumbent.rejected, incumbent.broken)
@@ -136,6 +149,8 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     def propose(incumbent: Incumbent) -> None:
         if algorithm == "contiguous":
             found = propose_contiguous(incumbent)
+        elif algorithm == STATED:
+            found = stated(incumbent.problem, **options)
         else:
             found = ALGORITHMS[algorithm].partition(incumbent.problem, **options)
         for allocation in found:
@@ -170,9 +185,9 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings) -> tup
 
 
 def _updates_cost_time(problem: Problem) -> bool:
-    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
-    sums = problem.chain.sums
-    return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
+    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between devices."""
+    sums, several = problem.chain.sums, problem.replicas or problem.chain.tied
+    return bool(sums.optimizer_ns[-1]) or (bool(several) and len(problem.platform) > 1 and bool(sums.parameters[-1]))
 
 
 def _depth(problem: Problem, best: Scheduled) -> int:

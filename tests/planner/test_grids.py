@@ -196,6 +196,19 @@ def test_the_work_bound_is_met_by_even_stages_without_transfers():
     assert work_bound(asked, GridConfig(1, 1, 1)) == 16 * 48 * MS
 
 
+def test_the_work_bound_counts_sums_and_steps():
+    """48 ms of work for each microbatch, gradients of 8 GB at 1 GB/s, steps of 320 ms on the whole network."""
+    chain = even(optimizer=40 * MS)
+    asked = ask(chain, Platform.flat(4, 200 * GB, GB), 16)
+    assert work_bound(asked, GridConfig(1, 1, 1)) == (16 * 48 + 320) * MS
+    assert work_bound(asked, GridConfig(1, 4, 1)) == (4 * 48 + 320 + 12_000) * MS  # 2 * 3/4 * 8 GB
+    assert work_bound(asked, GridConfig(2, 2, 1)) == (8 * 48 + 320 + 8_000) * MS // 2
+    together = replace(asked, problem=asked.problem.with_policy(Policy("flush", coarsening=1)))
+    assert work_bound(together, GridConfig(1, 4, 1)) == (4 * 48 + 12_000) * MS
+    fast = replace(together, problem=replace(together.problem, platform=Platform.flat(4, 200 * GB, 10**12)))
+    assert work_bound(fast, GridConfig(1, 4, 1)) == (4 * 48 + 320) * MS
+
+
 def test_limits_fixed_numbers_of_pipelines_and_interrupts():
     asked = ask(even(), Platform.flat(8, 80 * GB), 32, (1, 2), limit=3, pipelines=2)
     assert {config.pipelines for config in configs(asked)} == {2}

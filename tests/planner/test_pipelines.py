@@ -71,10 +71,10 @@ def test_some_splits_hold_less_when_simulated_than_they_might() -> None:
     assert any(x is not None and x.result.in_flight != x.in_flight for x in found)
 
 
-def test_all_pipelines_are_simulated_up_to_so_many_steps_and_one_stands_for_all_beyond() -> None:
-    """A microbatch takes four steps on each device: it runs and is sent, forward and backward."""
+def test_a_batch_is_simulated_in_full_up_to_so_many_steps_and_in_part_beyond() -> None:
+    """A microbatch takes four steps on each stage: it runs and is sent, forward and backward."""
     chain = random_chain(random.Random(2), 4)
-    for microbatches, whole in ((1250, True), (1251, False)):  # of 16 steps each; the limit is 20,000
+    for microbatches, whole in ((2500, True), (2501, False)):  # of 8 steps each; the limit is 20,000
         problem = Problem(chain, Platform.flat(4, 10**6), Policy("flush", 2 * microbatches))
         pipelines = Pipelines(problem, [(0, 1), (2, 3)], microbatches, limit=2)
         assert next(pipelines.try_(pipelines.probe(1))).result.exact == whole

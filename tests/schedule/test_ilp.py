@@ -260,6 +260,15 @@ def test_infeasible():
     assert schedule_ilp(small_graph(memory=6)).status == "optimal"
 
 
+def test_many_replicas_hold_fewer_each_than_the_single_stage_behind_them():
+    """Four replicas of a stage have room for two microbatches each, while the stage behind holds three."""
+    times = [(4, 8, 10), (1, 2, 1), (1, 2, 1), (1, 2, 1)]
+    chain = Chain("wide", tuple(Layer(f"l{i}", f, b, 0, 0, saved) for i, (f, b, saved) in enumerate(times)), 0)
+    stages = [Stage(0, 1, (0, 1, 2, 3)), *(Stage(i, i + 1, (3 + i,)) for i in (1, 2, 3))]
+    result = schedule_ilp(stage_graph(chain, Platform.flat(7, 20), Policy("stash"), stages))
+    assert (result.status, result.pattern and result.pattern.period_ns) == ("optimal", 3)
+
+
 def test_accumulate_limits_what_is_in_flight():
     for accumulate, expected in ((1, 15), (2, 11), (3, 8)):
         graph = small_graph(policy=Policy(accumulate=accumulate))

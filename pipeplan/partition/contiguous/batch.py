@@ -35,8 +35,8 @@ class PipelineTables:
     """How long the stages of one pipeline take: stage s on ``groups[s]``, which is as good as ``problem``'s device s.
 
     ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
-    ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is what
-    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is in
+    ``loads[s][j]`` how long they occupy their link at least. ``syncs[s][i, j]`` is what the update of the stage between
+    the cuts i and j takes at least. No stage that takes more than ``most_ns`` is in
     the tables; ``exact``: all others are, at their least times.
     """
 
@@ -117,13 +117,11 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         level = platform.level_between(here, there)
         moves = np.array([platform.transfer_ns(problem.chain.cut_bytes[cut], level) for cut in cuts], dtype=np.int64)
         trips.append(np.minimum(2 * moves, NEVER))
-        loads.append(np.minimum((1 if platform.full_duplex else 2) * len(here) * moves, NEVER))
+        loads.append(np.minimum((1 if platform.both_ways(level) else 2) * moves, NEVER))
     syncs = []
     for group in groups:
-        bandwidth, _ = platform.paths[platform.level_of(group)]
-        replicas = len(group)
-        exchanged = 2 * (replicas - 1) * tables.gradients.astype(object) * 10**9
-        sync = (exchanged // (replicas * bandwidth)).astype(np.int64)
+        path = platform.paths[platform.level_of(group)]
+        sync = time_model.ring_all_reduce_ns(tables.gradients.astype(object), len(group), *path).astype(np.int64)
         if policy.coarsening is not None:
             slowest = platform.slowest(group)
             timed = problem.chain.timed(slowest.times)

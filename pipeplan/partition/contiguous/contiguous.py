@@ -30,6 +30,7 @@ from .orders import FEW, Order
 from .pareto import Resolution
 from .segments import LabelEffort, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
+from .tied import best_with_sums, first_within, longest_sums_ns, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _MOST_LAYERS = 2000  # whose segments are searched at all; the tables of more take a gigabyte
@@ -52,12 +53,14 @@ _QUICK = LabelEffort(
 def contiguous(problem: Problem) -> Iterator[Allocation]:
     """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
 
+    Where servers share links that is the smallest if they didn't, and so a lower bound.
+
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
-    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`). The
-    decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
-    and P devices before pruning.
+    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), and one whose replicas sum
+    the gradients of weights that stages share (:mod:`.tied`). The decision for one period is a dynamic program over
+    (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:
@@ -73,6 +76,9 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
     """
     if not len(problem.chain) or period < 1:
         return None
+    if sums_bound_periods(problem):
+        period = min(period, longest_period_ns(problem))
+        return first_within(problem, period, lambda easier: feasible(easier, period))
     longest = longest_period_ns(problem)
     period = min(period, longest)
     tables = stage_tables(problem)
@@ -126,6 +132,9 @@ def smallest_period(
     """
     if not len(problem.chain):
         return None
+    if sums_bound_periods(problem):
+        best = best_with_sums(problem, lambda easier: smallest_period(easier, upper, lower, as_listed))
+        return None if best is None or (upper is not None and _claimed(best) > upper) else best
     tables = stage_tables(problem)
     if as_listed:
         tables = replace(tables, orders=replace(tables.orders, most=1))
@@ -293,6 +302,8 @@ def longest_period_ns(problem: Problem) -> int:
     work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), slowest.speed)
     transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
     period = work + 3 * count + transfers  # each stage rounds up three times
+    if sums_bound_periods(problem):
+        period += longest_sums_ns(problem)
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
 
 
@@ -342,7 +353,9 @@ def _near(tables: StageTables, best: Allocation | None, most: int) -> Ints | Non
 def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
     """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
     policy = memory_model.without_vertical_sync(problem.policy)
-    period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages))
+    free = problem.tied == "free"
+    graph = stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free, sharing=False)
+    period = group_bound(graph)
     assert period is not None
     assert period <= met, "what a decision finds has a pattern of its period"
     return Allocation(on_lowest_devices(problem.platform, stages), period)
@@ -352,8 +365,9 @@ def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stag
     """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
 
     The used units inside every unit of a level become its first ones, so every two devices stay joined by their level.
+    Where devices share links, which ones do would change.
     """
-    if len(set(platform.devices)) > 1:
+    if len(set(platform.devices)) > 1 or platform.shared_level is not None:
         return tuple(stages)
     used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
     moved = dict.fromkeys(used, 0)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model
-from ...integers import Ints
+from ...integers import Ints, most_in_common
 from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..in_flight import version_counts
@@ -208,10 +208,13 @@ def _between(which: npt.NDArray[np.bool_]) -> Ints:
     return table[None, :] - table[:-1, None]
 
 
-def closed(tables: StageTables, round_trips: Ints, period: int) -> Ints:
-    """Return the round trips with NEVER for those that a link cannot carry once per ``period``."""
-    load = round_trips // 2 if tables.problem.platform.full_duplex else round_trips
-    return np.where(load <= period, round_trips, NEVER)
+def closed(tables: StageTables, level: int, period: int) -> Ints:
+    """Return the round trips over ``level``, NEVER for those that no links between two groups can carry once per
+    ``period``."""
+    problem, round_trips = tables.problem, tables.round_trips[level]
+    load = round_trips // 2 if problem.platform.both_ways(level) else round_trips
+    links = most_in_common(len(problem.platform)) if problem.replicas else 1
+    return np.where(load <= min(links * period, NEVER - 1), round_trips, NEVER)
 
 
 def longest_delay(problem: Problem, period: int) -> int:
@@ -227,8 +230,8 @@ def largest_synced_gradients(problem: Problem, period: int) -> Ints:
     policy, count = problem.policy, len(problem.platform)
     return np.array(
         [
-            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, width) for r in range(1, count + 1))]
-            for width, _ in problem.platform.paths
+            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, *path) for r in range(1, count + 1))]
+            for path in problem.platform.paths
         ],
         dtype=np.int64,
     )

@@ -29,12 +29,13 @@ def pipedream(
     """Yield PipeDream's allocation: the better of a flat and a strictly hierarchical solve first, then the other.
 
     Minimises the most of compute / replicas, weight synchronisation (2(r-1)/r * W/B every r microbatches) and
-    transfers (2a/B). Flat: optimal among stages on consecutive devices from the first on, where every cut and every
-    ring is charged the slowest level that it spans. Strict: optimal among hierarchies, in which a stage of an upper
-    level takes whole units of the level below (PipeDream section 3.1, its T^k with the 1/m that its text has and its
-    print lacks); all devices are taken to be as fast as the slowest, and the stages are laid on consecutive devices.
-    ``claimed_period_ns`` is the solve's own period; memory is not looked at. ``straight`` allows no replicas, and
-    ``mode="released"`` follows the published optimizer instead (:mod:`.released`).
+    transfers (2a/B, as if all replicas shared one link). Flat: optimal among stages on consecutive devices from the
+    first on, where every cut and every ring is charged the slowest level that it spans. Strict: optimal among
+    hierarchies, in which a stage of an upper level takes whole units of the level below (PipeDream section 3.1, its T^k
+    with the 1/m that its text has and its print lacks); all devices are taken to be as fast as the slowest, and the
+    stages are laid on consecutive devices. ``claimed_period_ns`` is the solve's own period; memory is not looked at.
+    ``straight`` allows no replicas, and ``mode="released"`` follows the published optimizer instead
+    (:mod:`.released`).
 
     Time O(P^2 L log T) for L layers on P devices flat, O(m^2 L^3) per level of m units strict.
     """

@@ -109,7 +109,8 @@ def grid_problem(
         "gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth"
         + (", the optimizer steps meanwhile: the longer of the two and a chunk of the other" if overlap else "")
     )
-    assumptions.append("the messages of all pipelines between two stages share one link")
+    if problem.platform.shared_level is None:
+        assumptions.append("any two GPUs have a link of their own")
     if True in offloads:
         assumptions.append("moving optimizer state between host and GPU takes no time of its own")
     return (
@@ -186,8 +187,9 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     overlaps = problem.policy.coarsening is not None
     work = passes + (Fraction(0) if overlaps else Fraction(step, count))
     drain = work / (1 - Fraction(count - 1, count) ** p)
-    gradient = memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
+    gradient = int(memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1])))
     rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
+    rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
     if overlaps:
         rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
