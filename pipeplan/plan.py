@@ -6,6 +6,7 @@ Constructing these checks nothing, so that a bad plan can be shown and explained
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from .problem import Chain, Checkpointing, Platform, Policy, Weights
@@ -42,9 +43,15 @@ class Allocation:
 
     @property
     def contiguous(self) -> bool:
-        """Whether no device appears in two stages and devices follow the platform's order."""
+        """Whether no device appears in two stages."""
         order = [d for stage in self.stages for d in stage.devices]
-        return order == sorted(set(order))
+        return len(set(order)) == len(order)
+
+    def keeps_units(self, platform: Platform) -> bool:
+        """Whether stages take the devices of each server, and of each unit of a level above, one after the other."""
+        order = [d for stage in self.stages for d in stage.devices]
+        runs = [[unit for unit, _ in groupby(d // size for d in order)] for size in platform.unit_sizes]
+        return all(len(set(units)) == len(units) for units in runs)
 
     @property
     def one_special(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import lcm
 from typing import Literal
 
@@ -116,6 +116,23 @@ class Chain:
         """Prefix sums over the layers."""
         return Sums.of(self)
 
+    def timed(self, times: LayerTimes | None) -> Chain:
+        """Return the same network with the times of a device's own profile; None: with its own."""
+        if times is None:
+            return self
+        if times not in self._timed:
+            rows = zip(times.forward_ns, times.backward_ns, times.backward_weight_ns, times.optimizer_ns, strict=True)
+            layers = (
+                replace(layer, forward_ns=f, backward_ns=b, backward_weight_ns=w, optimizer_ns=o)
+                for layer, (f, b, w, o) in zip(self.layers, rows, strict=True)
+            )
+            self._timed[times] = replace(self, layers=tuple(layers))
+        return self._timed[times]
+
+    @cached_property
+    def _timed(self) -> dict[LayerTimes, Chain]:
+        return {}
+
 
 def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
     """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
@@ -156,11 +173,57 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """What a device's own profile says of every layer, in ns per microbatch; the fields of Layer of the same names."""
+
+    name: str
+    forward_ns: tuple[int, ...]
+    backward_ns: tuple[int, ...]
+    backward_weight_ns: tuple[int, ...]
+    optimizer_ns: tuple[int, ...]
+
+    @staticmethod
+    def of(chain: Chain, name: str) -> LayerTimes:
+        """Return the times of ``chain``."""
+        rows = [(x.forward_ns, x.backward_ns, x.weight_part_ns, x.optimizer_ns) for x in chain.layers]
+        return LayerTimes(name, *zip(*rows, strict=True))
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The four kinds of times."""
+        return self.forward_ns, self.backward_ns, self.backward_weight_ns, self.optimizer_ns
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: usable memory in bytes, and speed relative to the device that the profile was measured on."""
+    """One accelerator: usable memory in bytes, and speed relative to the device that its profile was measured on.
+
+    ``times`` are those of a profile of its own; None: the chain's. On a platform all devices have them, or none.
+    """
 
     memory_bytes: int
     speed: Fraction = Fraction(1)
+    times: LayerTimes | None = None
+
+
+@lru_cache(maxsize=256)
+def _extreme(devices: tuple[Device, ...], slow: bool) -> Device:
+    """Return the least memory, and for every layer the time of the slowest of ``devices``; or the most and the fastest.
+
+    Where profiles differ times are rounded towards what is sought, so that no sum of them is on its wrong side.
+    """
+    pick = min if slow else max
+    memory, speed = pick(x.memory_bytes for x in devices), pick(x.speed for x in devices)
+    first = devices[0].times
+    if first is None or all(x.times == first for x in devices):
+        return Device(memory, speed, first)
+    scaled = [
+        [[-(-t * s.denominator // s.numerator) if slow else t * s.denominator // s.numerator for t in c] for c in x]
+        for x, s in ((device.times.columns, device.speed) for device in devices if device.times is not None)
+    ]
+    extreme = max if slow else min
+    columns = [tuple(extreme(at) for at in zip(*kind, strict=True)) for kind in zip(*scaled, strict=True)]
+    return Device(memory, Fraction(1), LayerTimes("slowest" if slow else "fastest", *columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +331,14 @@ class Platform:
 
     @property
     def best_device(self) -> Device:
-        """The most memory and the most speed that any device has: what no device exceeds."""
-        return Device(max(x.memory_bytes for x in self.devices), max(x.speed for x in self.devices))
+        """The most memory and the most speed (at every layer) that any device has: what no device exceeds."""
+        return _extreme(tuple(dict.fromkeys(self.devices)), False)
 
     def slowest(self, devices: Sequence[int]) -> Device:
-        """Return the least memory and the least speed among ``devices``: what a replicated stage gets."""
-        return Device(min(self.devices[d].memory_bytes for d in devices), min(self.devices[d].speed for d in devices))
+        """Return the least memory and the least speed (at every layer) of ``devices``: what a replicated stage gets."""
+        if len(devices) == 1:
+            return self.devices[devices[0]]
+        return _extreme(tuple(dict.fromkeys(self.devices[d] for d in devices)), True)
 
 
 Weights = Literal["flush", "2bw", "stash", "latest"]

@@ -21,7 +21,8 @@ from ..problem import Problem
 
 def any_bound(problem: Problem) -> Bound:
     """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows."""
-    period = max(1, load_bound(problem), layer_bound(problem), memory_bound(problem))
+    relaxed = time_model.relative(problem)
+    period = max(1, load_bound(relaxed), layer_bound(relaxed), memory_bound(relaxed))
     return Bound("any", problem.replicas, problem.checkpointing, period)
 
 

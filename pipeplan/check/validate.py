@@ -94,10 +94,9 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
         position = stage.stop
         found += _device_violations(s, stage.devices, platform)
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
-        total = time_model.forward_ns(chain, stage.start, stage.stop) + time_model.backward_ns(
-            chain, policy, stage.start, stage.stop
-        )
-        if total == 0:
+        known = [d for d in stage.devices if 0 <= d < len(platform)]
+        timed = chain.timed(platform.slowest(known).times) if known else chain
+        if time_model.work_ns(timed, policy, stage.start, stage.stop) == 0:
             found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
@@ -283,14 +282,18 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
     for bound in plan.lower_bounds:
         if bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
-        found += class_violations(bound, plan.allocation)
+        found += class_violations(bound, plan.allocation, plan.platform)
     return found
 
 
-def class_violations(bound: Bound, allocation: Allocation) -> list[str]:
+def class_violations(bound: Bound, allocation: Allocation, platform: Platform) -> list[str]:
     """Return why ``allocation`` is outside the class of plans that ``bound`` holds for; empty when it is inside."""
     name, stages = _bound_name(bound), allocation.stages
-    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    inside = {
+        "contiguous": allocation.contiguous and allocation.keeps_units(platform),
+        "one-special": allocation.one_special,
+        "any": True,
+    }
     found = []
     if not inside[bound.allocation]:
         found.append(f"{name} does not hold for this plan: its stages are not in that class")

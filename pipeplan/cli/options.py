@@ -226,9 +226,12 @@ def read_problem(
     if vertical_sync and weights not in ("stash", "latest"):
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
+    whole = read_profile(profile)
+    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
     where = replace(where, blocking=where.blocking or blocking_transfers)
-    chain = merging(granularity)(read_profile(profile))
+    chain = merging(granularity)(whole)
+    if chain is not whole and where.devices[0].times is not None:
+        raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
     policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
@@ -236,7 +239,7 @@ def read_problem(
 
 
 def _platform(
-    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None
+    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None, chain: Chain
 ) -> tuple[Platform, list[str]]:
     from ..files.platforms import read_platform
 
@@ -248,7 +251,7 @@ def _platform(
         ]
         if given:
             raise click.UsageError(f"--platform already says what {', '.join(given)} would")
-        return read_platform(file), []
+        return read_platform(file, chain), []
     if gpus is None or mem is None:
         raise click.UsageError("say the platform: --gpus and --mem, or --platform FILE")
     memory = parse_bytes(mem, "--mem")
@@ -276,6 +279,14 @@ class Share(click.ParamType[float]):
         if not 0 <= number <= 100:
             self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
         return number / 100
+
+
+GAP = click.option(
+    "--gap",
+    type=Share(),
+    metavar="PERCENT",
+    help="auto: stop at a plan this near to what no plan can beat, such as 1%; 0% to try all.  [default: 0.1%]",
+)
 
 
 def refuse_unknown(names: Iterable[str], *others: str) -> None:

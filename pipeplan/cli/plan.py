@@ -12,7 +12,7 @@ from ..partition import ALGORITHMS
 from ..plan import ScheduleKind
 from ..schedule.kinds import KINDS
 from .grid import DRAINED, LIMIT, grid_options, plan_grid
-from .options import EFFORT, SOLVER, problem_options, read_problem
+from .options import EFFORT, GAP, SOLVER, problem_options, read_problem
 from .search import search, search_options
 from .stated import stated_of, stated_options
 
@@ -49,6 +49,7 @@ GRID = ("batch", "microbatch", "microbatch_profile", "layer_overhead", "overlap"
     help="madpipe: how the special device's memory is counted; full nearly always schedules.",
 )
 @EFFORT
+@GAP
 @click.option(
     "--schedule",
     type=click.Choice(list(KINDS)),
@@ -73,6 +74,7 @@ def command(
     data_parallel: str | None,
     limit: int | None,
     effort: str,
+    gap: float | None,
     solver: str,
     output: str | None,
     as_json: bool,
@@ -87,6 +89,8 @@ def command(
 
     Ctrl-C ends the search with the best plan so far.
     """
+    if gap is not None and (algorithm != "auto" or data_parallel is not None):
+        raise click.UsageError("--gap says when --algorithm auto may stop; leave it out")
     configuration = stated_of(shared)
     options = _algorithm_options(algorithm, straight=straight, mode=mode, charge=charge)
     if data_parallel is not None:
@@ -114,6 +118,7 @@ def command(
         output,
         as_json,
         solver,
+        gap,
     )
 
 

@@ -280,19 +280,22 @@ def _stage_cost(
 ) -> StageCost:
     start, stop, r = stage.start, stage.stop, stage.replicas
     kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
-    speed = platform.slowest(stage.devices).speed
+    slowest = platform.slowest(stage.devices)
+    speed, timed = slowest.speed, chain.timed(slowest.times)
+    if timed is not chain:
+        recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
     path = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
-        update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
-    share = time_model.update_share_ns(policy, time_model.step_ns(chain, start, stop), r)
+        update = time_model.overlapped_ns(policy, update, time_model.step_ns(timed, start, stop, speed), parameters)
+    share = time_model.update_share_ns(policy, time_model.step_ns(timed, start, stop), r)
     messages = 2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends
     return StageCost(
-        forward_ns=time_model.forward_ns(chain, start, stop, speed),
-        backward_ns=time_model.backward_ns(chain, policy, start, stop, recompute, r, speed),
+        forward_ns=time_model.forward_ns(timed, start, stop, speed),
+        backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed),
         weight_bytes=weight_bytes,
         parameters=parameters,
         kept_bytes=kept,
@@ -301,11 +304,25 @@ def _stage_cost(
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
-        backward_weight_ns=time_model.backward_weight_ns(chain, policy, start, stop, r, speed),
+        backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
     )
+
+
+def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> int:
+    """Return the most that a device has to do for a microbatch, without recomputation and steps: no period is less."""
+    slowest = {devices: platform.slowest(devices) for devices in {stage.devices for stage in stages}}
+    loads = dict.fromkeys(slowest, 0)
+    for stage in stages:
+        sums, start, stop = chain.timed(slowest[stage.devices].times).sums, stage.start, stage.stop
+        forward, backward = sums.forward_ns, sums.backward_ns
+        loads[stage.devices] += int(forward[stop] - forward[start] + backward[stop] - backward[start])
+    floor = 0
+    for devices, work in loads.items():
+        floor = max(floor, ceil_div(time_model.scaled(work, slowest[devices].speed), len(devices)))
+    return floor
 
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:

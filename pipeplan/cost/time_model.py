@@ -6,17 +6,43 @@ the validator compute the same numbers from the same lines. Rules: ALGORITHMS se
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
 from ..integers import IntLike, ceil_div, plain
-from ..problem import Chain, Policy
+from ..problem import Chain, Device, Policy, Problem
 
 
 def scaled(duration: IntLike, speed: Fraction) -> IntLike:
     """Return ``duration`` ns of the profiled device on a device ``speed`` times as fast, rounded up."""
     return ceil_div(duration * speed.denominator, speed.numerator)
+
+
+def relative(problem: Problem) -> Problem:
+    """Return a relaxation in which devices differ by a factor alone: nothing takes longer than in ``problem``.
+
+    Where devices have profiles of their own, each layer takes what the fastest takes, and a device is as fast as where
+    it comes nearest to that.
+    """
+    platform = problem.platform
+    if platform.devices[0].times is None:
+        return problem
+    best = platform.best_device
+    chain = problem.chain.timed(best.times)
+    assert best.times is not None
+
+    def factor(device: Device) -> Fraction:
+        assert device.times is not None
+        assert best.times is not None
+        columns = zip(best.times.columns, device.times.columns, strict=True)
+        pairs = (pair for fast, own in columns for pair in zip(fast, own, strict=True))
+        return device.speed * max((Fraction(fast, own) for fast, own in pairs if fast), default=Fraction(1))
+
+    speeds = {x: factor(x) for x in dict.fromkeys(platform.devices)}
+    devices = tuple(Device(x.memory_bytes, speeds[x]) for x in platform.devices)
+    return replace(problem, chain=chain, platform=replace(platform, devices=devices))
 
 
 def forward_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:

@@ -129,7 +129,7 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     chain = chain_of(form.profile, f"{path}: $.profile")
     plan = Plan(
         chain=chain,
-        platform=platform_of(form.platform, f"{path}: $.platform"),
+        platform=platform_of(form.platform, f"{path}: $.platform", chain),
         policy=converted(form.policy, Policy),
         allocation=Allocation(
             tuple(Stage(s.start, s.stop, s.devices, s.checkpoint or ()) for s in form.stages),

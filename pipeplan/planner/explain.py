@@ -17,7 +17,7 @@ from ..integers import smallest
 from ..names import shown
 from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..plan import Allocation, Schedule, Stage
-from ..problem import Device, Level, Problem, Weights
+from ..problem import Level, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ..units import format_bytes, format_ns
@@ -258,7 +258,7 @@ def fewest_gpus(problem: Problem) -> int | None:
 
 def _with_memory(problem: Problem, memory: int) -> Problem:
     platform = problem.platform
-    devices = tuple(Device(memory, device.speed) for device in platform.devices)
+    devices = tuple(replace(device, memory_bytes=memory) for device in platform.devices)
     return replace(problem, platform=replace(platform, devices=devices))
 
 

@@ -89,7 +89,7 @@ def make_plan(
         lower_bounds=(*_class_bounds(incumbent), any_bound(problem)),
         provenance=Provenance(
             algorithm,
-            options if algorithm != AUTO else {**options, "effort": effort},
+            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
             allocation.claimed_period_ns,
             solver=None if incumbent.best.status is None else settings.solver,
             solver_status=status or incumbent.best.status,
@@ -208,4 +208,5 @@ def _class_bounds(incumbent: Incumbent) -> list[Bound]:
     assert incumbent.best is not None
     if not incumbent.periodic:  # those are bounds on a period that never drains
         return []
-    return [bound for bound in incumbent.bounds if not class_violations(bound, incumbent.best.allocation)]
+    best, platform = incumbent.best.allocation, incumbent.problem.platform
+    return [bound for bound in incumbent.bounds if not class_violations(bound, best, platform)]

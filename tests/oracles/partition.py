@@ -8,37 +8,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import combinations, groupby, pairwise, permutations, product
 from math import ceil
 
 from pipeplan.cost import memory_model, time_model
 from pipeplan.plan import Stage
-from pipeplan.problem import Problem
+from pipeplan.problem import Device, Platform, Problem
 
 
-def contiguous_optimum(problem: Problem) -> tuple[int, tuple[Stage, ...]] | None:
-    """Return (smallest period in ns, its stages) over all contiguous allocations, or None when none is feasible."""
+def contiguous_optimum(problem: Problem, as_listed: bool = False) -> tuple[int, tuple[Stage, ...]] | None:
+    """Return (smallest period in ns, its stages) over all contiguous allocations, or None when none is feasible.
+
+    ``as_listed``: stages take devices in the platform's order alone.
+    """
     best: tuple[int, tuple[Stage, ...]] | None = None
     judge = ContiguousJudge(problem)
-    for stages in contiguous_allocations(problem):
+    listed = tuple(range(len(problem.platform)))
+    for stages in contiguous_allocations(problem, (listed,) if as_listed else device_orders(problem.platform)):
         period = judge.smallest_period(stages, None if best is None else best[0] - 1)
         if period is not None:
             best = period, stages
     return best
 
 
-def contiguous_allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
-    """Yield every allocation: all splits into stages, all device groups in platform order, all recomputations."""
+def contiguous_allocations(problem: Problem, orders: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Stage, ...]]:
+    """Yield every allocation: all splits into stages, all device groups in these orders, all recomputations."""
     layers, devices = len(problem.chain), len(problem.platform)
     for count in range(1, min(layers, devices) + 1):
         for inner in combinations(range(1, layers), count - 1):
             cuts = (0, *inner, layers)
             for groups in device_groups(count, devices, problem.replicas):
                 for recompute in product(*(checkpoints(problem, i, j) for i, j in pairwise(cuts))):
-                    yield tuple(
-                        Stage(i, j, group, checkpoint)
-                        for (i, j), group, checkpoint in zip(pairwise(cuts), groups, recompute, strict=True)
-                    )
+                    for order in orders:
+                        yield tuple(
+                            Stage(i, j, tuple(order[d] for d in group), checkpoint)
+                            for (i, j), group, checkpoint in zip(pairwise(cuts), groups, recompute, strict=True)
+                        )
+
+
+@cache
+def device_orders(platform: Platform) -> tuple[tuple[int, ...], ...]:
+    """Return all orders of the devices in which each unit's stand together, one for each order of unequal ones."""
+    found: dict[tuple[Device, ...], tuple[int, ...]] = {}
+    for order in permutations(range(len(platform))):
+        runs = [[unit for unit, _ in groupby(d // size for d in order)] for size in platform.unit_sizes]
+        if all(len(set(units)) == len(units) for units in runs):
+            found.setdefault(tuple(platform.devices[d] for d in order), order)
+    return tuple(found.values())
 
 
 @cache

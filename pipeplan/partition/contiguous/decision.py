@@ -15,7 +15,6 @@ import numpy as np
 
 from ...integers import Ints, ceil_div, extend_array
 from ...plan import Stage
-from ...problem import Device
 from .device_counts import Counts, device_counts
 from .options import NEVER
 from .tables import StageTables, closed, largest_synced_gradients, longest_delay
@@ -248,19 +247,11 @@ class _Sweep:
         device_class = self.tables.classes[kind]
         column = columns.start + int(hits[0])
         stop, b = int(self.cut[column]), int(self.boundary[column])
-        devices = self._members(device_class.device, first, b)
+        devices = tuple(d for d in range(first, b) if d in device_class.eligible)
         in_flight = int(ceil_div(int(value), len(devices) * self.period))
         start_layer, stop_layer = int(self.tables.cuts[i]), int(self.tables.cuts[stop])
         checkpoint = device_class.options.checkpoint(i, stop, in_flight, len(devices))
         return Stage(start_layer, stop_layer, devices, checkpoint), kind, row, column
-
-    def _members(self, least: Device, first: int, boundary: int) -> tuple[int, ...]:
-        devices = self.tables.problem.platform.devices
-        return tuple(
-            d
-            for d in range(first, boundary)
-            if devices[d].speed >= least.speed and devices[d].memory_bytes >= least.memory_bytes
-        )
 
     def _next(self, i: int, boundary: int, entering: int, row: int, own: int) -> tuple[int, int, int]:
         """Return where in ``least[i]`` stands what gave a column, behind ``sizes[own]`` devices, its delay."""

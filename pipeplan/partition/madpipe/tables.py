@@ -123,7 +123,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         memory=device.memory_bytes,
         lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
         duplex=platform.full_duplex,
-        work=time_model.work_ns(chain, policy, start, stop, speed=device.speed).tolist(),
+        work=time_model.work_ns(chain.timed(device.times), policy, start, stop, speed=device.speed).tolist(),
         limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
         fixed=(none + waiting).tolist(),
         version=(one - none).tolist(),

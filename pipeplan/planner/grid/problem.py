@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from ...cost import memory_model
+from ...cost import memory_model, time_model
 from ...plan import Schedule, Stage
 from ...problem import Chain, Problem
 from ...schedule.kinds import too_long
@@ -180,7 +180,7 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
     the mean over the stages of M U(s) and the update after it, or M times the largest layer.
     """
-    problem, count, p = asked.of(config), config.microbatches(asked.batch), config.stages
+    problem, count, p = time_model.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
     passes, step = int(sums.forward_ns[-1] + sums.backward_ns[-1]), int(sums.optimizer_ns[-1])
