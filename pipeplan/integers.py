@@ -8,6 +8,7 @@ backward on the same microbatch. Functions take integers or integer arrays.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import lcm
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,6 +44,11 @@ def extend_array(delay: Ints, work: Ints, period: Ints | int) -> Ints:
     """Return :func:`extend` element by element."""
     start = ceil_div(delay, period)
     return np.where(ceil_div(delay + work, period) == start, delay, start * period) + work
+
+
+def most_in_common(count: int) -> int:
+    """Return the largest least common multiple of two positive numbers whose sum is at most ``count``; 1 for less."""
+    return max((lcm(n // 2 - k, n - n // 2 + k) for n in (count - 1, count) for k in range(3) if n // 2 > k), default=1)
 
 
 def smallest(attempt: Callable[[int], Found | None], low: int, high: int) -> tuple[int, Found] | None:

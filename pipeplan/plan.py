@@ -6,6 +6,7 @@ Constructing these checks nothing, so that a bad plan can be shown and explained
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from .problem import Chain, Checkpointing, Platform, Policy, Weights
@@ -43,9 +44,15 @@ class Allocation:
 
     @property
     def contiguous(self) -> bool:
-        """Whether no device appears in two stages and devices follow the platform's order."""
+        """Whether no device appears in two stages."""
         order = [d for stage in self.stages for d in stage.devices]
-        return order == sorted(set(order))
+        return len(set(order)) == len(order)
+
+    def keeps_units(self, platform: Platform) -> bool:
+        """Whether stages take the devices of each server, and of each unit of a level above, one after the other."""
+        order = [d for stage in self.stages for d in stage.devices]
+        runs = [[unit for unit, _ in groupby(d // size for d in order)] for size in platform.unit_sizes]
+        return all(len(set(units)) == len(units) for units in runs)
 
     @property
     def one_special(self) -> bool:
@@ -125,9 +132,20 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherWeights:
+    """The period (ns) of the best contiguous plan under a policy that lets stages share weights."""
+
+    weights: Weights
+    period_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Provenance:
     """Where a plan comes from, and what it was weighed against. ``seconds`` is the only field of a plan that differs
-    between equal runs."""
+    between equal runs.
+
+    ``other_weights`` says what the plan's policy costs where it keeps layers that share weights in one stage.
+    """
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +154,7 @@ class Provenance:
     solver_status: str | None = None
     version: str = ""
     seconds: float = 0.0
+    other_weights: OtherWeights | None = None
     alternatives: tuple[Alternative, ...] = ()
 
 

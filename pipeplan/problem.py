@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import lcm
 from typing import Literal
 
@@ -116,6 +116,23 @@ class Chain:
         """Prefix sums over the layers."""
         return Sums.of(self)
 
+    def timed(self, times: LayerTimes | None) -> Chain:
+        """Return the same network with the times of a device's own profile; None: with its own."""
+        if times is None:
+            return self
+        if times not in self._timed:
+            rows = zip(times.forward_ns, times.backward_ns, times.backward_weight_ns, times.optimizer_ns, strict=True)
+            layers = (
+                replace(layer, forward_ns=f, backward_ns=b, backward_weight_ns=w, optimizer_ns=o)
+                for layer, (f, b, w, o) in zip(self.layers, rows, strict=True)
+            )
+            self._timed[times] = replace(self, layers=tuple(layers))
+        return self._timed[times]
+
+    @cached_property
+    def _timed(self) -> dict[LayerTimes, Chain]:
+        return {}
+
 
 def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
     """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
@@ -156,29 +173,84 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """What a device's own profile says of every layer, in ns per microbatch; the fields of Layer of the same names."""
+
+    name: str
+    forward_ns: tuple[int, ...]
+    backward_ns: tuple[int, ...]
+    backward_weight_ns: tuple[int, ...]
+    optimizer_ns: tuple[int, ...]
+
+    @staticmethod
+    def of(chain: Chain, name: str) -> LayerTimes:
+        """Return the times of ``chain``."""
+        rows = [(x.forward_ns, x.backward_ns, x.weight_part_ns, x.optimizer_ns) for x in chain.layers]
+        return LayerTimes(name, *zip(*rows, strict=True))
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The four kinds of times."""
+        return self.forward_ns, self.backward_ns, self.backward_weight_ns, self.optimizer_ns
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: usable memory in bytes, and speed relative to the device that the profile was measured on."""
+    """One accelerator: usable memory in bytes, and speed relative to the device that its profile was measured on.
+
+    ``times`` are those of a profile of its own; None: the chain's. On a platform all devices have them, or none.
+    """
 
     memory_bytes: int
     speed: Fraction = Fraction(1)
+    times: LayerTimes | None = None
+
+
+@lru_cache(maxsize=256)
+def _extreme(devices: tuple[Device, ...], slow: bool) -> Device:
+    """Return the least memory, and for every layer the time of the slowest of ``devices``; or the most and the fastest.
+
+    Where profiles differ times are rounded towards what is sought, so that no sum of them is on its wrong side.
+    """
+    pick = min if slow else max
+    memory, speed = pick(x.memory_bytes for x in devices), pick(x.speed for x in devices)
+    first = devices[0].times
+    if first is None or all(x.times == first for x in devices):
+        return Device(memory, speed, first)
+    scaled = [
+        [[-(-t * s.denominator // s.numerator) if slow else t * s.denominator // s.numerator for t in c] for c in x]
+        for x, s in ((device.times.columns, device.speed) for device in devices if device.times is not None)
+    ]
+    extreme = max if slow else min
+    columns = [tuple(extreme(at) for at in zip(*kind, strict=True)) for kind in zip(*scaled, strict=True)]
+    return Device(memory, Fraction(1), LayerTimes("slowest" if slow else "fastest", *columns))
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level)."""
+    """One level of the network: it joins ``count`` units of the level below (devices, at the lowest level).
+
+    ``links`` is how many links each of these units has into this level, for all that its devices send beyond the unit;
+    None where any two devices have a link of their own.
+    """
 
     count: int
-    bandwidth: int  # bytes per second and direction
+    bandwidth: int  # bytes per second and direction, of each link
     latency_ns: int = 0
+    links: int | None = None
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1)."""
+    """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
+
+    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing.
+    """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
     full_duplex: bool = False
+    blocking: bool = False
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -196,6 +268,27 @@ class Platform:
             size *= level.count
             sizes.append(size)
         return tuple(sizes)
+
+    @cached_property
+    def shared_level(self) -> int | None:
+        """The level whose units share their links, or None."""
+        return next((k for k, level in enumerate(self.levels) if level.links is not None), None)
+
+    def shares_links(self, level: int) -> bool:
+        """Whether a transfer over ``level`` takes one of the links that its sender's unit has for all it sends."""
+        return self.shared_level is not None and level >= self.shared_level
+
+    def both_ways(self, level: int) -> bool:
+        """Whether the two directions of a transfer over ``level`` don't exclude each other."""
+        return self.full_duplex or self.shares_links(level)
+
+    def link_of(self, device: int) -> int:
+        """Return the number of the shared link by which ``device`` sends: the devices of a unit are spread evenly over
+        its links, neighbours together."""
+        assert self.shared_level is not None, "every two devices have a link of their own"
+        links = self.levels[self.shared_level].links or 1
+        size = self.unit_sizes[self.shared_level - 1] if self.shared_level else 1
+        return device // size * links + device % size * links // size
 
     def level_of(self, devices: Sequence[int]) -> int:
         """Return the index of the lowest level whose one unit holds all of ``devices``."""
@@ -238,12 +331,14 @@ class Platform:
 
     @property
     def best_device(self) -> Device:
-        """The most memory and the most speed that any device has: what no device exceeds."""
-        return Device(max(x.memory_bytes for x in self.devices), max(x.speed for x in self.devices))
+        """The most memory and the most speed (at every layer) that any device has: what no device exceeds."""
+        return _extreme(tuple(dict.fromkeys(self.devices)), False)
 
     def slowest(self, devices: Sequence[int]) -> Device:
-        """Return the least memory and the least speed among ``devices``: what a replicated stage gets."""
-        return Device(min(self.devices[d].memory_bytes for d in devices), min(self.devices[d].speed for d in devices))
+        """Return the least memory and the least speed (at every layer) of ``devices``: what a replicated stage gets."""
+        if len(devices) == 1:
+            return self.devices[devices[0]]
+        return _extreme(tuple(dict.fromkeys(self.devices[d] for d in devices)), True)
 
 
 ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
@@ -275,6 +370,19 @@ class Policy:
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
 
+    @property
+    def drains(self) -> bool:
+        """Whether the pipeline empties before every update."""
+        return self.weights == "flush"
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether all stages make every update from the same microbatches, so that copies of weights stay equal.
+
+        Under the other policies each stage updates when its own backwards are over, at other times than the rest.
+        """
+        return self.weights in ("flush", "2bw")
+
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
         return max(replicas, self.accumulate or (ENDLESS if self.open else 1))
@@ -290,6 +398,8 @@ class Problem:
     """An instance: the chain, the platform, the policy, and what a plan may use.
 
     ``checkpointing`` allows a stage to recompute nothing (``none``), all of itself (``stages``) or any segments.
+    Layers that share weights may be in several stages where the policy allows it (``tied`` is ``apart``), or stay in
+    one (``together``); ``free`` is a relaxation for searches, where sums over stages take no time.
     Searches for plans raise OutOfTime at the ``deadline``, which changes no answer that comes before it.
     """
 
@@ -299,6 +409,7 @@ class Problem:
     replicas: bool = True
     checkpointing: Checkpointing = "stages"
     deadline: Deadline = NEVER
+    tied: Literal["apart", "together", "free"] = "apart"
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

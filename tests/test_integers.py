@@ -1,11 +1,11 @@
-from math import ceil
+from math import ceil, lcm
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.integers import ceil_div, extend, extend_array
+from pipeplan.integers import ceil_div, extend, extend_array, most_in_common
 
 REPEATABLE = settings(deadline=None, derandomize=True)
 
@@ -83,3 +83,9 @@ def test_ceil_div_is_exact(numerator, denominator):
     assert ceil_div(np.array([numerator]), denominator)[0] == quotient
     if abs(numerator) < 2**50:
         assert ceil_div(numerator, 2) == ceil(numerator / 2)
+
+
+def test_the_largest_common_multiple_of_two_numbers_with_a_limited_sum():
+    for count in range(60):
+        pairs = ((one, other) for one in range(1, count) for other in range(1, count - one + 1))
+        assert most_in_common(count) == max((lcm(*pair) for pair in pairs), default=1)

@@ -14,7 +14,7 @@ from math import ceil
 
 from ..cost import memory_model, time_model
 from ..cost.saved import first_saved
-from ..integers import smallest
+from ..integers import ceil_div, most_in_common, smallest
 from ..plan import Bound, Plan
 from ..problem import Problem
 
@@ -24,7 +24,8 @@ def any_bound(problem: Problem) -> Bound:
 
     Where the policy leaves the update interval open it holds for every interval.
     """
-    period = max(1, load_bound(problem), layer_bound(problem), memory_bound(problem))
+    relaxed = time_model.relative(problem)
+    period = max(1, load_bound(relaxed), layer_bound(relaxed), memory_bound(relaxed))
     return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
 
 
@@ -142,17 +143,18 @@ def _cases(problem: Problem) -> list[_Case]:
     speeds = sorted((device.speed for device in platform.devices), reverse=True)
     weight_bytes, parameters = int(sums.weight_bytes[-1]), int(sums.parameters[-1])
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
-    fastest_link = max(level.bandwidth for level in platform.levels)
+    fastest = max(level.bandwidth for level in platform.levels), platform.paths[0][1]
     memories, powers = list(accumulate(d.memory_bytes for d in devices)), list(accumulate(speeds))
     cases = []
     for r in range(1, len(platform) + 1 if problem.replicas else 2):
-        sync = time_model.sync_period_ns(policy, gradient, r, fastest_link)
+        sync = time_model.sync_period_ns(policy, gradient, r, *fastest)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, r)
         cases.append(_Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = min(problem.chain.cut_bytes[1:-1])
-        transfer = min(platform.transfer_ns(least_cut, k) for k in range(len(platform.levels)))
-        floor = transfer if platform.full_duplex else 2 * transfer
+        levels = range(len(platform.levels))
+        load = min(platform.transfer_ns(least_cut, k) * (1 if platform.both_ways(k) else 2) for k in levels)
+        floor = ceil_div(load, most_in_common(len(platform)) if problem.replicas else 1)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1)
         cases.append(_Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
     return cases

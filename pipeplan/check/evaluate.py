@@ -13,7 +13,7 @@ from ..plan import Bound, Plan, Schedule
 from ..problem import Platform
 from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind
 from ..schedule.memory import run_uses
-from ..schedule.pattern import DeviceUse, device_uses, most_in_flight, starts_of, unused
+from ..schedule.pattern import DeviceUse, Group, device_uses, groups, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.steady import SteadyRun
@@ -25,7 +25,7 @@ class Evaluation:
     """The figures of one plan; times in ns, ``period_ns`` per microbatch.
 
     ``makespan_ns`` is the time of one drained mini-batch with its weight synchronisation, None for a plan that never
-    drains. ``most_in_flight`` is d of ALGORITHMS section 3.
+    drains. ``most_in_flight`` is d of ALGORITHMS section 3, ``groups`` are those of the plan's pattern, if it has one.
     """
 
     graph: StageGraph
@@ -33,6 +33,7 @@ class Evaluation:
     makespan_ns: int | None
     devices: tuple[DeviceUse, ...]
     most_in_flight: int
+    groups: tuple[Group, ...] = ()
 
 
 def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
@@ -53,6 +54,7 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
         makespan_ns=makespan,
         devices=tuple(device_uses(graph, starts, period, plan.platform)),
         most_in_flight=most_in_flight(graph, starts, period),
+        groups=tuple(groups(graph, plan.pattern)),
     )
 
 
@@ -94,7 +96,8 @@ def fits(evaluation: Evaluation) -> bool:
 def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
     """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
 
-    The last stage has its gradient at once and holds one mini-batch.
+    The last stage has its gradient at once and holds one mini-batch, but under vertical sync it keeps the weights with
+    which each one inside has entered, as all stages do.
     """
     program = steady.timeline.program
     graph, limit = program.graph, program.limit or 1
@@ -102,7 +105,7 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
     for s, stage in enumerate(graph.stages):
         admitted = limit if s < len(graph.stages) - 1 else 1
         count = admitted * program.batch
-        kept = admitted + 1 if graph.policy.vertical_sync else 1
+        kept = limit + 1 if graph.policy.vertical_sync else 1
         device = graph.resources[stage.resource].devices[0]
         uses[device] = DeviceUse(
             platform.devices[device].memory_bytes,

@@ -13,13 +13,13 @@ from itertools import pairwise
 from ..cost import time_model
 from ..cost.stage_graph import Operation, Resource, StageGraph
 from ..errors import InvalidPlan
-from ..names import shown
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..units import format_bytes
 from .evaluate import Evaluation, evaluate
+from .shared_weights import tied_violations
 
 
 def check(plan: Plan) -> Evaluation:
@@ -94,10 +94,9 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
         position = stage.stop
         found += _device_violations(s, stage.devices, platform)
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
-        total = time_model.forward_ns(chain, stage.start, stage.stop) + time_model.backward_ns(
-            chain, policy, stage.start, stage.stop
-        )
-        if total == 0:
+        known = [d for d in stage.devices if 0 <= d < len(platform)]
+        timed = chain.timed(platform.slowest(known).times) if known else chain
+        if time_model.work_ns(timed, policy, stage.start, stage.stop) == 0:
             found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
@@ -163,25 +162,6 @@ def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[i
     return found
 
 
-def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
-    """Return which layers share weights although their stages, with the policy, would let them drift apart."""
-    if policy.weights == "flush":
-        return []
-    found = []
-    for one, other in chain.tied:
-        holders = [
-            next((s for s, stage in enumerate(stages) if stage.start <= layer < stage.stop), None)
-            for layer in (one, other)
-        ]
-        if holders[0] != holders[1]:
-            names = [f"{layer} ({shown(chain.layers[layer].name)})" for layer in (one, other)]
-            found.append(
-                f"layers {names[0]} and {names[1]} share weights but are in stages {holders[0]} and {holders[1]}; only "
-                "--weights flush can keep them equal"
-            )
-    return found
-
-
 def operation_violations(graph: StageGraph, pattern: Pattern) -> list[str]:
     """Return where the pattern's operations are not those of the stages: kind, stage, order, duration, period."""
     found = []
@@ -242,7 +222,9 @@ def _exclusivity(graph: StageGraph, pattern: Pattern) -> list[str]:
 
 
 def _each(resource: Resource) -> str:
-    return resource.name if resource.is_link or resource.replicas == 1 else f"each of {resource.name}"
+    if resource.replicas == 1:
+        return resource.name
+    return f"each {'pair ' if resource.is_link else ''}of {resource.name}"
 
 
 def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
@@ -302,14 +284,18 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         if bound.any_interval and plan.policy.weights != "2bw":
             found.append(f"{_bound_name(bound)} is for any interval between updates of 2bw, not {plan.policy.weights}")
-        found += class_violations(bound, plan.allocation)
+        found += class_violations(bound, plan.allocation, plan.platform)
     return found
 
 
-def class_violations(bound: Bound, allocation: Allocation) -> list[str]:
+def class_violations(bound: Bound, allocation: Allocation, platform: Platform) -> list[str]:
     """Return why ``allocation`` is outside the class of plans that ``bound`` holds for; empty when it is inside."""
     name, stages = _bound_name(bound), allocation.stages
-    inside = {"contiguous": allocation.contiguous, "one-special": allocation.one_special, "any": True}
+    inside = {
+        "contiguous": allocation.contiguous and allocation.keeps_units(platform),
+        "one-special": allocation.one_special,
+        "any": True,
+    }
     found = []
     if not inside[bound.allocation]:
         found.append(f"{name} does not hold for this plan: its stages are not in that class")

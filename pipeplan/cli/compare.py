@@ -18,6 +18,7 @@ from ..partition import ALGORITHMS
 from ..units import parse_bytes
 from .options import (
     EFFORT,
+    GAP,
     JSON,
     SOLVER,
     Output,
@@ -43,6 +44,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
     "--algorithms", default=DEFAULT, show_default=True, metavar="NAMES", help="auto, gpipe, or of --algorithm."
 )
 @EFFORT
+@GAP
 @SOLVER
 @click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
 @click.option(
@@ -57,6 +59,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 def command(
     algorithms: str,
     effort: str,
+    gap: float | None,
     solver: str,
     csv_file: str | None,
     as_json: bool,
@@ -70,6 +73,7 @@ def command(
     """
     from ..files.text import write_text
     from ..planner.compare import compare
+    from ..planner.incumbent import GAP as GAP_OF_AUTO
     from ..planner.incumbent import Settings
     from ..report.comparison import print_rows
 
@@ -91,7 +95,7 @@ def command(
     problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"}, deadline=deadline)
     rows: list[OnePlatform] = []
     began = time.perf_counter()
-    settings = Settings(solver)  # type: ignore[arg-type]  # click checked it
+    settings = Settings(solver, gap=GAP_OF_AUTO if gap is None else gap)  # type: ignore[arg-type]  # click checked it
     for row in compare(problem, gpus, memories, names, clock=time.process_time, settings=settings, effort=effort):
         if deadline.passed:  # this row may have been cut short
             break

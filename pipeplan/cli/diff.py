@@ -13,6 +13,7 @@ from ..units import parse_bandwidth, parse_bytes
 from .options import DEFAULT_BANDWIDTH, JSON, Output, refuse_two_documents
 
 if TYPE_CHECKING:
+    from ..planner.matching import Match
     from ..runtime.measure.trace_file import MeasuredRun
 
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 @click.option("--gpus", type=click.IntRange(1, 2**20), help="Instead of --plan: plan A for so many equal GPUs.")
 @click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
 @click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
+@click.option(
+    "--match",
+    type=click.Choice(["name", "order", "weights"]),
+    default="name",
+    show_default=True,
+    help="Which layers are the same: those of the same name, the first with the first and so on, or those with as many "
+    "parameters, and what is between them by place.",
+)
 @click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
 @click.option("--recalibrated", type=Output(), help="Plan and trace: write the profile scaled to measured times.")
 @JSON
@@ -33,6 +42,7 @@ def command(
     gpus: int | None,
     mem: str | None,
     bandwidth: str,
+    match: Match,
     every: bool,
     recalibrated: str | None,
     as_json: bool,
@@ -63,10 +73,11 @@ def command(
     from ..files.plans import load_plan
     from ..files.profiles import read_profile
     from ..planner.carry import carried, matching_chain
+    from ..planner.matching import matched, stages_in
     from ..report.differences import difference_figures, paired_layers, print_carried, print_differences
 
     after, before = read_profile(other, text), read_profile(one)
-    pairs = paired_layers(before, after)
+    pairs = paired_layers(before, after, match)
     result = loaded = None
     if plan is not None:
         loaded = load_plan(plan)
@@ -76,7 +87,11 @@ def command(
         platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
         loaded = make_plan(Problem(before, platform)).plan
     if loaded is not None:
-        result = carried(loaded, matching_chain(loaded, before, after))
+        chain, stages = matching_chain(loaded, before, after), None
+        if len(chain) != len(loaded.chain):
+            same = matched(loaded.chain, chain, match)
+            stages = stages_in(loaded.allocation.stages, loaded.chain, chain, same)
+        result = carried(loaded, chain, stages)
     if as_json:
         click.echo(json.dumps(difference_figures(before, after, pairs, loaded, result), indent=1))
     else:

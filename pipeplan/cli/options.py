@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import isfinite
 from typing import Any, TypeVar
@@ -137,6 +138,9 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
     "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
+    "blocking_transfers": click.option(
+        "--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both their ends from computing."
+    ),
     "granularity": click.option(
         "--granularity",
         default="node",
@@ -199,6 +203,7 @@ def read_problem(
     bandwidth: str | None,
     latency: str | None,
     platform: str | None,
+    blocking_transfers: bool,
     granularity: str,
     optimizer: str,
     precision: str,
@@ -225,13 +230,17 @@ def read_problem(
     if vertical_sync and weights not in ("stash", "latest"):
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform)
-    chain = merging(granularity)(read_profile(profile))
+    whole = read_profile(profile)
+    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
+    where = replace(where, blocking=where.blocking or blocking_transfers)
+    chain = merging(granularity)(whole)
+    if chain is not whole and where.devices[0].times is not None:
+        raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
     every = _microbatches(accumulate, batch, chain.microbatch)
     policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
-    return Problem(chain, where, policy, not no_replicas, allowed, deadline), assumptions
+    return Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline), assumptions
 
 
 def _microbatches(accumulate: int | None, batch: int | None, each: int) -> int | None:
@@ -258,7 +267,7 @@ def whole_microbatches(batch: int, each: int) -> int:
 
 
 def _platform(
-    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None
+    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None, chain: Chain
 ) -> tuple[Platform, list[str]]:
     from ..files.platforms import read_platform
 
@@ -270,7 +279,7 @@ def _platform(
         ]
         if given:
             raise click.UsageError(f"--platform already says what {', '.join(given)} would")
-        return read_platform(file), []
+        return read_platform(file, chain), []
     if gpus is None or mem is None:
         raise click.UsageError("say the platform: --gpus and --mem, or --platform FILE")
     memory = parse_bytes(mem, "--mem")
@@ -298,6 +307,14 @@ class Share(click.ParamType[float]):
         if not 0 <= number <= 100:
             self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
         return number / 100
+
+
+GAP = click.option(
+    "--gap",
+    type=Share(),
+    metavar="PERCENT",
+    help="auto: stop at a plan this near to what no plan can beat, such as 1%; 0% to try all.  [default: 0.1%]",
+)
 
 
 def refuse_unknown(names: Iterable[str], *others: str) -> None:

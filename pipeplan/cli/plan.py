@@ -12,8 +12,9 @@ from ..partition import ALGORITHMS
 from ..plan import ScheduleKind
 from ..schedule.kinds import KINDS
 from .grid import DRAINED, LIMIT, grid_options, plan_grid
-from .options import EFFORT, SOLVER, problem_options, read_problem
+from .options import EFFORT, GAP, SOLVER, problem_options, read_problem
 from .search import search, search_options
+from .stated import stated_of, stated_options
 
 if TYPE_CHECKING:
     from ..planner.incumbent import Settings
@@ -50,6 +51,7 @@ GRID = ("microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean
     help="madpipe: how the special device's memory is counted; full nearly always schedules.",
 )
 @EFFORT
+@GAP
 @click.option(
     "--schedule",
     type=click.Choice(list(KINDS)),
@@ -62,6 +64,7 @@ GRID = ("microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean
     help="stash, latest: one version of the weights for a microbatch in all stages, which costs versions.",
 )
 @SOLVER
+@stated_options
 @search_options
 def command(
     algorithm: str,
@@ -73,6 +76,7 @@ def command(
     data_parallel: str | None,
     limit: int | None,
     effort: str,
+    gap: float | None,
     solver: str,
     output: str | None,
     as_json: bool,
@@ -83,9 +87,13 @@ def command(
     \b
     Example: pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json
     pipeplan plan profile.json --gpus 8 --mem 16GB --data-parallel auto --batch 64 --microbatch 1,2,4
+    pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all
 
     Ctrl-C ends the search with the best plan so far.
     """
+    if gap is not None and (algorithm != "auto" or data_parallel is not None):
+        raise click.UsageError("--gap says when --algorithm auto may stop; leave it out")
+    configuration = stated_of(shared)
     options = _algorithm_options(algorithm, straight=straight, mode=mode, charge=charge)
     if data_parallel is not None:
         _refuse_with_grid(algorithm, shared, schedule, vertical_sync)
@@ -97,14 +105,18 @@ def command(
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
     from ..planner.alternatives import with_alternatives
+    from ..planner.other_weights import with_other_weights
     from ..planner.plan import Planned, make_plan
+    from ..planner.stated import STATED
     from ..report.tables import print_plan
 
     problem, assumptions = read_problem(**shared, vertical_sync=vertical_sync, segments=algorithm == "auto")
+    if configuration is not None:
+        algorithm, options = STATED, configuration
 
     def find(settings: Settings) -> Planned:
         found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
-        return with_alternatives(found, problem)
+        return with_alternatives(with_other_weights(found, problem), problem)
 
     search(
         find,
@@ -112,6 +124,7 @@ def command(
         output,
         as_json,
         solver,
+        gap,
     )
 
 

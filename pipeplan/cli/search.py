@@ -1,4 +1,4 @@
-"""How does a command search for a plan, and where does it go then? With lines of progress."""
+"""How does a command search for a plan, and where does it go then?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..planner.plan import Planned
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-QUIET_S = 1.0  # what takes less needs no progress
 
 OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as JSON; - is standard output.")
 
@@ -33,20 +32,18 @@ def search(
     output: str | None,
     as_json: bool,
     solver: str = "cbc",
+    gap: float | None = None,
 ) -> None:
     """Write or ``show`` what ``find`` finds, with the seconds that it took."""
     from ..files.plans import plan_text
     from ..files.text import write_text
-    from ..planner.incumbent import Settings
+    from ..planner.incumbent import GAP, Settings, Status
+    from .progress import LiveLine
 
-    began = time.perf_counter()
-
-    def progress(line: str) -> None:
-        elapsed = time.perf_counter() - began
-        if elapsed > QUIET_S:
-            click.echo(f"{elapsed:6.1f} s  {line}", err=True)
-
-    found = find(Settings(solver, progress=progress))  # type: ignore[arg-type]  # click checked it
+    began, status = time.perf_counter(), Status()
+    with LiveLine(status) as live:
+        settings = Settings(solver, gap=GAP if gap is None else gap, progress=live.best, status=status)  # type: ignore[arg-type]  # click checked it
+        found = find(settings)
     seconds = round(time.perf_counter() - began, 3)
     plan = replace(found.plan, provenance=replace(found.plan.provenance, seconds=seconds))
     text = plan_text(plan, found.evaluation) if as_json or output is not None else ""

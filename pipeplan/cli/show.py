@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import click
 
@@ -25,6 +26,7 @@ def command(plan: str, width: int | None, no_links: bool, output: str | None, as
     from ..files.plans import load_plan
     from ..report.gantt import plan_window, rows_data
     from ..report.simulations import print_pattern
+    from ..schedule.kinds import plan_groups
 
     loaded = load_plan(plan)
     if output is not None:
@@ -33,6 +35,7 @@ def command(plan: str, width: int | None, no_links: bool, output: str | None, as
         save_pattern(loaded, output)
     if as_json:
         window = plan_window(loaded)
-        click.echo(json.dumps(rows_data(window.rows, window.start_ns, window.end_ns), indent=1))
+        rows = rows_data(window.rows, window.start_ns, window.end_ns)
+        click.echo(json.dumps(rows | {"groups": [asdict(group) for group in plan_groups(loaded)]}, indent=1))
     elif output is None:
         print_pattern(loaded, width, not no_links)

@@ -8,14 +8,14 @@ same numbers from the same lines. Rules: ALGORITHMS section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..integers import IntLike, ceil_div, plain
-from ..problem import Chain, Policy
+from ..problem import Chain, Policy, connected
 from .saved import entering_bytes, inner_bytes, storages
 
 _STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
@@ -35,6 +35,29 @@ def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> 
 def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
     """Bytes of one gradient: what replicas exchange and what every policy accumulates into."""
     return 2 * parameters if policy.precision == "mixed" else weight_bytes
+
+
+def shared_gradient(chain: Chain, policy: Policy, layers: Iterable[int]) -> int:
+    """Return the bytes of the gradient that tied ``layers`` share: at most what the smallest of them has."""
+    smallest = min((chain.layers[i] for i in layers), key=lambda layer: layer.weight_bytes)
+    return int(gradient_bytes(policy, smallest.weight_bytes, smallest.parameter_count))
+
+
+def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
+    """Return the bytes of shared weights' gradients that wait in ``layers[start:stop]`` for those of earlier stages.
+
+    A microbatch's backward comes to the first stage last, and meanwhile later stages are at the next interval's. So
+    each of them that shares weights with another stage has two gradients of those; a drained pipeline needs no second.
+    """
+    if not chain.tied or policy.drains or not policy.updates_together:
+        return 0
+    first = min(map(min, chain.tied))
+    total: IntLike = 0
+    behind = (np.asarray(start) > first) | (np.asarray(stop) <= first)
+    for layers in connected(chain.tied):
+        here = np.sum([(np.asarray(start) <= i) & (i < np.asarray(stop)) for i in layers], axis=0)
+        total = total + shared_gradient(chain, policy, layers) * (behind & (here > 0) & (here < len(layers)))
+    return plain(total)
 
 
 def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
@@ -163,9 +186,10 @@ def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, rec
     return storages(chain).keeps_behind(start, stop, held, recomputed)
 
 
-def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int) -> int:
+def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int, latency_ns: int = 0) -> int:
     """Return the most gradient bytes whose :func:`sync_period_ns` is at most ``period``: its inverse, for searches."""
     if replicas == 1:
         return 2**62
-    load = period * replicas * bandwidth * policy.update_interval(replicas)
-    return min(load // (2 * (replicas - 1) * 10**9), 2**62)
+    steps = 2 * (replicas - 1)
+    left = period * policy.update_interval(replicas) - steps * latency_ns
+    return max(0, min(left * replicas * bandwidth // (steps * 10**9), 2**62))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import gcd, lcm
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
@@ -23,6 +24,9 @@ from .saved import saved_bytes
 class StageCost:
     """What one stage costs on each of its replicas; times in ns per microbatch, sizes in bytes.
 
+    Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
+
+    ``buffer_bytes`` are for messages to and from neighbours, and for gradients that wait for those of other stages.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
@@ -65,18 +69,37 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What one operation occupies at a time: the devices of a group (each sees every ``replicas``-th microbatch), or a
-    link between two groups, which every microbatch uses (``replicas`` 1 and no ``memory_bytes``)."""
+    """What one operation occupies at a time: a device of a group, or a link of those between two groups (``ends``).
+
+    Each of ``replicas`` devices or links sees every ``replicas``-th microbatch. Groups of r and s devices have
+    lcm(r, s) links: microbatch m takes that from device ``m mod r`` of the one to device ``m mod s`` of the other.
+    Where servers (or other units of a level) share links, it is those by which ``devices`` send beyond their unit.
+    """
 
     name: str
     devices: tuple[int, ...]
     replicas: int
     memory_bytes: int | None = None
+    ends: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_link(self) -> bool:
         """Whether this is a link."""
         return self.memory_bytes is None
+
+    def one_name(self, replica: int) -> str:
+        """Return the name of one of its devices or links: ``device 3``, ``link 3 - 5``."""
+        if not self.is_link:
+            return f"device {self.devices[replica]}"
+        if self.replicas == 1:
+            return self.name
+        if not self.ends:
+            return f"{self.name}, {replica + 1} of {self.replicas}"
+        arrow = _ARROW["->" in self.name]
+        return "link " + arrow.join(str(end[replica % len(end)]) for end in self.ends)
+
+
+_ARROW = (" - ", " -> ")  # both directions, one
 
 
 @dataclass(frozen=True)
@@ -84,8 +107,8 @@ class StageGraph:
     """Stages, their resources, and the path ``F_0, SEND_F_0, F_1, ..., B_1, SEND_B_1, B_0`` of one microbatch.
 
     A transfer stands between neighbours on different devices when its cut has bytes. Resources: the device groups in
-    order of first use, then the links (one per unordered pair of groups; per direction when full duplex). ``tied`` are
-    the sets of stages that share weights.
+    order of first use, then the links (those of an unordered pair of groups; per direction when full duplex; or
+    those that servers share for all that they send). ``tied`` are the sets of stages that share weights.
     """
 
     stages: tuple[StageCost, ...]
@@ -137,6 +160,16 @@ class StageGraph:
         return len({stage.resource for stage in self.stages}) == len(self.stages)
 
     @cached_property
+    def separate(self) -> bool:
+        """Whether every stage has its devices, and every cut its links for itself."""
+        last = len(self.operations) - 1
+        return self.contiguous and all(
+            len({min(i, last - i) for i in indices}) <= 1
+            for resource, indices in zip(self.resources, self.on_resource, strict=True)
+            if resource.is_link
+        )
+
+    @cached_property
     def period_floor_ns(self) -> int:
         """Least period that loads and synchronisation allow: the most of load / replicas and sync periods."""
         floor = 0
@@ -159,8 +192,24 @@ class StageGraph:
         return sum(op.duration_ns for op in self.operations)
 
 
-def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> StageGraph:
-    """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups."""
+def stage_graph(
+    chain: Chain,
+    platform: Platform,
+    policy: Policy,
+    stages: Sequence[Stage],
+    *,
+    free_sums: bool = False,
+    sharing: bool = True,
+) -> StageGraph:
+    """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
+
+    With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
+    without ``sharing``: as if servers that share links had one for each pair of their devices and direction, and as if
+    blocking transfers stayed on the lowest level.
+
+    Blocking transfers are part of the passes at both their ends: a forward receives, computes and sends. So there are
+    no links; a microbatch alone is charged each of them twice.
+    """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
     parts = [
@@ -168,13 +217,26 @@ def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequen
         for stage, receives, sends in zip(stages, [False, *transfers], [*transfers, False], strict=True)
     ]
     resources = [_group(platform, devices) for devices in groups]
-    links: dict[tuple[int, int], int] = {}
+    if platform.blocking:
+        parts = _blocked(chain, platform, stages, parts, transfers, sharing)
+        transfers = [False] * len(transfers)
+    levels = [
+        platform.level_between(one.devices, other.devices) if transfer else 0
+        for (one, other), transfer in zip(pairwise(stages), transfers, strict=True)
+    ]
+    outgoing: dict[tuple[int, ...], Resource] = {}
+    if sharing and platform.shared_level is not None:
+        crossing = [pair for pair, k in zip(pairwise(stages), levels, strict=True) if platform.shares_links(k)]
+        outgoing = _shared_links(platform, dict.fromkeys(stage.devices for pair in crossing for stage in pair))
+    links: dict[object, int] = {}
 
-    def link(source: int, target: int) -> int:
-        key = (source, target) if platform.full_duplex else (min(source, target), max(source, target))
+    def link(source: int, target: int, level: int) -> int:
+        shared = outgoing.get(groups[source]) if platform.shares_links(level) else None
+        one_way = (source, target) if platform.both_ways(level) else (min(source, target), max(source, target))
+        key: object = shared or one_way
         if key not in links:
             links[key] = len(resources)
-            resources.append(_link(platform, groups[key[0]], groups[key[1]]))
+            resources.append(shared or _link(platform.both_ways(level), *(groups[i] for i in one_way)))
         return links[key]
 
     forward: list[Operation] = []
@@ -184,13 +246,33 @@ def stage_graph(chain: Chain, platform: Platform, policy: Policy, stages: Sequen
         backward.append(Operation("B", s, part.backward_ns, part.resource))
         if s < len(transfers) and transfers[s]:
             here, there = part.resource, parts[s + 1].resource
-            level = platform.level_between(stage.devices, stages[s + 1].devices)
-            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], level)
-            forward.append(Operation("SEND_F", s, duration, link(here, there)))
-            backward.append(Operation("SEND_B", s + 1, duration, link(there, here)))
-    parts = _with_tied_sums(chain, platform, policy, stages, parts)
+            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], levels[s])
+            forward.append(Operation("SEND_F", s, duration, link(here, there, levels[s])))
+            backward.append(Operation("SEND_B", s + 1, duration, link(there, here, levels[s])))
+    if not free_sums:
+        parts = _with_tied_sums(chain, platform, policy, stages, parts)
     tied = tied_stages(chain, stages)
     return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform), tied)
+
+
+def _blocked(
+    chain: Chain,
+    platform: Platform,
+    stages: Sequence[Stage],
+    parts: Sequence[StageCost],
+    transfers: Sequence[bool],
+    sharing: bool,
+) -> list[StageCost]:
+    """Return ``parts`` whose passes include the transfers at their ends."""
+    waits = [0]
+    for (one, other), transfer in zip(pairwise(stages), transfers, strict=True):
+        level = platform.level_between(one.devices, other.devices) if sharing else 0
+        waits.append(platform.transfer_ns(chain.cut_bytes[one.stop], level) if transfer else 0)
+    both_ends = [before + after for before, after in zip(waits, [*waits[1:], 0], strict=True)]
+    return [
+        replace(part, forward_ns=part.forward_ns + wait, backward_ns=part.backward_ns + wait)
+        for part, wait in zip(parts, both_ends, strict=True)
+    ]
 
 
 def _stage_cost(
@@ -198,31 +280,49 @@ def _stage_cost(
 ) -> StageCost:
     start, stop, r = stage.start, stage.stop, stage.replicas
     kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
-    speed = platform.slowest(stage.devices).speed
+    slowest = platform.slowest(stage.devices)
+    speed, timed = slowest.speed, chain.timed(slowest.times)
+    if timed is not chain:
+        recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
-    bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
+    path = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
-    sync_period = time_model.sync_period_ns(policy, gradient, r, bandwidth)
+    sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
-        update = time_model.overlapped_ns(policy, update, time_model.step_ns(chain, start, stop, speed), parameters)
-    share = time_model.update_share_ns(policy, time_model.step_ns(chain, start, stop), r)
+        update = time_model.overlapped_ns(policy, update, time_model.step_ns(timed, start, stop, speed), parameters)
+    share = time_model.update_share_ns(policy, time_model.step_ns(timed, start, stop), r)
+    messages = 2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends
     return StageCost(
-        forward_ns=time_model.forward_ns(chain, start, stop, speed),
-        backward_ns=time_model.backward_ns(chain, policy, start, stop, recompute, r, speed),
+        forward_ns=time_model.forward_ns(timed, start, stop, speed),
+        backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed),
         weight_bytes=weight_bytes,
         parameters=parameters,
         kept_bytes=kept,
         peak_bytes=peak,
-        buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
+        buffer_bytes=messages + int(memory_model.waiting_bytes(chain, policy, start, stop)),
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
-        backward_weight_ns=time_model.backward_weight_ns(chain, policy, start, stop, r, speed),
+        backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
     )
+
+
+def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> int:
+    """Return the most that a device has to do for a microbatch, without recomputation and steps: no period is less."""
+    slowest = {devices: platform.slowest(devices) for devices in {stage.devices for stage in stages}}
+    loads = dict.fromkeys(slowest, 0)
+    for stage in stages:
+        sums, start, stop = chain.timed(slowest[stage.devices].times).sums, stage.start, stage.stop
+        forward, backward = sums.forward_ns, sums.backward_ns
+        loads[stage.devices] += int(forward[stop] - forward[start] + backward[stop] - backward[start])
+    floor = 0
+    for devices, work in loads.items():
+        floor = max(floor, ceil_div(time_model.scaled(work, slowest[devices].speed), len(devices)))
+    return floor
 
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
@@ -241,25 +341,32 @@ def _with_tied_sums(
     """Return ``parts`` with what the sums of weights in several stages take more than those over one stage's replicas.
 
     Tied layers are taken to share as many bytes as the smallest of them has, which is the most that they can. A ring
-    over all devices that have a copy sums them instead of those over replicas, once for each group of devices.
+    over all devices that have a copy sums them instead of those over replicas, once for each group of devices. After a
+    drained batch the sum comes before the update; otherwise it is one more load of every interval, like the replicas'
+    sums.
     """
-    more = [0] * len(parts)
+    parts = list(parts)
     for layers in connected(chain.tied):
         holders = _holders(stages, layers)
         if len(holders) < 2:
             continue
-        smallest = min((chain.layers[i] for i in layers), key=lambda layer: layer.weight_bytes)
-        gradient = int(memory_model.gradient_bytes(policy, smallest.weight_bytes, smallest.parameter_count))
+        gradient = memory_model.shared_gradient(chain, policy, layers)
         devices = sorted({d for s in holders for d in stages[s].devices})
-        everywhere = _ring_ns(platform, gradient, devices)
+        interval = policy.update_interval(max(stages[s].replicas for s in holders))
         for s in {parts[s].resource: s for s in sorted(holders)}.values():
-            more[s] += everywhere - _ring_ns(platform, gradient, stages[s].devices)
-    return [replace(part, update_ns=part.update_ns + ns) for part, ns in zip(parts, more, strict=True)]
+            more, load = (
+                _ring_ns(platform, gradient, devices, n) - _ring_ns(platform, gradient, stages[s].devices, n)
+                for n in (1, interval)
+            )
+            part = replace(parts[s], update_ns=parts[s].update_ns + more)
+            parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load)
+    return parts
 
 
-def _ring_ns(platform: Platform, size: int, devices: Sequence[int]) -> int:
-    bandwidth, _ = platform.paths[platform.level_of(devices)]
-    return time_model.ring_all_reduce_ns(size, len(devices), bandwidth)
+def _ring_ns(platform: Platform, size: int, devices: Sequence[int], interval: int) -> int:
+    """Return what each of ``interval`` microbatches has to leave for a sum over ``devices``."""
+    path = platform.paths[platform.level_of(devices)]
+    return int(time_model.ring_all_reduce_ns(size, len(devices), *path, shared_by=interval))
 
 
 def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
@@ -286,6 +393,28 @@ def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     return Resource(name, devices, len(devices), memory)
 
 
-def _link(platform: Platform, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
-    arrow = " -> " if platform.full_duplex else " - "
-    return Resource(f"link {format_devices(one)}{arrow}{format_devices(other)}", one + other, 1)
+def _link(one_way: bool, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
+    name = "link " + _ARROW[one_way].join(map(format_devices, (one, other)))
+    return Resource(name, one + other, lcm(len(one), len(other)), ends=(one, other))
+
+
+def _shared_links(platform: Platform, groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Resource]:
+    """Return the shared links by which each of ``groups`` sends.
+
+    Groups whose devices send by some of the same links have these together. Where microbatches m and n may meet on one
+    of them, m = n modulo ``replicas``: as if all that are equal modulo that took one link, which is never less than
+    they do. A group inside a unit with one link has 1; a pipeline in every unit has as many as there are units.
+    """
+    groups = list(groups)
+    found: dict[tuple[int, ...], Resource] = {}
+    for links in connected({platform.link_of(d) for d in group} for group in groups):
+        own = [group for group in groups if platform.link_of(group[0]) in links]
+        places: dict[int, list[int]] = {}
+        for group in own:
+            for place, device in enumerate(group):
+                places.setdefault(platform.link_of(device), []).append(place)
+        apart = gcd(*map(len, own), *(place - some[0] for some in places.values() for place in some))
+        devices = tuple(d for d in range(len(platform)) if platform.link_of(d) in links)
+        name = f"link{'s' if len(links) > 1 else ''} of {format_devices(devices)}"
+        found |= dict.fromkeys(own, Resource(name, devices, apart))
+    return found

@@ -6,15 +6,43 @@ the validator compute the same numbers from the same lines. Rules: ALGORITHMS se
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
+
 from ..integers import IntLike, ceil_div, plain
-from ..problem import Chain, Policy
+from ..problem import Chain, Device, Policy, Problem
 
 
 def scaled(duration: IntLike, speed: Fraction) -> IntLike:
     """Return ``duration`` ns of the profiled device on a device ``speed`` times as fast, rounded up."""
     return ceil_div(duration * speed.denominator, speed.numerator)
+
+
+def relative(problem: Problem) -> Problem:
+    """Return a relaxation in which devices differ by a factor alone: nothing takes longer than in ``problem``.
+
+    Where devices have profiles of their own, each layer takes what the fastest takes, and a device is as fast as where
+    it comes nearest to that.
+    """
+    platform = problem.platform
+    if platform.devices[0].times is None:
+        return problem
+    best = platform.best_device
+    chain = problem.chain.timed(best.times)
+    assert best.times is not None
+
+    def factor(device: Device) -> Fraction:
+        assert device.times is not None
+        assert best.times is not None
+        columns = zip(best.times.columns, device.times.columns, strict=True)
+        pairs = (pair for fast, own in columns for pair in zip(fast, own, strict=True))
+        return device.speed * max((Fraction(fast, own) for fast, own in pairs if fast), default=Fraction(1))
+
+    speeds = {x: factor(x) for x in dict.fromkeys(platform.devices)}
+    devices = tuple(Device(x.memory_bytes, speeds[x]) for x in platform.devices)
+    return replace(problem, chain=chain, platform=replace(platform, devices=devices))
 
 
 def forward_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
@@ -88,11 +116,22 @@ def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: 
     return max(all_reduce_ns, step_ns) + ceil_div(min(all_reduce_ns, step_ns), chunks)
 
 
-def sync_period_ns(policy: Policy, gradient: int, replicas: int, bandwidth: int) -> int:
-    """Least period at which ring all-reduces of ``gradient`` bytes keep up: 2(r-1)/r * bytes / bandwidth per update."""
-    return ring_all_reduce_ns(gradient, replicas, bandwidth * policy.update_interval(replicas))
+def sync_period_ns(policy: Policy, gradient: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0) -> IntLike:
+    """Least period at which ring all-reduces of ``gradient`` bytes keep up: one each ``update_interval`` microbatches.
+
+    :func:`ring_all_reduce_ns`, shared by these microbatches and then rounded up.
+    """
+    return ring_all_reduce_ns(gradient, replicas, bandwidth, latency_ns, policy.update_interval(replicas))
 
 
-def ring_all_reduce_ns(size: int, replicas: int, bandwidth: int) -> int:
-    """Return the time in which a ring of ``replicas`` sums ``size`` bytes: 2(r-1)/r * bytes / bandwidth, rounded up."""
-    return ceil_div(2 * (replicas - 1) * size * 10**9, replicas * bandwidth)
+def ring_all_reduce_ns(
+    size: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0, shared_by: int = 1
+) -> IntLike:
+    """Return the time in which a ring of r ``replicas`` sums ``size`` bytes, rounded up; 0 for no bytes.
+
+    2(r-1) steps, each a transfer of a part in r: 2(r-1)/r * bytes / bandwidth + 2(r-1) * latency. What each of so many
+    microbatches has to leave for it, where it is ``shared_by`` several.
+    """
+    steps = 2 * (replicas - 1)
+    waiting = (size != 0) * np.array(steps * latency_ns * replicas * bandwidth, dtype=object)
+    return plain(ceil_div(steps * size * 10**9 + waiting, replicas * bandwidth * shared_by))

@@ -15,9 +15,9 @@ from ..check.bounds import any_bound, bounded, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import InvalidPlan
-from ..plan import Allocation, Alternative, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
+from ..plan import Allocation, Alternative, Bound, OtherWeights, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
 from ..problem import Policy
-from ..schedule.pattern import DeviceUse
+from ..schedule.pattern import DeviceUse, Group
 from .forms import Instant, Positive, converted, form, json_text, read_json
 from .platforms import PlatformFile, platform_form, platform_of
 from .profiles import ProfileFile, chain_of, digest, profile_keys
@@ -38,6 +38,7 @@ ScheduleFile = form(
 )
 TimedOpFile = form(TimedOp, start_ns=Instant, duration_ns=Instant)
 PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])  # type: ignore[valid-type]  # a form
+GroupFile = form(Group, number=int)
 DeviceUseFile = form(
     DeviceUse,
     ("memory_bytes", "peak_bytes", "weights_bytes", "activation_bytes", "buffer_bytes", "in_flight"),
@@ -52,12 +53,15 @@ BoundFile = form(
     period_ns=Positive,
 )
 AlternativeFile = form(Alternative, optional=(), microbatches=Positive, period_ns=Positive | None)
+OtherWeightsFile = form(OtherWeights, period_ns=Positive)
 ProvenanceFile = form(
     Provenance,
-    optional=("alternatives",),
+    optional=("other_weights", "alternatives"),
+    brief=True,
     alternatives=tuple[AlternativeFile, ...],  # type: ignore[valid-type]  # a form
     claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
     seconds=Annotated[float, msgspec.Meta(ge=0)],
+    other_weights=OtherWeightsFile | None,
 )
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",
@@ -70,12 +74,16 @@ PlanFile: type[Any] = msgspec.defstruct(
         ("schedule", ScheduleFile),
         ("samples_per_update", Positive | None, None),
         ("pattern", PatternFile | None),
+        ("groups", list[GroupFile] | None, None),  # type: ignore[valid-type]  # a form
         ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
         ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
         ("gap", float),
         ("provenance", ProvenanceFile),
     ],
-    namespace={"__doc__": "A plan; ``gap`` is the period over the lower bound of class ``any``, minus 1."},
+    namespace={
+        "__doc__": "A plan; ``gap`` is the period over the lower bound of class ``any``, minus 1; ``groups`` are the "
+        "pattern's, null where there is none."
+    },
     forbid_unknown_fields=True,
     kw_only=True,
 )
@@ -100,6 +108,7 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
         "schedule": plan.schedule,
         "samples_per_update": plan.interval * plan.chain.microbatch,
         "pattern": plan.pattern,
+        "groups": result.groups or None,
         "devices": result.devices,
         "lower_bounds": plan.lower_bounds,
         "gap": gap(result.period_ns, bound),
@@ -124,7 +133,7 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     chain = chain_of(form.profile, f"{path}: $.profile")
     plan = Plan(
         chain=chain,
-        platform=platform_of(form.platform, f"{path}: $.platform"),
+        platform=platform_of(form.platform, f"{path}: $.platform", chain),
         policy=converted(form.policy, Policy),
         allocation=Allocation(
             tuple(Stage(s.start, s.stop, s.devices, s.checkpoint or ()) for s in form.stages),
@@ -168,6 +177,13 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
         for name in DeviceUseFile.__struct_fields__:
             if getattr(have, name) != getattr(want, name):
                 found.append(f"devices[{d}].{name} is {getattr(have, name)}; {source} {getattr(want, name)}")
+    for g, (have, want) in enumerate(zip(form.groups or [], expected.groups or [], strict=False)):
+        if have != want:
+            found.append(f"groups[{g}] is {_written(have)}; {source} {_written(want)}")
+    if form.groups is not None and expected.groups is None:
+        found.append("groups are given, but the schedule has no pattern to have any")
+    elif form.groups is not None and len(form.groups) != len(expected.groups):
+        found.append(f"groups has {len(form.groups)} entries; {source} {len(expected.groups)}")
     if len(form.devices) != len(expected.devices):
         found.append(f"devices has {len(form.devices)} entries; the platform has {len(expected.devices)}")
     if form.samples_per_update not in (None, expected.samples_per_update):
@@ -178,3 +194,7 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
     if form.gap != expected.gap:
         found.append(f"gap is {form.gap}; the period and the lower bound give {expected.gap}")
     return found
+
+
+def _written(form: msgspec.Struct) -> str:
+    return msgspec.json.encode(form).decode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from functools import cache
 from math import isqrt
 
@@ -37,15 +36,18 @@ def _balanced(problem: Problem, recompute: bool) -> Allocation:
     chain, platform, policy = problem.chain, problem.platform, problem.policy
     count = len(chain)
 
+    kinds = [platform.devices.index(x) for x in platform.devices]  # of equal devices the first
+
     @cache
-    def work_at(speed: Fraction, stop: int) -> Times:
-        start = np.arange(stop + 1)
-        again = chain.sums.forward_ns[stop] - chain.sums.forward_ns[start] if recompute else 0
-        total = time_model.work_ns(chain, policy, start, stop, again, speed=speed)
+    def work_at(kind: int, stop: int) -> Times:
+        start, device = np.arange(stop + 1), platform.devices[kind]
+        timed = chain.timed(device.times)
+        again = timed.sums.forward_ns[stop] - timed.sums.forward_ns[start] if recompute else 0
+        total = time_model.work_ns(timed, policy, start, stop, again, speed=device.speed)
         return np.asarray(total, dtype=np.float64)  # exact up to 2**53 ns
 
     def work(device: int, stop: int) -> Times:
-        return work_at(platform.devices[device].speed, stop)
+        return work_at(kinds[device], stop)
 
     longest, _ = _best_cuts(count, len(platform), work, np.maximum, problem.deadline)
 
@@ -105,12 +107,12 @@ def data_parallel(problem: Problem) -> Iterator[Allocation]:
         return
     policy = problem.policy
     gradient = memory_model.gradient_of(problem.chain, policy, 0, count)
-    bandwidth, _ = platform.paths[platform.level_of(devices)]
-    sync = time_model.sync_period_ns(policy, gradient, len(devices), bandwidth)
-    speed = platform.slowest(devices).speed
+    sync = time_model.sync_period_ns(policy, gradient, len(devices), *platform.paths[platform.level_of(devices)])
+    slowest = platform.slowest(devices)
+    chain = problem.chain.timed(slowest.times)
     for checkpoint in ((),) if problem.checkpointing == "none" else ((), ((0, count),)):
-        _, _, recompute = memory_model.activations(problem.chain, 0, count, checkpoint)
-        work = time_model.work_ns(problem.chain, policy, 0, count, recompute, len(devices), speed)
+        _, _, recompute = memory_model.activations(chain, 0, count, checkpoint)
+        work = time_model.work_ns(chain, policy, 0, count, recompute, len(devices), slowest.speed)
         claim = max(ceil_div(work, len(devices)), sync)
         yield Allocation((Stage(0, count, devices, checkpoint),), claim)
 
@@ -146,25 +148,29 @@ def in_segments(start: int, stop: int, how: Checkpointing) -> tuple[tuple[int, i
 
 def _filled(problem: Problem, recompute: bool) -> list[tuple[tuple[int, ...], int, int]]:
     """Return (devices, start, stop) of the greedy cut whose longest stage is shortest."""
-    cuts, sums = legal_cuts(problem), problem.chain.sums
-    work = ((2 if recompute else 1) * sums.forward_ns + sums.backward_ns)[cuts]
-    speeds = [float(device.speed) for device in problem.platform.devices]
-    fastest = max(speeds)
+    cuts, devices = legal_cuts(problem), problem.platform.devices
+
+    @cache
+    def work_of(kind: int) -> Times:
+        sums = problem.chain.timed(devices[kind].times).sums
+        times: Times = ((2 if recompute else 1) * sums.forward_ns + sums.backward_ns)[cuts] / float(devices[kind].speed)
+        return times
+
+    works = [work_of(devices.index(device)) for device in devices]
+    longest = min(float(work[-1]) for work in works)
 
     def within(time: int) -> list[tuple[tuple[int, ...], int, int]] | None:
         found: list[tuple[tuple[int, ...], int, int]] = []
         at = 0
-        for d, speed in enumerate(speeds):
-            stop = int(np.searchsorted(work, work[at] + time * speed, side="right")) - 1
+        for d, work in enumerate(works):
+            stop = int(np.searchsorted(work, work[at] + time, side="right")) - 1
             if stop > at:
                 found.append(((d,), int(cuts[at]), int(cuts[stop])))
                 at = stop
-            elif speed == fastest:
-                return None
             if at == len(cuts) - 1:
                 return found
         return None
 
-    found = smallest(within, 1, int(work[-1] / fastest) + 1)
+    found = smallest(within, 1, int(longest) + 1)
     assert found is not None, "the fastest device can take all"
     return found[1]

@@ -12,10 +12,10 @@ from ..problem import Chain, Platform, Problem
 def legal_cuts(problem: Problem) -> Ints:
     """Return the positions (layers before a cut) at which stages may begin and end, 0 and L included.
 
-    Layers that share weights stay in one stage, but under ``flush``, where copies in several stages get equal updates.
+    Layers that share weights stay in one stage, but where copies in several stages get equal updates.
     """
     legal = np.ones(len(problem.chain) + 1, dtype=np.bool_)
-    if problem.policy.weights != "flush":
+    if problem.tied == "together" or not problem.policy.updates_together:
         for one, other in problem.chain.tied:
             legal[min(one, other) + 1 : max(one, other) + 1] = False
     return np.flatnonzero(legal)
@@ -29,6 +29,14 @@ def crossing_bytes(chain: Chain) -> Ints:
 def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> list[int]:
     """Return the time of both directions of each of ``cuts`` on a path over ``level``; 0 for the chain's two ends."""
     return [2 * platform.transfer_ns(size, level) for size in crossing_bytes(chain)[cuts].tolist()]
+
+
+def waits_ns(problem: Problem, cuts: Ints) -> Ints:
+    """Return what a stage that begins or ends at each of ``cuts`` waits for a microbatch's transfers in both directions
+    where they block, over the lowest level; else 0."""
+    if not problem.platform.blocking:
+        return np.zeros(len(cuts), dtype=np.int64)
+    return np.array(round_trips_ns(problem.chain, problem.platform, cuts, 0), dtype=np.int64)
 
 
 def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:

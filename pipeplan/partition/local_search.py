@@ -27,19 +27,21 @@ def local_search(
     budget: int,
     done: Callable[[], bool],
     seed: int = 0,
+    patience: int | None = None,
 ) -> int:
     """Walk from ``start`` to better allocations; return how many candidates were looked at, about ``budget`` at most.
 
     ``lower_bound`` bounds an allocation's period from below without scheduling it, or says None when it cannot become
     the best; ``try_`` schedules it and says whether it is the best so far. Neighbours are tried in the order of their
-    bounds; when none is better, the search goes on from two random moves away from the best. Deterministic, but for
-    ``done``, which ends it.
+    bounds; when none is better, the search goes on from two random moves away from the best. It ends after
+    ``patience`` candidates in a row that cannot become the best by their bounds. Deterministic, but for ``done``, which
+    ends it too.
     """
     rng = random.Random(seed)
     best = current = start.stages
     seen = {current}
-    looked = 0
-    while looked < budget and not done():
+    looked = hopeless = 0
+    while looked < budget and (patience is None or hopeless < patience) and not done():
         hopeful: list[tuple[int, int, Stages]] = []
         for neighbour in _neighbours(problem, current, rng):
             if neighbour in seen:
@@ -47,6 +49,7 @@ def local_search(
             seen.add(neighbour)
             looked += 1
             bound = lower_bound(Allocation(neighbour))
+            hopeless = hopeless + 1 if bound is None else 0
             if bound is not None:
                 hopeful.append((bound, len(hopeful), neighbour))
             if looked >= budget:

@@ -13,7 +13,7 @@ from ..check.validate import check
 from ..deadline import OutOfTime
 from ..partition.cuts import legal_cuts
 from ..plan import Alternative, Plan, Provenance, Schedule
-from ..problem import Problem, Weights
+from ..problem import Checkpointing, Problem, Weights
 from ..schedule.kinds import kinds_for
 from .incumbent import Incumbent, Settings
 from .plan import Planned
@@ -47,7 +47,7 @@ def with_alternatives(planned: Planned, problem: Problem) -> Planned:
 def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alternative]:
     """Return what the best contiguous plan found takes; nothing where a second isn't enough to tell."""
     policy = replace(problem.policy, weights=weights, accumulate=interval, vertical_sync=False)
-    allowed = "none" if problem.checkpointing == "none" else "stages"
+    allowed: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
     here = replace(problem.with_policy(policy), checkpointing=allowed)
     here.deadline.check()
     kind = kinds_for(weights)[0]

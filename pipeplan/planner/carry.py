@@ -10,7 +10,7 @@ from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..names import shown
 from ..partition.granularity import merge_articulation
-from ..plan import Bound, Pattern, Plan
+from ..plan import Bound, Pattern, Plan, Stage
 from ..problem import Chain, Problem
 from ..schedule.kinds import kind_of
 from ..schedule.pattern import starts_of
@@ -32,32 +32,36 @@ class Carried:
     other_order_ns: int | None = None
 
 
-def carried(plan: Plan, chain: Chain) -> Carried:
+def carried(plan: Plan, chain: Chain, stages: tuple[Stage, ...] | None = None) -> Carried:
     """Return ``plan`` with the costs of ``chain``: the same stages in the same order, at the smallest period it allows.
+
+    ``stages`` are the plan's where ``chain`` has other layers, None where the plan's own will do.
 
     A plan without a pattern keeps its schedule and its limit, and is simulated anew. Otherwise memory is judged with
     the microbatches in flight of that order. Where an operation appears or vanishes (a transfer of no bytes),
     contiguous stages get their best 1F1B* instead. Exact for the order (:func:`..schedule.periodic.retime.retime`).
     """
-    moved = replace(plan, chain=chain, pattern=None, lower_bounds=())
+    own = plan.allocation.stages
+    stages = stages or own
+    moved = replace(
+        plan, chain=chain, allocation=replace(plan.allocation, stages=stages), pattern=None, lower_bounds=()
+    )
     if kind_of(plan).simulated is not None:
         result, found = judged(moved)
         if result is None or found:
             return Carried(moved, None, tuple(found))
         return Carried(replace(moved, lower_bounds=(_any_bound(moved),)), result.period_ns, ())
-    broken = structure_violations(chain, plan.platform, plan.policy, plan.allocation.stages)
+    broken = structure_violations(chain, plan.platform, plan.policy, stages)
     if broken or plan.pattern is None:
         return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
-    graphs = [stage_graph(c, plan.platform, plan.policy, plan.allocation.stages) for c in (plan.chain, chain)]
-    pattern = _pattern(graphs[0], graphs[1], plan.pattern)
+    graph = stage_graph(chain, plan.platform, plan.policy, stages)
+    pattern = _pattern(stage_graph(plan.chain, plan.platform, plan.policy, own), graph, plan.pattern)
     if pattern is None:
-        return Carried(
-            moved, None, ("no period lets the stages run in the order of the plan",), _other_order(graphs[1])
-        )
+        return Carried(moved, None, ("no period lets the stages run in the order of the plan",), _other_order(graph))
     moved = replace(moved, pattern=pattern)
     result, found = judged(moved)
     if result is None or found:
-        return Carried(moved, None, tuple(found), _other_order(graphs[1]))
+        return Carried(moved, None, tuple(found), _other_order(graph))
     return Carried(replace(moved, lower_bounds=(_any_bound(moved),)), result.period_ns, ())
 
 
@@ -66,7 +70,7 @@ def _any_bound(plan: Plan) -> Bound:
 
 
 def _other_order(graph: StageGraph) -> int | None:
-    pattern = best_one_f_one_b_star(graph) if graph.contiguous else None
+    pattern = best_one_f_one_b_star(graph) if graph.separate else None
     return None if pattern is None else pattern.period_ns
 
 
@@ -74,7 +78,7 @@ def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | No
     same = [(x.kind, x.stage) for x in old.operations] == [(x.kind, x.stage) for x in new.operations]
     if same:
         return retime(new, order_of(old, starts_of(pattern), pattern.period_ns))
-    return best_one_f_one_b_star(new) if new.contiguous else None
+    return best_one_f_one_b_star(new) if new.separate else None
 
 
 def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:

@@ -12,7 +12,7 @@ from ..deadline import OutOfTime
 from ..errors import Infeasible
 from ..integers import ceil_div
 from ..partition.balance import balance
-from ..problem import Device, Platform, Problem
+from ..problem import Device, Problem
 from ..schedule.gpipe import gpipe
 from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
@@ -74,7 +74,9 @@ def compare(
     level = problem.platform.levels[0]
     for count in gpus:
         for memory in memories:
-            platform = Platform((Device(memory),) * count, (replace(level, count=count),), problem.platform.full_duplex)
+            platform = replace(
+                problem.platform, devices=(Device(memory),) * count, levels=(replace(level, count=count),)
+            )
             here = replace(problem, platform=platform)
             yield _row(here, algorithms, clock, settings, effort)
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..check.evaluate import evaluate_simulated, fits
+from ..check.shared_weights import kept_together
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
 from ..names import shown
 from ..partition.contiguous.contiguous import feasible, longest_period_ns
 from ..plan import Allocation, Schedule, Stage
-from ..problem import Device, Level, Platform, Problem, Weights
+from ..problem import Level, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
-from ..units import format_bytes
+from ..units import format_bytes, format_ns
 from .grid.problem import GridConfig, GridProblem, Outcome
 
 MOST_GPUS = 1024
@@ -37,9 +38,18 @@ def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken:
     least = least_memory(problem)
     remedies = _remedies(problem, least)
     advice = (
-        f"; feasible {_either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
+        f"; feasible {either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
     )
     return f"no plan fits: {_binding(problem, least)}{advice}"
+
+
+def claimed(algorithm: str, stages: Sequence[Stage], period_ns: int) -> str:
+    """Return in words what an algorithm claims for stages that make no plan."""
+    split = ", ".join(f"{stage.start}-{stage.stop - 1} on {stage.replicas}" for stage in stages)
+    return (
+        f"{algorithm}'s own claim for its split (layers {split} GPUs) is {format_ns(period_ns)} per microbatch, which "
+        "no schedule or validator has confirmed"
+    )
 
 
 def _shortfall(problem: Problem) -> str:
@@ -86,14 +96,14 @@ def why_not_admitted(
     if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
         remedies += [f"with --accumulate {smaller}"] if smaller else []
-    remedies.append(f"from {format_bytes(_round_up(use.peak_bytes))} per GPU")
+    remedies.append(f"from {format_bytes(round_up(use.peak_bytes))} per GPU")
     held = ", ".join(map(str, use.in_flight))
     return (
         f"no plan fits {schedule.kind}: {'even ' if admitted.limit == 1 else ''}with {count}{size} admitted, "
-        f"{_named(problem, stage)} on device {device} need {format_bytes(use.peak_bytes)} "
+        f"{named(problem, stage)} on device {device} need {format_bytes(use.peak_bytes)} "
         f"(weights {format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)} of {held} "
         f"microbatches, buffers {format_bytes(use.buffer_bytes)}), the device has {format_bytes(use.memory_bytes)}; "
-        f"feasible {_either(remedies)}"
+        f"feasible {either(remedies)}"
     )
 
 
@@ -157,29 +167,33 @@ def _binding(problem: Problem, least: int | None) -> str:
     if least is not None:
         allocation = possible(_with_memory(problem, least))
         assert allocation is not None
-        tied = problem.chain.tied and problem.policy.weights != "flush"
-        return _worst(problem, allocation) + (" (tied layers must share a stage)" if tied else "")
-    if problem.chain.tied and problem.policy.weights != "flush":
-        return f"tied layers must stay in one stage under --weights {problem.policy.weights}"
-    return "no split is possible"
+        tied = kept_together(problem.chain, problem.policy)
+        return _worst(problem, allocation) + (f" ({tied})" if tied else "")
+    return kept_together(problem.chain, problem.policy) or "no split is possible"
 
 
 def _tightest(problem: Problem, allocation: Allocation) -> tuple[Stage, DeviceUse, str]:
     """Return the stage that is most over its memory with one microbatch in flight, its memory, its devices' name."""
+    uses = uses_alone(problem, allocation)
+    stages, use, where = max(uses, key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
+    return allocation.stages[stages[0]], use, where
+
+
+def uses_alone(problem: Problem, allocation: Allocation) -> list[tuple[list[int], DeviceUse, str]]:
+    """Return of each device group its stages, the memory of a device with one microbatch in flight, and its name."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
     pattern = one_at_a_time(graph)
-    uses = [
-        resource_use(graph, starts_of(pattern), pattern.period_ns, r)
+    starts, period = starts_of(pattern), pattern.period_ns
+    return [
+        (graph.stages_on(r), resource_use(graph, starts, period, r), resource.name)
         for r, resource in enumerate(graph.resources)
         if not resource.is_link
     ]
-    index, use = max(enumerate(uses), key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
-    return allocation.stages[graph.stages_on(index)[0]], use, graph.resources[index].name
 
 
 def _worst(problem: Problem, allocation: Allocation) -> str:
     stage, use, where = _tightest(problem, allocation)
-    layers = _named(problem, stage)
+    layers = named(problem, stage)
     return (
         f"even with one microbatch in flight, {layers} on {where} need "
         f"{format_bytes(use.peak_bytes)} (weights {format_bytes(use.weights_bytes)}, activations "
@@ -188,7 +202,8 @@ def _worst(problem: Problem, allocation: Allocation) -> str:
     )
 
 
-def _named(problem: Problem, stage: Stage) -> str:
+def named(problem: Problem, stage: Stage) -> str:
+    """Return a stage's layers by numbers and names."""
     names = [shown(layer.name) for layer in problem.chain.layers[stage.start : stage.stop]]
     if len(names) == 1:
         return f"layer {stage.start} ({names[0]})"
@@ -198,14 +213,14 @@ def _named(problem: Problem, stage: Stage) -> str:
 def _remedies(problem: Problem, least: int | None) -> list[str]:
     found = []
     if least is not None:
-        found.append(f"from {format_bytes(_round_up(least))} per GPU")
+        found.append(f"from {format_bytes(round_up(least))} per GPU")
     gpus = fewest_gpus(problem)
     if gpus is not None:
         found.append(f"with {gpus} GPUs")
     if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
         found.append("with checkpointing")
-    lighter: tuple[Weights, ...] = ("latest", "flush")
-    for weights in lighter:
+    others: tuple[Weights, ...] = ("latest", "2bw", "flush")
+    for weights in others:
         policy = replace(problem.policy, weights=weights)
         if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:
             found.append(f"with --weights {weights}")
@@ -222,7 +237,6 @@ def least_memory(problem: Problem) -> int | None:
     """Return the least memory (bytes, the same on every device) with which a contiguous plan exists, or None."""
     sums = problem.chain.sums
     enough = 64 * (int(sums.weight_bytes[-1]) + int(sums.parameters[-1]) + int(storages(problem.chain).totals[-1]) + 1)
-    enough += 4 * max(problem.chain.cut_bytes)
     found = smallest(lambda memory: possible(_with_memory(problem, memory)), 1, enough)
     return None if found is None else found[0]
 
@@ -235,7 +249,7 @@ def fewest_gpus(problem: Problem) -> int | None:
     top = problem.platform.paths[-1]
 
     def attempt(count: int) -> Allocation | None:
-        platform = Platform((first,) * count, (Level(count, *top),), problem.platform.full_duplex)
+        platform = replace(problem.platform, devices=(first,) * count, levels=(Level(count, *top),))
         return possible(replace(problem, platform=platform))
 
     found = smallest(attempt, len(problem.platform) + 1, min(MOST_GPUS, max(len(problem.chain), 1)))
@@ -244,15 +258,16 @@ def fewest_gpus(problem: Problem) -> int | None:
 
 def _with_memory(problem: Problem, memory: int) -> Problem:
     platform = problem.platform
-    devices = tuple(Device(memory, device.speed) for device in platform.devices)
+    devices = tuple(replace(device, memory_bytes=memory) for device in platform.devices)
     return replace(problem, platform=replace(platform, devices=devices))
 
 
-def _round_up(count: int) -> int:
-    """Round up to the two decimals of a GB that are printed, so that the printed figure suffices."""
+def round_up(count: int) -> int:
+    """Round bytes up to the two decimals of a GB that are printed, so that the printed figure suffices."""
     unit = 10**7 if count >= 10**8 else 10**4
     return -(-count // unit) * unit
 
 
-def _either(options: list[str]) -> str:
+def either(options: list[str]) -> str:
+    """Return options as a list in words: ``a, b, or c``."""
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])}, or {options[-1]}"

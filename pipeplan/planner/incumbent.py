@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..check.validate import structure_violations
 from ..cost.group_bound import group_bound, may_reach
-from ..cost.stage_graph import StageGraph, stage_graph
+from ..cost.stage_graph import StageGraph, least_load_ns, stage_graph
 from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
@@ -23,6 +23,7 @@ from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from .limits import LimitSearch
 
 MARGIN = 1000
+GAP = 0.001  # a plan this near to a bound on all plans is good enough
 GRACE_S = 2.0  # for simple plans where the time limit left none
 Cost = Callable[[StageGraph, Pattern, Deadline], int]
 
@@ -32,16 +33,28 @@ def period_cost(graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:
     return pattern.period_ns
 
 
+@dataclass(slots=True)
+class Status:
+    """What a search is doing: it writes, and whoever watches reads, from another thread. No plan depends on it."""
+
+    phase: str = "search"
+    candidates: int = 0  # allocations that were looked at
+    floor_ns: int | None = None  # no plan is below
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to schedule: the integer program's solver and its time limit for one allocation.
 
-    ``progress`` receives a line at each improvement.
+    The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``progress`` receives a line at each
+    improvement; ``status`` says at any time what is going on.
     """
 
     solver: Solver = "cbc"
     time_limit_s: float = 60.0
+    gap: float = GAP
     progress: Callable[[str], None] | None = None
+    status: Status = field(default_factory=Status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +103,7 @@ class Incumbent:
         self.stopped = self.late = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
-        self.seen: dict[tuple[Stage, ...], None] = {}  # in the order in which they were tried
+        self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
     @property
     def expired(self) -> bool:
@@ -115,16 +128,17 @@ class Incumbent:
 
     def lower_bound(self, allocation: Allocation) -> int | None:
         """Return a lower bound on the allocation's period, or None when it was tried or shall not be."""
-        if allocation.stages in self.seen or self._breaks_rules(allocation):
+        self.settings.status.candidates += 1
+        if allocation.stages in self.seen or self._too_slow(allocation) or self._breaks_rules(allocation):
             return None
         graph = self._graph(allocation)
         if self.limits is not None:
             floor = self.limits.floor_ns(graph)
-            beaten = self.best is not None and floor >= self._to_beat(graph)
+            beaten = self.best is not None and floor >= self._to_beat(len(graph.stages))
             return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
-            return graph.period_floor_ns if graph.contiguous else None
-        if self.best is not None and not may_reach(graph, self._to_beat(graph) - 1):
+            return graph.period_floor_ns if graph.separate else None
+        if self.best is not None and not may_reach(graph, self._to_beat(len(graph.stages)) - 1):
             return None
         return group_bound(graph)
 
@@ -135,12 +149,13 @@ class Incumbent:
             self.best = replace(best, allocation=allocation)  # with what its partitioner claims
         if allocation.stages in self.seen:
             return False
-        self.seen[allocation.stages] = None
+        self.settings.status.candidates += 1
+        self.seen[allocation.stages] = allocation.claimed_period_ns
         if self._breaks_rules(allocation):
             return False
         graph = self._graph(allocation)
         found = self._decided(graph, allocation) if self.limits else self._patterned(graph, allocation)
-        if found is None or (self.best is not None and found.cost >= self._to_beat(graph)):
+        if found is None or (self.best is not None and found.cost >= self._to_beat(len(graph.stages))):
             return False
         self.best = found
         if self.settings.progress:
@@ -156,7 +171,7 @@ class Incumbent:
             self.try_(allocation)
 
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
-        cutoff = self._to_beat(graph) if self.periodic and self.best is not None else None
+        cutoff = self._to_beat(len(graph.stages)) if self.periodic and self.best is not None else None
         pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
             return Scheduled(self.cost(graph, pattern, self.problem.deadline), allocation, pattern, status)
@@ -171,7 +186,7 @@ class Incumbent:
         if refused is not None:
             self.broken = self.broken or refused
             return None
-        if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(graph):
+        if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(len(graph.stages)):
             return None
         choice = self.limits.choose(graph, self.problem.deadline)
         if choice is None:
@@ -181,9 +196,19 @@ class Incumbent:
             return None
         return Scheduled(choice.cost_ns, allocation, None, schedule=choice.schedule)
 
-    def _to_beat(self, graph: StageGraph) -> int:
+    def _too_slow(self, allocation: Allocation) -> bool:
+        """Whether the work of a device alone rules an allocation out; far quicker than its stage graph."""
+        if self.best is None or not self.periodic:
+            return False
+        problem = self.problem
+        return least_load_ns(problem.chain, problem.platform, allocation.stages) >= self._to_beat(
+            len(allocation.stages)
+        )
+
+    def _to_beat(self, stages: int) -> int:
+        """Return the cost that an allocation of so many stages must stay below."""
         assert self.best is not None
-        more = len(graph.stages) > len(self.best.allocation.stages)
+        more = stages > len(self.best.allocation.stages)
         return self.best.cost - self.best.cost // MARGIN if more else self.best.cost
 
     def _breaks_rules(self, allocation: Allocation) -> bool:
@@ -200,7 +225,7 @@ class Incumbent:
     def schedule(self, graph: StageGraph, cutoff: int | None) -> tuple[Pattern | None, IlpStatus | None]:
         """Return the best pattern of a graph, and what the integer program said, which seeks periods below ``cutoff``
         alone."""
-        if graph.contiguous:
+        if graph.separate:
             return best_one_f_one_b_star(graph), None
         bound = group_bound(graph)
         if bound is None:

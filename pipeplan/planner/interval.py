@@ -111,7 +111,7 @@ def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
     interval = max(in_flight, most_replicas(best.allocation.stages))
     if interval >= problem.policy.update_interval():
         return None
-    if graph.contiguous:
+    if graph.separate:
         pattern = best_one_f_one_b_star(_graph(problem, best.allocation.stages, interval))
     else:
         pattern = retimed(problem, best.allocation, best.pattern, interval)
@@ -119,9 +119,9 @@ def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
 
 
 def updates_cost_time(problem: Problem) -> bool:
-    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between replicas."""
-    sums = problem.chain.sums
-    return bool(sums.optimizer_ns[-1]) or (problem.replicas and len(problem.platform) > 1 and bool(sums.parameters[-1]))
+    """Whether any cost depends on how often weights are updated: optimizer steps, or all-reduces between devices."""
+    sums, several = problem.chain.sums, problem.replicas or problem.chain.tied
+    return bool(sums.optimizer_ns[-1]) or (bool(several) and len(problem.platform) > 1 and bool(sums.parameters[-1]))
 
 
 def most_replicas(stages: tuple[Stage, ...]) -> int:

@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from ..cost import memory_model
 from ..cost.stage_graph import StageGraph, stage_graph, updates_end_ns
 from ..deadline import NEVER, Deadline
+from ..integers import ceil_div
 from ..plan import Stage
 from ..problem import Platform, Problem
 
@@ -21,7 +22,7 @@ from ..problem import Platform, Problem
 class BatchTime:
     """A batch on a grid: its time with all-reduces, and by stage the microbatches held and the bytes too many.
 
-    ``exact`` tells whether every step was simulated; ``steps`` is the simulation's effort.
+    ``exact`` tells whether the whole batch was simulated; ``steps`` is the simulation's effort.
     """
 
     batch_ns: int
@@ -41,32 +42,29 @@ def batch_time(
 ) -> BatchTime:
     """Return how the grid that ``stages`` make runs a batch of ``microbatches`` microbatches for each pipeline.
 
-    Message-driven, at most ``limit`` microbatches in a pipeline. ``whole``: every step of every pipeline is simulated.
-    Else the pipelines are taken to run alike: they come to the links that they share at the same time, so the last one
-    waits for all others, and its transfers last as many times as long as there are pipelines (up to 5% too slow). Of
-    a long batch rounds * limit microbatches are simulated then (at least 32), and the rest goes on at the pace of their
-    middle.
+    Message-driven, at most ``limit`` microbatches in a pipeline. One pipeline is simulated for all, unless they share
+    links: ``whole``, or of a long batch rounds * limit microbatches (at least 32), and the rest goes on at the pace of
+    their middle.
     """
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+    count = microbatches if whole else min(microbatches, max(32, rounds * limit))
     pipelines = graph.resources[0].replicas
-    if whole:
-        count, run = microbatches, _PipelineRun(graph, microbatches * pipelines, limit * pipelines, problem.deadline)
-    else:
-        count = min(microbatches, max(32, rounds * limit))
-        run = _PipelineRun(graph, count, limit, problem.deadline, alike=True)
+    alone = all(resource.replicas == pipelines for resource in graph.resources)
+    each = 1 if alone else pipelines
+    run = _PipelineRun(graph, count * each, limit * each, problem.deadline, alone=alone)
     rest = 0
     if count < microbatches:
         first, window = count // 4, count // 2
-        rest = -(-(run.left[first + window] - run.left[first]) * (microbatches - count) // window)
+        took = run.left[(first + window) * each] - run.left[first * each]
+        rest = ceil_div(took * (microbatches - count), window)
     over = []
     for stage in graph.stages:
         memory = graph.resources[stage.resource].memory_bytes
         assert memory is not None, "links have no stages"
         over.append(max(map(run.peak_bytes, run.lanes[stage.resource])) - memory)
-    steps = count * (pipelines if whole else 1) * len(graph.operations)
-    exact = whole or (pipelines == 1 and count == microbatches)
     held = tuple(max(most) for most in run.most)
-    return BatchTime(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, exact)
+    steps = count * each * len(graph.operations)
+    return BatchTime(updates_end_ns(graph, run.done) + rest, held, tuple(over), steps, count == microbatches)
 
 
 def batch_on(
@@ -92,20 +90,19 @@ class _PipelineRun:
 
     What a lane may run next waits in two queues: what no message brings (the first stage's forwards, the last one's
     backwards) goes first. ``left``: when each microbatch has left; ``done``: when each stage's last backward has ended;
-    ``most``: by stage and replica the most microbatches held. ``alike``: one lane stands for all replicas, and
-    transfers last as many times as long as there are replicas.
+    ``most``: by stage and replica the most microbatches held. ``alone``: only those of the first replicas run.
     """
 
     def __init__(
-        self, graph: StageGraph, microbatches: int, limit: int, deadline: Deadline, *, alike: bool = False
+        self, graph: StageGraph, microbatches: int, limit: int, deadline: Deadline, *, alone: bool = False
     ) -> None:
         self.graph, self.deadline = graph, deadline
-        self.lanes = _lanes(graph, alike)
+        self.lanes = _lanes(graph, microbatches, alone)
         self.left = [0] * microbatches
         self.done = [0] * len(graph.stages)
         self.most = [[0] * len(self.lanes[stage.resource]) for stage in graph.stages]
         self._activations = [0] * sum(map(len, self.lanes))  # most bytes held, by lane
-        self._simulate(microbatches, limit, graph.resources[graph.stages[0].resource].replicas if alike else 1)
+        self._simulate(microbatches, limit)
 
     def peak_bytes(self, lane: int) -> int:
         """Return what the device of a lane holds at most: weights, buffers and activations."""
@@ -117,7 +114,7 @@ class _PipelineRun:
                 total += weights + stage.buffer_bytes
         return total
 
-    def _simulate(self, microbatches: int, limit: int, slower: int) -> None:
+    def _simulate(self, microbatches: int, limit: int) -> None:
         graph, peak, left, done = self.graph, self._activations, self.left, self.done
         length, half, last = len(graph.operations), len(graph.round_trips), len(graph.stages) - 1
         free, bytes_held = [0] * len(peak), [0] * len(peak)
@@ -128,8 +125,8 @@ class _PipelineRun:
         for position, op in enumerate(graph.operations):
             is_link, ahead = graph.resources[op.resource].is_link, position < half
             queues = inline if not is_link and op.stage == (0 if ahead else last) else others
-            duration = op.duration_ns * slower if is_link else op.duration_ns
-            path.append((self.lanes[op.resource], duration, queues, ahead and not is_link, -1 if is_link else op.stage))
+            stage_of = -1 if is_link else op.stage
+            path.append((self.lanes[op.resource], op.duration_ns, queues, ahead and not is_link, stage_of))
         entry, _, queues, ahead, _ = path[0]
         for m in range(min(limit, microbatches)):
             heappush(queues[entry[m % len(entry)]], (0, ahead, m, 0))
@@ -173,9 +170,12 @@ class _PipelineRun:
                     heappush(queues[lane], (end, ahead, m + limit, 0))
 
 
-def _lanes(graph: StageGraph, alike: bool) -> list[list[int]]:
-    """Return the lanes of each resource, one for each replica unless they run ``alike``."""
-    widths = [1 if alike else resource.replicas for resource in graph.resources]
+def _lanes(graph: StageGraph, microbatches: int, alone: bool) -> list[list[int]]:
+    """Return the lanes of each resource: one when ``alone``, else of each device, and of each link with work."""
+    widths = [
+        1 if alone else min(resource.replicas, microbatches) if resource.is_link else resource.replicas
+        for resource in graph.resources
+    ]
     order = sorted(
         (resource.is_link, -1 if resource.is_link else resource.devices[replica], index, replica)
         for index, (resource, width) in enumerate(zip(graph.resources, widths, strict=True))

@@ -16,7 +16,7 @@ from ..plan import Stage
 from ..problem import Problem
 from .pipeline_time import BatchTime, batch_time
 
-_WHOLE = 20_000  # steps of a batch up to which all pipelines are simulated, beyond one stands for all
+_WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
 Proposal = tuple[tuple[int, ...], tuple[int, ...], int]  # cuts, microbatches that stages are to hold, limit
@@ -73,8 +73,7 @@ class Pipelines:
         stages = len(self.groups)
         if self._limit is None:
             return limits(stages, self.microbatches)
-        most = 1 if stages == 1 else 2 * stages - 1  # more than that in a pipeline only wait
-        return [min(self._limit, most, self.microbatches)]
+        return [min(self._limit, 2 * stages - 1, self.microbatches)]  # more than that in a pipeline only wait
 
     def splits(self, limit: int, most: int | None = None) -> Iterator[Proposal]:
         """Yield splits (at most ``most`` for each way to hold ``limit`` microbatches) that may drain soon."""
@@ -124,8 +123,7 @@ class Pipelines:
             if least is None or (self.best is not None and least >= self.best.result.batch_ns):
                 continue
             stages = tables.stages(cuts, in_flight)
-            if stages is None:
-                continue
+            assert stages is not None, "each of them fits"
             result = self._simulated(stages, limit)
             if result.fits and (self.best is None or result.batch_ns < self.best.result.batch_ns):
                 self.best = Split(cuts, in_flight, limit, stages, result)
@@ -144,7 +142,7 @@ class Pipelines:
         if self.best is None or self.best.result.exact or self._steps() > _IN_FULL:
             return
         result = batch_time(self.problem, self.best.stages, self.microbatches, self.best.limit)
-        # side by side, pipelines hold more than one alone
+        # later microbatches may hold more than the first ones
         self.best = replace(self.best, result=result) if result.fits else None
 
     def bound(self, enough: int | None, *, by_limit: bool = False) -> None:
@@ -169,7 +167,8 @@ class Pipelines:
         return self._seen[key]
 
     def _steps(self) -> int:
-        return 4 * sum(map(len, self.groups)) * self.microbatches
+        shared = self.problem.platform.shared_level is not None
+        return 4 * (sum(map(len, self.groups)) if shared else len(self.groups)) * self.microbatches
 
 
 def limits(stages: int, microbatches: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound
@@ -22,12 +23,13 @@ from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..version import __version__
-from .explain import why_infeasible, why_not_admitted
+from .explain import claimed, why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Settings, run_search
 from .interval import at_interval, more_often, retimed, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
 from .simulated import plan_drained, plan_nf1b
+from .stated import STATED, stated, why_not_stated
 
 AUTO = "auto"
 
@@ -51,12 +53,12 @@ def make_plan(
 ) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
-    ``options`` go to the algorithm. ``schedule`` is one that goes with the weights policy, by default the first that
-    :func:`..schedule.kinds.kinds_for` names; ``limit`` is what nF1B or message-driven admit at once (None: chosen). An
-    undecided ``policy.accumulate`` is decided here: under 2bw the fewest microbatches whose period is within 0.1% of
-    the best of any interval, four per device where mini-batches are drained, under nF1B the best of several sizes,
-    otherwise one. A KeyboardInterrupt ends the search with the best plan so far, if there is one; the problem's
-    deadline too, or with the best of the simplest.
+    ``options`` go to the algorithm; those of :data:`STATED` say the stages, see :func:`.stated.stated`. ``schedule`` is
+    one that goes with the weights policy, by default the first that :func:`..schedule.kinds.kinds_for` names; ``limit``
+    is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided here:
+    under 2bw the fewest microbatches whose period is within 0.1% of the best of any interval, four per device where
+    mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the search
+    with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
@@ -75,9 +77,11 @@ def make_plan(
         incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings, widen)
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
-        raise Infeasible(_why_none(incumbent))
+        raise Infeasible(_why_none(incumbent, algorithm))
     sooner = more_often(problem, incumbent.best) if asked.policy.open else None
-    allocation, pattern = _tidy(problem, incumbent.best.allocation), incumbent.best.pattern
+    allocation, pattern = incumbent.best.allocation, incumbent.best.pattern
+    if algorithm != STATED:
+        allocation = _tidy(problem, allocation)
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,
@@ -87,7 +91,7 @@ def make_plan(
         lower_bounds=(*_class_bounds(incumbent), any_bound(asked if asked.policy.open else problem)),
         provenance=Provenance(
             algorithm,
-            options if algorithm != AUTO else {**options, "effort": effort},
+            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
             allocation.claimed_period_ns,
             solver=None if incumbent.best.status is None else settings.solver,
             solver_status=status or incumbent.best.status,
@@ -99,12 +103,20 @@ def make_plan(
     return Planned(plan, check(plan))
 
 
-def _why_none(incumbent: Incumbent) -> str:
-    """Return in a sentence why there is no plan, as far as there is time to find out."""
+def _why_none(incumbent: Incumbent, algorithm: str) -> str:
+    """Return in a sentence why there is no plan, as far as there is time to find out, and what was claimed."""
+    claims = (claimed(algorithm, stages, claim) for stages, claim in incumbent.seen.items() if claim is not None)
+    return "; ".join([_reason(incumbent, algorithm), *islice(claims, 1)])
+
+
+def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
     if incumbent.late:
         return "the time limit ended the search before it found a plan that fits; the simplest ones don't"
     try:
+        reason = why_not_stated(incumbent) if algorithm == STATED else None
+        if reason is not None:
+            return reason
         if incumbent.limits is not None:
             return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
         return why_infeasible(problem, incumbent.rejected, incumbent.broken)
@@ -140,6 +152,8 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     def propose(incumbent: Incumbent) -> None:
         if algorithm == "contiguous":
             found = propose_contiguous(incumbent)
+        elif algorithm == STATED:
+            found = stated(incumbent.problem, **options)
         else:
             found = ALGORITHMS[algorithm].partition(incumbent.problem, **options)
         for allocation in found:
@@ -187,7 +201,7 @@ def with_interval(found: Planned, interval: int) -> Planned:
     problem = Problem(plan.chain, plan.platform, plan.policy)
     policy = replace(plan.policy, accumulate=interval)
     graph = stage_graph(plan.chain, plan.platform, policy, plan.allocation.stages)
-    if graph.contiguous:
+    if graph.separate:
         pattern = best_one_f_one_b_star(graph)
     else:
         pattern = retimed(problem, plan.allocation, plan.pattern, interval)
@@ -208,4 +222,5 @@ def _class_bounds(incumbent: Incumbent) -> list[Bound]:
     assert incumbent.best is not None
     if not incumbent.periodic:  # those are bounds on a period that never drains
         return []
-    return [bound for bound in incumbent.bounds if not class_violations(bound, incumbent.best.allocation)]
+    best, platform = incumbent.best.allocation, incumbent.problem.platform
+    return [bound for bound in incumbent.bounds if not class_violations(bound, best, platform)]

@@ -17,6 +17,7 @@ from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..partition.madpipe.tables import MOST_CUTS
 from ..plan import Allocation
+from ..problem import Checkpointing
 from .incumbent import Incumbent
 
 
@@ -24,56 +25,73 @@ from .incumbent import Incumbent
 class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
-    ``solver_s`` ends the integer program of one candidate; a plan whose search it cut short says ``time limit``.
+    Local moves end early after ``patience`` in a row that can't pay by their bounds. ``solver_s`` ends the integer
+    program of one candidate; a plan whose search it cut short says ``time limit``.
     """
 
     periods: int
     moves: int
+    patience: int
     solver_s: float
 
 
-EFFORTS = {"quick": SearchEffort(0, 0, 60), "normal": SearchEffort(8, 800, 3), "high": SearchEffort(24, 20000, 60)}
+EFFORTS = {
+    "quick": SearchEffort(0, 0, 0, 60),
+    "normal": SearchEffort(8, 800, 400, 3),
+    "high": SearchEffort(24, 20000, 5000, 60),
+}
 
 
 def search(incumbent: Incumbent, effort: SearchEffort) -> None:
-    """Propose allocations to ``incumbent`` until its best meets the bound of class ``any`` or ``effort`` is spent.
+    """Propose allocations to ``incumbent`` until its best is near the bound of class ``any`` or ``effort`` is spent.
 
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
-    problem = incumbent.problem
+    problem, status = incumbent.problem, incumbent.settings.status
     bound = any_bound(problem).period_ns
+    enough = int(bound * (1 + incumbent.settings.gap))
     if incumbent.periodic:
-        incumbent.floor_ns = bound
+        incumbent.floor_ns = status.floor_ns = bound
 
     def done() -> bool:
-        return incumbent.expired or (incumbent.best_ns is not None and incumbent.best_ns <= bound)
+        return incumbent.expired or (incumbent.best_ns is not None and incumbent.best_ns <= enough)
 
+    status.phase = "exact contiguous"
     for allocation in propose_contiguous(incumbent):
         incumbent.try_(allocation)
     if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
+    status.phase = "one GPU with several stages"
     for allocation in _one_special(incumbent, effort.periods):
         incumbent.try_(allocation)
         if done():
             return
+    status.phase = "where local moves start"
     for start in _starts(incumbent):
-        local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done)
+        status.phase = "local moves"
+        local_search(
+            problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, patience=effort.patience
+        )
 
 
 def _starts(incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield where local search starts: the best so far, or else the evenest split over single devices.
 
-    Its moves recompute whole stages, so with segments it starts from the best plan without partial ones as well.
+    Its moves recompute whole stages, so with segments it starts from the best plan without partial ones as well; and
+    they seldom take replicas apart, so with those from the best plan without.
     """
     problem = incumbent.problem
     if incumbent.best is None:
         yield from islice(balance(problem), 1)
         return
-    first = incumbent.best.allocation
-    yield first
-    if problem.checkpointing == "segments":
-        for allocation in contiguous(replace(problem, checkpointing="stages")):
-            if allocation.stages != first.stages:
+    seen = {incumbent.best.allocation.stages}
+    yield incumbent.best.allocation
+    whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
+    for replicas in (True, False) if problem.replicas else (False,):
+        for allocation in contiguous(replace(problem, checkpointing=whole, replicas=replicas)):
+            incumbent.try_(allocation)
+            if allocation.stages not in seen:
+                seen.add(allocation.stages)
                 yield allocation
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any
 
 from rich.text import Text
@@ -14,6 +13,7 @@ from ..cost.saved import saved_bytes
 from ..names import shown
 from ..plan import Plan
 from ..planner.carry import Carried
+from ..planner.matching import Match, matched
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
 from .tables import LAYER_WIDTH, alone_ns, bound_class, console, make_table
@@ -32,6 +32,7 @@ def difference_figures(
         "layers": [
             {
                 "name": pair.name,
+                "names": [None if x is None else x.name for x in (pair.before, pair.after)],
                 "indices": pair.indices,
                 "time_ns": [None if x is None else time_ns(x) for x in (pair.before, pair.after)],
                 "share_change": pair.share_change,
@@ -101,6 +102,10 @@ def print_carried(plan: Plan, result: Carried) -> None:
     out = console()
     period = evaluate(plan).period_ns
     out.print()
+    stages, moved = plan.allocation.stages, result.plan.allocation.stages
+    if [stage.stop for stage in moved] != [stage.stop for stage in stages]:
+        names = ", ".join(shown(result.plan.chain.layers[stage.start].name) for stage in moved[1:])
+        out.print(f"note: B has other layers; its later stages begin with {names}")
     if result.period_ns is not None:
         out.print(
             f"the plan holds for B: period {format_ns(period)} -> {format_ns(result.period_ns)} "
@@ -120,10 +125,12 @@ def print_carried(plan: Plan, result: Carried) -> None:
 
 
 def _row(pair: LayerPair) -> list[str]:
+    names = dict.fromkeys(layer.name for layer in (pair.before, pair.after) if layer is not None)
+    title = " = ".join(shown(name, (LAYER_WIDTH - 3) // 2 if len(names) > 1 else LAYER_WIDTH) for name in names)
     times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
     if pair.before is None or pair.after is None:
         return [
-            shown(pair.name, LAYER_WIDTH),
+            title,
             *times,
             "only in A" if pair.after is None else "only in B",
             "",
@@ -138,7 +145,7 @@ def _row(pair: LayerPair) -> list[str]:
         (pair.before.output_bytes, pair.after.output_bytes),
     ]
     return [
-        shown(pair.name, LAYER_WIDTH),
+        title,
         *times,
         "" if ratio is None else f"{ratio:.2f}",
         "" if change is None else f"{100 * change:+.2f}",
@@ -194,16 +201,9 @@ def time_ns(layer: Layer) -> int:
     return layer.forward_ns + layer.backward_ns
 
 
-def paired_layers(one: Chain, other: Chain) -> list[LayerPair]:
-    """Return the layers of two profiles in order, matched by name; where counts agree, renamed ones by place."""
-    matcher = SequenceMatcher(a=[x.name for x in one.layers], b=[x.name for x in other.layers], autojunk=False)
-    pairs = []
-    for kind, i, i_end, j, j_end in matcher.get_opcodes():
-        together = min(i_end - i, j_end - j) if kind == "equal" or i_end - i == j_end - j else 0
-        pairs += [_pair(one, other, i + k, j + k) for k in range(together)]
-        pairs += [_pair(one, other, k, None) for k in range(i + together, i_end)]
-        pairs += [_pair(one, other, None, k) for k in range(j + together, j_end)]
-    return pairs
+def paired_layers(one: Chain, other: Chain, by: Match = "name") -> list[LayerPair]:
+    """Return the layers of two profiles in order, matched ``by`` what is the same in both."""
+    return [_pair(one, other, i, j) for i, j in matched(one, other, by)]
 
 
 def _pair(one: Chain, other: Chain, i: int | None, j: int | None) -> LayerPair:

@@ -111,22 +111,22 @@ def plan_window(plan: Plan) -> Window:
 def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, int]:
     """Return (rows, start, end) of as many steady periods as the most replicas, so that each GPU is seen."""
     graph, period = graph_of(plan), pattern.period_ns
-    end = period * max(resource.replicas for resource in graph.resources)
+    end = period * max(resource.replicas for resource in graph.resources if not resource.is_link)
     rows = []
     for index, (resource, indices) in enumerate(zip(graph.resources, graph.on_resource, strict=True)):
         chunk = {s: i for i, s in enumerate(graph.stages_on(index))}
-        for replica in range(resource.replicas):
-            bars = []
-            for i in indices:
-                op = pattern.operations[i]
-                first = -((op.start_ns + op.duration_ns) // period) - 1
-                for m in range(first, (end - op.start_ns) // period + 1):
-                    begin = op.start_ns + m * period
-                    if m % resource.replicas == replica and begin < end and begin + op.duration_ns > 0:
-                        stop = begin + op.duration_ns
-                        bars.append(Bar(begin, stop, op.kind, op.stage, m, chunk.get(op.stage, 0)))
+        seen: dict[int, list[Bar]] = {} if resource.is_link else {replica: [] for replica in range(resource.replicas)}
+        for i in indices:
+            op = pattern.operations[i]
+            first = -((op.start_ns + op.duration_ns) // period) - 1
+            for m in range(first, (end - op.start_ns) // period + 1):
+                begin = op.start_ns + m * period
+                if begin < end and begin + op.duration_ns > 0:
+                    bar = Bar(begin, begin + op.duration_ns, op.kind, op.stage, m, chunk.get(op.stage, 0))
+                    seen.setdefault(m % resource.replicas, []).append(bar)
+        for replica, bars in sorted(seen.items()):
             device = None if resource.is_link else resource.devices[replica]
-            name = resource.name if device is None else f"GPU {device}"
+            name = resource.one_name(replica) if device is None else f"GPU {device}"
             rows.append(GanttRow(name, tuple(sorted(bars, key=lambda bar: bar.start_ns)), device))
     return sorted(rows, key=lambda row: (row.device is None, row.device or 0)), 0, end
 

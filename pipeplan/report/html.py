@@ -15,7 +15,7 @@ from ..schedule.memory import activation_steps
 from ..units import format_bytes, format_devices, format_ns
 from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .page import SCRIPT, STYLE
-from .tables import alone_ns, bound_class, distance, machine, stage_figures
+from .tables import alone_ns, bound_class, distance, group_column, machine, stage_figures
 
 ROW_PIXELS = 20
 LABEL_PIXELS = 7.0  # per character, on a chart about 1200 pixels wide
@@ -122,7 +122,9 @@ def _fill(bound: Bound) -> str:
 
 
 def _stages(plan: Plan, result: Evaluation) -> str:
-    head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", "in flight")
+    column = group_column(plan, result.groups)
+    title, places = ((column[0],), column[1]) if column else ((), [])
+    head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", *title, "in flight")
     memory = ("weights GB", "activations GB", "buffers GB", "peak GB", "of GB")
     rows = []
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
@@ -134,6 +136,7 @@ def _stages(plan: Plan, result: Evaluation) -> str:
             f"{cost.forward_ns / 1e6:.3f}",
             f"{cost.backward_ns / 1e6:.3f}",
             f"{sum(stop - start for start, stop in stage.checkpoint)} of {stage.stop - stage.start}",
+            *places[s : s + 1],
             str(in_flight),
         ]
         if first == s:

@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
-from .tables import console, headline, make_table
+from .tables import console, groups_line, headline, make_table
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
 WIDE = 100  # columns from which a comparison under jitter shows everything
@@ -26,6 +26,9 @@ def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> N
     window = plan_window(plan)
     rows, start, end = window.rows, window.start_ns, window.end_ns
     out.print(headline(plan))
+    places = groups_line(plan)
+    if places is not None:
+        out.print(places)
     out.print(
         f"{window.title}; {LEGEND}{_shared(rows)}"
         f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"

@@ -12,12 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.shared_weights import kept_together
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Platform, Weights
-from ..schedule.kinds import kind_of
-from ..schedule.pattern import DeviceUse
+from ..problem import Chain, Level, Platform, Weights
+from ..schedule.kinds import kind_of, plan_groups
+from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
 
 LAYER_WIDTH = 36  # columns of a layer's name, at most
@@ -102,8 +103,13 @@ def machine(platform: Platform) -> str:
     """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
     memories = sorted({device.memory_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
-    network = " / ".join(f"{level.count} at {format_bandwidth(level.bandwidth)}" for level in platform.levels)
-    return f"GPUs of {memory}, joined {network}"
+    blocking = ", transfers block" if platform.blocking else ""
+    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{blocking}"
+
+
+def _joint(level: Level) -> str:
+    text = f"{level.count} at {format_bandwidth(level.bandwidth)}"
+    return text if level.links is None else f"{text} by {level.links} link{'s' if level.links > 1 else ''} each"
 
 
 def alone_ns(chain: Chain) -> int:
@@ -161,6 +167,11 @@ def print_plan(
         out.print(f"otherwise   {others}")
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
+    tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
+    if tied is not None:
+        other = plan.provenance.other_weights
+        gives = f"; with --weights {other.weights} it takes {format_ns(other.period_ns)}" if other else ""
+        out.print(f"note        {tied}{gives}")
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         out.print(f"note        the search ended early: {status}")
@@ -219,7 +230,7 @@ def _state(plan: Plan) -> str:
     )
 
 
-NARROW = 110  # columns below which the table leaves out what the peak is made of
+NARROW = 112  # columns below which the table leaves out what the peak is made of
 
 
 def stage_figures(plan: Plan, result: Evaluation) -> Iterator[tuple[Stage, StageCost, DeviceUse, int, int]]:
@@ -233,12 +244,39 @@ def stage_figures(plan: Plan, result: Evaluation) -> Iterator[tuple[Stage, Stage
         yield stage, cost, use, use.in_flight[together.index(s)], together[0]
 
 
+def group_column(plan: Plan, groups: Sequence[Group]) -> tuple[str, list[str]] | None:
+    """Return the title of the column that says where the pattern puts each stage, and its cells; None without groups.
+
+    Contiguous stages have their group; of others the groups say less than the index shifts of forward and backward.
+    """
+    places = [group for group in groups if group.kind == "F"]
+    if not places:
+        return None
+    if plan.allocation.contiguous:
+        return "group", [str(place.number) for place in places]
+    return "shifts", [",".join(map(str, place.shifts)) for place in places]
+
+
+def groups_line(plan: Plan) -> str | None:
+    """Return the groups of a plan's stages in one line, or the index shifts that stand for them; None without any."""
+    column = group_column(plan, plan_groups(plan))
+    if column is None:
+        return None
+    title, cells = column
+    if title == "shifts":
+        return f"index shifts of F,B by stage: {' '.join(cells)}"
+    members = {cell: [s for s, other in enumerate(cells) if other == cell] for cell in reversed(cells)}
+    return f"groups of stages, from the loss back: {'; '.join(f'{n}: {format_devices(x)}' for n, x in members.items())}"
+
+
 def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
     unit, size = ("GB", 10**9) if max(use.peak_bytes for use in result.devices) >= 10**9 else ("MB", 10**6)
     where = ("stage", "layers", "GPUs")
+    column = group_column(plan, result.groups)
+    title, places = ((column[0],), column[1]) if column else ((), [])
     table = make_table(
-        *where, "forward", "backward", "recom-\nputed", "in\nflight", *parts, "peak", "of",
+        *where, "forward", "backward", "recom-\nputed", *title, "in\nflight", *parts, "peak", "of",
         left=where, space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
     )  # fmt: skip
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
@@ -253,6 +291,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),
+            *places[s : s + 1],
             str(in_flight),
             *memory,
         )

@@ -60,7 +60,8 @@ def comparison(plan: Plan, run: MeasuredRun) -> Comparison:
     graph = result.graph
     operations = []
     for s, (stage, cost, found) in enumerate(zip(plan.allocation.stages, graph.stages, run.stages, strict=True)):
-        step = int(step_ns(plan.chain, stage.start, stage.stop, plan.platform.slowest(stage.devices).speed))
+        device = plan.platform.slowest(stage.devices)
+        step = int(step_ns(plan.chain.timed(device.times), stage.start, stage.stop, device.speed))
         operations += [
             _operation("F", s, cost.forward_ns, found.forward_ns),
             _operation("B", s, cost.backward_ns - cost.update_share_ns, found.backward_ns),

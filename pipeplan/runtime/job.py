@@ -73,6 +73,8 @@ class Job:
         every = None if self.folder is None else options.every or steps
         lowered = lower_run(self.plan, steps, every=every, first=first, evaluates=options.evaluates)
         self._check()
+        if any(map(lowered.waits, range(len(self.plan.allocation.stages)))):
+            check_elementwise(self.make_optimizer, f"--weights {self.plan.policy.weights} where stages share some")
         if options.engine == "torch":
             from .torch_engine import refuse_for_torch  # its imports take seconds, for this engine alone
 

@@ -46,7 +46,7 @@ from .training.rank import Rank
 from .training.stage import StageModule
 from .training.stage_optimizer import BucketBuffers
 from .training.state import restore
-from .training.tied import Stages, Tie, TiedSums, check_ties, separated, share_ties, ties_of
+from .training.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
 from .training.update import StageUpdate
 from .training.versions import Keeping, Versions
 
@@ -221,11 +221,12 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     for s in rank.stages:
         bucket = job.bucket_of(s, lowered.graph.stages[s].parameters)
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
-        group, replicas = meeting.groups.get(s), rank.stage(s).replicas
-        keeping = Keeping(masters, bucket, plan.policy.offload, group is not None, tied, buffers, states.note)
+        group, replicas, added = meeting.groups.get(s), rank.stage(s).replicas, copies_added(lowered, s, ties)
+        waits = bool(tied) and lowered.waits(s)
+        keeping = Keeping(masters, bucket, plan.policy.offload, group is not None, tied, waits, buffers, states.note)
         runners[s] = _stage_module(job, rank, s, activations, meeting.recorder, keeping)
         versions = runners[s].versions
-        updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling)
+        updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)
         states.watch(updates[s].tensors)
     masters.clear()
     torch.manual_seed(options.seed + 1 + rank.number)

@@ -16,7 +16,7 @@ from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import Weights
 from .message_driven import default_limit, message_driven
 from .nf1b import nf1b
-from .pattern import most_in_flight, starts_of
+from .pattern import Group, groups, most_in_flight, starts_of
 from .program import Program, not_one_each, unroll
 from .simulate import simulate
 from .steady import SteadyRun, steady_nf1b
@@ -222,6 +222,11 @@ def too_long(operations: int, schedule: Schedule) -> str | None:
 def graph_of(plan: Plan) -> StageGraph:
     """Return the stage graph of a plan."""
     return stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+
+
+def plan_groups(plan: Plan) -> list[Group]:
+    """Return the groups of a plan's pattern; none where it has no pattern."""
+    return [] if plan.pattern is None else groups(graph_of(plan), plan.pattern)
 
 
 def program_of_kind(graph: StageGraph, schedule: Schedule, pattern: Pattern | None, microbatches: int) -> Program:

@@ -1,4 +1,4 @@
-"""What does a periodic pattern hold? Microbatches in flight, and the memory of each device in the steady state.
+"""What does a periodic pattern hold? Microbatches in flight, its groups, and the memory of each device.
 
 A pattern says when each operation runs on microbatch 0; on microbatch m it runs m periods later, without end. A
 microbatch is in flight at a stage, which keeps its activations, from the start of its forward to the end of its
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..cost import memory_model
 from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
-from ..plan import Pattern, TimedOp
+from ..plan import OpKind, Pattern, TimedOp
 from ..problem import Platform
 
 # --- in flight and memory -------------------------------------------------------------------------------------------
@@ -64,6 +64,32 @@ def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int
         )
         for s, stage in enumerate(graph.stages)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Where a pattern puts a stage (``kind`` F), or the cut behind it (SEND_F): MadPipe sections 3 and 4.1.
+
+    ``number`` is that of its group, 1 at the loss: from the begin of its way there to the end of its way back pass more
+    than ``number - 1`` periods and at most ``number``, so ``number`` microbatches are in between, on all replicas
+    together. ``shifts`` are the periods in which the way there and the way back begin, counted from the period that
+    begins when a microbatch enters.
+    """
+
+    kind: OpKind
+    stage: int
+    number: int
+    shifts: tuple[int, int]
+
+
+def groups(graph: StageGraph, pattern: Pattern) -> list[Group]:
+    """Return the group of each of ``graph.round_trips``, in order."""
+    found, period, starts = [], pattern.period_ns, starts_of(pattern)
+    for i, (there, back) in enumerate(graph.round_trips):
+        begin, turn = starts[i] - starts[0], starts[-1 - i] - starts[0]
+        number = ceil_div(turn + back.duration_ns - begin, period)
+        found.append(Group(there.kind, there.stage, number, (begin // period, turn // period)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class Program:
 
     def buffer_bytes(self, stage: int) -> int:
         """Return the send and receive buffers of ``stage``, half for gradients: those of a batch are one message."""
-        return self.graph.stages[stage].buffer_bytes // 2 * (1 + self.batch)
+        buffers = self.graph.stages[stage].buffer_bytes
+        return buffers + buffers // 2 * (self.batch - 1)
 
     def stages_of(self, lane: int) -> list[int]:
         """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""
@@ -223,7 +224,7 @@ def make_program(
     limit: int | None = None,
     weight_keeps: Fraction = Fraction(1),
 ) -> Program:
-    """Return the program whose lanes run ``orders``: (resource, replica) to steps in order; links have replica 0.
+    """Return the program whose lanes run ``orders``: (resource, replica) to steps in order.
 
     A lane without an order decides as it goes: as ``rules`` say for it, or for what comes first, as links do.
     """
@@ -233,9 +234,9 @@ def make_program(
         on[work.resource].append(position)
     lanes: list[Lane] = []
     for index, resource in enumerate(graph.resources):
-        for replica in range(resource.replicas):
+        for replica in range(min(resource.replicas, max(1, microbatches)) if resource.is_link else resource.replicas):
             device = None if resource.is_link else resource.devices[replica]
-            name = resource.name if resource.is_link else f"device {device}"
+            name = resource.one_name(replica)
             order = orders.get((index, replica))
             if order is not None:
                 lanes.append(Lane(name, device, tuple(order)))

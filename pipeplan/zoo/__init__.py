@@ -30,6 +30,7 @@ MODELS = {
     "llama-7b": "pipeplan.zoo.llama:llama_7b",
     "llama3-8b": "pipeplan.zoo.llama:llama3_8b",
     "small-cnn": "pipeplan.zoo.cnn:small",
+    "alexnet": "pipeplan.zoo.alexnet:alexnet",
     "vgg16": "pipeplan.zoo.vgg:vgg16",
     "resnet50": "pipeplan.zoo.resnet:resnet50",
     "resnet101": "pipeplan.zoo.resnet:resnet101",

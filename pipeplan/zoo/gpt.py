@@ -24,7 +24,7 @@ from .sizes import TRANSFORMERS
 class GPTConfig:
     """Sizes of a GPT: ``sequence`` is the length trained on, ``positions`` (0: ``sequence``) the longest possible.
 
-    ``tied`` shares the token embedding with the head, as published; plans with several weight versions cannot cut
+    ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
     between tied layers. ``dropout`` is off by default: its masks depend on how a run is split.
     """
 

@@ -2,7 +2,8 @@
 
 A fault is one replaced piece of source text, so a module keeps its lines: < for <=, + for -, min for max, and for or, a
 number one larger, a condition negated, two arguments or results swapped, a statement left out, and so on. Docstrings,
-type hints, decorators, assertions, f-strings and what is raised are left alone: nothing is computed there.
+type hints and their aliases, decorators, assertions, ``strict`` of zip, f-strings and what is raised are left alone:
+nothing is computed there. So are the large constants of modules, and whether such a limit itself is still below it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 LARGEST = 10  # constants of modules beyond it limit the effort of a search; one more changes nothing that is asked
+ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 COMPARED: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
@@ -126,6 +128,14 @@ class _Finder:
         self.raw = source.encode()
         self.module = module
         self.tree = ast.parse(source)
+        self.limits = {
+            target.id
+            for node in self.tree.body
+            if isinstance(node, ast.Assign) and _beyond(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        self.unordered: set[ast.AST] = set()  # collections in which something is looked up
         self.line_starts = [0]
         for line in self.raw.splitlines(keepends=True):
             self.line_starts.append(self.line_starts[-1] + len(line))
@@ -147,6 +157,8 @@ class _Finder:
         elif isinstance(node, ast.ClassDef):
             yield from self._statements(node.body, (*inside, node.name), line)
         elif not (_docstring(node) or isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert)) or _for_types(node)):
+            if line is None and isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+                return  # another name for a type
             for start, stop, new in self._left_out(node):
                 yield self._mutant(start, stop, new, inside, line)
             if isinstance(node, ast.Raise):
@@ -168,6 +180,8 @@ class _Finder:
         while left:
             node = left.pop()
             if isinstance(node, ast.JoinedStr) or (limit and _beyond(node)):
+                continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
                 continue
             for start, stop, new in self._changes(node):
                 yield self._mutant(start, stop, new, inside, line)
@@ -193,7 +207,10 @@ class _Finder:
         """Yield (start, stop, new text) for each fault of one node itself."""
         if isinstance(node, ast.Compare):
             for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
-                yield from self._between(left, right, *COMPARED[type(op)])
+                if isinstance(op, (ast.In, ast.NotIn)):
+                    self.unordered.add(right)
+                if not (isinstance(op, ORDERED) and self.limits & {_name(left), _name(right)}):
+                    yield from self._between(left, right, *COMPARED[type(op)])
         elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
             yield from self._between(node.left, node.right, *COMPUTED[type(node.op)])
         elif isinstance(node, ast.BoolOp):
@@ -216,7 +233,7 @@ class _Finder:
             yield from self._opposite(node.func)
             if _name(node.func) not in OPPOSITE:  # those don't care about the order
                 yield from self._swapped([x for x in node.args if not isinstance(x, ast.Starred)])
-        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and node not in self.unordered:
             yield from self._swapped([x for x in node.elts if not isinstance(x, ast.Starred)])
 
     def _opened(self, node: ast.UnaryOp) -> int:
@@ -263,9 +280,20 @@ class _Finder:
         return Mutant(self.module, line, ".".join(inside), block, start, stop, new, before, after)
 
 
-def _name(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
 def _beyond(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > LARGEST
+    """Whether an expression is a whole number larger than :data:`LARGEST`, such as 40 or 2 * 10**7."""
+    return (_number(node) or 0) > LARGEST
+
+
+def _number(node: ast.AST) -> int | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Pow)):
+        left, right = _number(node.left), _number(node.right)
+        if left is not None and right is not None:
+            return left * right if isinstance(node.op, ast.Mult) else int(left**right)
+    return None

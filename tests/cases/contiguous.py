@@ -68,11 +68,12 @@ def varied_problem(seed: int) -> Problem:
 
 
 def assert_attains(problem: Problem, allocation: Allocation) -> None:
-    """The stages are an allocation in platform order whose own smallest period is the claimed one."""
+    """The stages are an allocation that keeps units together, whose own smallest period is the claimed one."""
     stages = allocation.stages
     assert [stage.start for stage in stages] == [0, *(stage.stop for stage in stages[:-1])]
     assert stages[-1].stop == len(problem.chain)
     assert allocation.contiguous
+    assert allocation.keeps_units(problem.platform)
     period = allocation.claimed_period_ns
     assert period is not None
     judge = ContiguousJudge(problem)

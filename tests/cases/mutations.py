@@ -193,6 +193,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"\+1|-1",
         "a start is a decision: within its slack, the order, the period and every peak are the same",
     ),
+    r"groups": (r"left out|null", "they follow from the starts, and older files have none"),
     r"stages\[\d+\]\.checkpoint": (r"a list|empty|null", "no segments, said in the other way"),
     r"stages\[\d+\]\.devices": (
         r"reversed",

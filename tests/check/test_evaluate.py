@@ -4,10 +4,14 @@ from dataclasses import replace
 import pytest
 from cases.plans import graph_of, random_plan
 
-from pipeplan.check.evaluate import evaluate, gap
+from pipeplan.check.evaluate import evaluate, evaluate_simulated, gap
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.deadline import NEVER
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.schedule import steady
+from pipeplan.schedule.memory import run_uses
+from pipeplan.schedule.nf1b import nf1b
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
@@ -134,3 +138,22 @@ def test_gradients_of_a_mini_batch_are_received_as_one_message(batch, limit):
     schedule = Schedule("nf1b", batch, limit)
     plan = Plan(chain, Platform.flat(3, 10**6), policy, Allocation(stages), None, (), Provenance("hand"), schedule)
     assert [use.buffer_bytes for use in evaluate(plan).devices] == [x * (1 + batch) for x in (7, 7 + 5, 5)]
+
+
+@pytest.mark.parametrize(("vertical_sync", "weights"), [(False, [10, 10, 10]), (True, [50, 50, 50])])
+def test_a_run_too_short_to_repeat_is_charged_what_the_limit_admits(monkeypatch, vertical_sync, weights):
+    """Each stage is a little slower than the one before, so that more and more wait until the limit is reached."""
+    monkeypatch.setattr(steady, "MOST_STEPS", 0)
+    chain = Chain("slower", tuple(Layer(f"{i}", 300 + i, 600 + i, 5, 3, 7) for i in range(3)), 0)
+    stages, platform = tuple(Stage(i, i + 1, (i,)) for i in range(3)), Platform.flat(3, 10**6, 10**9)
+    graph = stage_graph(chain, platform, Policy("latest", 2, vertical_sync=vertical_sync), stages)
+    run = steady.steady_nf1b(graph, 2, 8)
+    assert (run.repeats, run.timeline.program.microbatches) == (False, 2 * (4 * 8 + 4))
+    result = evaluate_simulated(graph, Schedule("nf1b", 2, 8), platform, NEVER)
+    assert [use.in_flight for use in result.devices] == [(16,), (16,), (2,)]
+    assert [use.activation_bytes for use in result.devices] == [7 * 16, 7 * 16, 7 * 2]
+    assert [use.weights_bytes for use in result.devices] == weights
+    seen = [use.weights_bytes for use in run_uses(simulate(nf1b(graph, 400, 2, 8)), platform)]
+    assert all(most <= charged for most, charged in zip(seen, weights, strict=True))
+    assert result.most_in_flight == 16
+    assert result.period_ns == 302 + 602

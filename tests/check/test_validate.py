@@ -102,12 +102,14 @@ def test_a_stage_must_take_time():
     only(replace(sandwich(), chain=idle), "stage 2 takes no time")
 
 
-def test_tied_layers_part_under_flush_only():
-    tied = replace(CHAIN, tied=((0, 3),))
-    only(replace(sandwich(), chain=tied), "layers 0 (l0) and 3 (l3) share weights", "stages 0 and 2", "--weights flush")
-    together = replace(CHAIN, tied=((1, 2),))
-    assert violations(replace(sandwich(), chain=together)) == []
-    assert violations(sandwich(chain=tied, policy=Policy("flush", accumulate=8))) == []
+def test_tied_layers_part_where_all_stages_make_the_same_updates():
+    tied, together = replace(CHAIN, tied=((0, 3),)), replace(CHAIN, tied=((1, 2),))
+    stash = sandwich(policy=Policy("stash", accumulate=8))
+    words = "layers 0 (l0) and 3 (l3) share weights", "stages 0 and 2", "--weights 2bw and flush"
+    only(replace(stash, chain=tied), *words)
+    assert violations(replace(stash, chain=together)) == []
+    for weights in ("flush", "2bw"):
+        assert violations(sandwich(chain=tied, policy=Policy(weights, accumulate=8))) == []
 
 
 @pytest.mark.parametrize(

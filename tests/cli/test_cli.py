@@ -101,6 +101,30 @@ def test_a_drained_plan_simulates_its_mini_batch(profile: str, tmp_path: Path, p
     assert json.loads(pipeplan("simulate", target, "--json")[1])["microbatches"] == 6
 
 
+def test_a_stated_configuration_is_evaluated_and_nothing_else(profile: str, tmp_path: Path, pipeplan: Command) -> None:
+    target = str(tmp_path / "plan.json")
+    code, out, err = pipeplan("plan", profile, *SMALL, "--split", "2,6", "--recompute", "0-1", "-o", target)
+    assert (code, err) == (0, "")
+    assert "0-1 l0..l1" in out
+    assert "2-7 l2..l7" in out
+    assert "class contiguous" not in out  # nobody has searched that
+    assert "class any with replicas and checkpointing of segments" in out
+    assert pipeplan("check", target)[0] == 0
+    assert json.loads(Path(target).read_text())["provenance"]["options"] == {"split": "2,6", "recompute": "0-1"}
+    assert "groups of stages, from the loss back: 1: 1; 2: 0" in pipeplan("show", target)[1]
+
+    code, _, err = pipeplan("plan", profile, *SMALL, "--split", "2,5")
+    assert (code, err) == (2, "error: --split: 2,5 are 7 layers, the network has 8\n")
+    code, _, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "1MB", "--split", "2,6")
+    assert code == 1
+    assert "stage 1 (layers 2 to 7 (l2 to l7)) on device 1 needs" in err
+    for more in (["--algorithm", "contiguous"], ["--effort", "quick"], ["--data-parallel", "2", "--batch", "8"]):
+        code, _, err = pipeplan("plan", profile, *SMALL, "--split", "2,6", *more)
+        assert code == 2
+        assert f"--split searches nothing; leave out {more[0]}" in err
+    assert "--on goes with --split" in pipeplan("plan", profile, *SMALL, "--on", "0/1")[2]
+
+
 def test_algorithms_and_schema(pipeplan: Command) -> None:
     assert "contiguous" in pipeplan("algorithms")[1]
     assert {row["name"] for row in json.loads(pipeplan("algorithms", "--json")[1])} >= {"contiguous", "pipedream"}

@@ -54,7 +54,7 @@ def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile
     for name in ("4 x 1", "2 x 2", "1 x 4"):
         assert any(line.startswith(name) for line in rest)
     assert "assumed: microbatches of 2: times and sizes proportional to those of the profile at 1" in out
-    assert "assumed: the messages of all pipelines between two stages share one link" in out
+    assert "assumed: any two GPUs have a link of their own" in out
     assert "drained, in " in out
 
 

@@ -185,6 +185,21 @@ def test_diff_shows_what_moved_and_whether_a_plan_holds(pipeplan: Command) -> No
     assert 15.9 < form["totals"][1]["saved_bytes"] / form["totals"][0]["saved_bytes"] <= 16
     assert [x["name"] for x in form["layers"]][-1] == "loss"
 
+    renamed = json.loads(Path("same.json").read_text())
+    for layer in renamed["layers"]:
+        layer["name"] = f"module.{layer['name']}"
+    del renamed["layers"][-1]  # without its loss
+    Path("renamed.json").write_text(json.dumps(renamed))
+    code, out, _ = pipeplan("diff", "a.json", "renamed.json", "--plan", "plan.json", "--match", "weights", "--json")
+    assert code == 0
+    form = json.loads(out)
+    assert form["layers"][0]["names"] == ["embedding", "module.embedding"]
+    assert form["layers"][-1]["names"] == ["loss", None]
+    assert form["plan"]["holds"]
+    out = pipeplan("diff", "a.json", "renamed.json", "--plan", "plan.json", "--match", "weights")[1]
+    assert "note: B has other layers; its later stages begin with module.block" in out
+    assert "has 7; match them by" in pipeplan("diff", "a.json", "renamed.json", "--match", "order")[2]
+
     code, out, _ = pipeplan("diff", "a.json", "same.json", "--gpus", "2", "--mem", "40MB", "--json")
     assert (code, json.loads(out)["plan"]["holds"]) == (0, True)
 

@@ -228,9 +228,17 @@ def test_ring_all_reduce():
     rng = random.Random(0)
     for _ in range(200):
         gradient, r, bandwidth = rng.randint(0, 10**12), rng.randint(2, 9), rng.randint(1, 10**11)
-        policy = Policy(accumulate=rng.randint(1, 9))
-        exact = Fraction(2 * (r - 1), r) * Fraction(gradient * 10**9, bandwidth) / max(r, policy.accumulate)
-        assert time_model.sync_period_ns(policy, gradient, r, bandwidth) == ceil(exact)
+        policy, latency = Policy(accumulate=rng.randint(1, 9)), rng.choice((0, rng.randint(1, 10**6)))
+        exact = Fraction(2 * (r - 1), r) * Fraction(gradient * 10**9, bandwidth) + 2 * (r - 1) * latency * (
+            gradient > 0
+        )
+        assert time_model.ring_all_reduce_ns(gradient, r, bandwidth, latency) == ceil(exact)
+        shared = ceil(exact / max(r, policy.accumulate))
+        assert time_model.sync_period_ns(policy, gradient, r, bandwidth, latency) == shared
+    assert time_model.ring_all_reduce_ns(0, 4, 10**9, 50) == 0
+    assert time_model.ring_all_reduce_ns(8, 4, 10**9, 50) == 12 + 300  # 6 steps of 2 bytes
+    many = np.array([0, 8], dtype=object)
+    assert time_model.sync_period_ns(Policy(), many, 4, 10**9, 50).tolist() == [0, 78]
 
 
 def test_overlapped_sums_and_steps_are_two_machines_in_a_row():
@@ -257,10 +265,10 @@ def test_the_largest_gradient_is_the_inverse_of_the_sync_period():
     rng = random.Random(2)
     for _ in range(300):
         period, r, bandwidth = rng.randint(0, 1000), rng.randint(2, 9), rng.choice((10**8, 10**9, 7 * 10**9))
-        policy = Policy(accumulate=rng.randint(1, 9))
-        most = memory_model.largest_synced_gradient(policy, period, r, bandwidth)
-        assert time_model.sync_period_ns(policy, most, r, bandwidth) <= period
-        assert time_model.sync_period_ns(policy, most + 1, r, bandwidth) > period
+        policy, latency = Policy(accumulate=rng.randint(1, 9)), rng.choice((0, 1, 20))
+        most = memory_model.largest_synced_gradient(policy, period, r, bandwidth, latency)
+        assert time_model.sync_period_ns(policy, most, r, bandwidth, latency) <= period
+        assert time_model.sync_period_ns(policy, most + 1, r, bandwidth, latency) > period
     assert memory_model.largest_synced_gradient(Policy(), 0, 1, 1) >= 10**18
 
 

@@ -55,11 +55,12 @@ def test_neighbours_on_one_device_and_cuts_without_bytes_need_no_transfer():
     assert [stage.buffer_bytes for stage in graph.stages] == [0, 0]
 
 
-def test_one_link_per_pair_of_groups_and_one_per_direction_in_full_duplex():
+def test_pairs_of_groups_share_links_which_are_one_per_direction_in_full_duplex():
     stages = [Stage(0, 1, (0, 1)), Stage(1, 2, (2,)), Stage(2, 3, (0, 1)), Stage(3, 4, (2,))]
     graph = stage_graph(CHAIN, FLAT, Policy(), stages)
     assert [r.name for r in graph.resources] == ["devices 0,1", "device 2", "link 0,1 - 2"]
-    assert [r.replicas for r in graph.resources] == [2, 1, 1]
+    assert [r.replicas for r in graph.resources] == [2, 1, 2]
+    assert [graph.resources[2].one_name(i) for i in range(2)] == ["link 0 - 2", "link 1 - 2"]
     assert [path(graph)[i] for i in graph.on_resource[2]] == [
         "SEND_F0",
         "SEND_F1",
@@ -71,9 +72,34 @@ def test_one_link_per_pair_of_groups_and_one_per_direction_in_full_duplex():
     duplex = Platform(FLAT.devices, FLAT.levels, full_duplex=True)
     graph = stage_graph(CHAIN, duplex, Policy(), stages)
     assert [r.name for r in graph.resources[2:]] == ["link 0,1 -> 2", "link 2 -> 0,1"]
+    assert [graph.resources[3].one_name(i) for i in range(2)] == ["link 2 -> 0", "link 2 -> 1"]
     assert [path(graph)[i] for i in graph.on_resource[2]] == ["SEND_F0", "SEND_F2", "SEND_B2"]
     assert [path(graph)[i] for i in graph.on_resource[3]] == ["SEND_F1", "SEND_B3", "SEND_B1"]
     assert stage_graph(CHAIN, FLAT, Policy(), [Stage(0, 4, (0, 1, 2, 3))]).resources[0].name == "devices 0-3"
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1), (2, 1), (1, 3), (2, 2), (2, 3), (4, 6), (5, 4)])
+def test_two_groups_have_a_link_for_every_two_gpus_that_exchange_microbatches(one, other):
+    groups = tuple(range(one)), tuple(range(one, one + other))
+    graph = stage_graph(CHAIN, Platform.flat(10, 10**6), Policy(), [Stage(0, 2, groups[0]), Stage(2, 4, groups[1])])
+    link = graph.resources[2]
+    pairs = [f"link {groups[0][m % one]} - {groups[1][m % other]}" for m in range(one * other)]
+    assert len(set(pairs)) == link.replicas
+    if link.replicas > 1:
+        assert [link.one_name(m % link.replicas) for m in range(one * other)] == pairs
+
+
+def test_blocking_transfers_are_part_of_the_passes_at_both_ends():
+    platform = replace(Platform.flat(4, 1000, 10**9, 3), blocking=True)
+    stages = [Stage(0, 1, (0,)), Stage(1, 3, (1, 2)), Stage(3, 4, (3,))]
+    graph, plain = (stage_graph(CHAIN, x, Policy(), stages) for x in (platform, replace(platform, blocking=False)))
+    assert path(graph) == ["F0", "F1", "F2", "B2", "B1", "B0"]
+    assert not any(resource.is_link for resource in graph.resources)
+    waits = [9, 9 + 21, 21]  # cuts of 6 and 18 bytes, 3 ns of latency
+    for blocked, alone, wait in zip(graph.stages, plain.stages, waits, strict=True):
+        assert (blocked.forward_ns, blocked.backward_ns) == (alone.forward_ns + wait, alone.backward_ns + wait)
+        assert blocked.buffer_bytes == alone.buffer_bytes
+    assert [op.duration_ns for op in graph.operations[:3]] == [stage.forward_ns for stage in graph.stages]
 
 
 def test_levels_set_the_pace_of_transfers_and_of_synchronisation():
@@ -85,9 +111,10 @@ def test_levels_set_the_pace_of_transfers_and_of_synchronisation():
     assert inside.stages[0].sync_period_ns == 0
     assert wide.stages[0].sync_period_ns == 75  # 2(2-1)/2 * 300 bytes at 2 bytes/ns, every second microbatch
     spread = stage_graph(CHAIN, platform, Policy(accumulate=1), [Stage(0, 4, (0, 1, 2, 3))])
-    assert spread.stages[0].sync_period_ns == 375  # 2*3/4 * 1000 bytes at 1 byte/ns, every fourth microbatch
+    # 2*3/4 * 1000 bytes at 1 byte/ns and six steps of 7 ns, every fourth microbatch
+    assert spread.stages[0].sync_period_ns == 386
     assert spread.stages[0].update_interval == 4
-    assert spread.period_floor_ns == 375
+    assert spread.period_floor_ns == 386
 
 
 def test_replicas_share_the_load_and_the_slowest_sets_the_pace():
@@ -259,6 +286,11 @@ def test_weights_in_several_stages_are_summed_over_all_their_devices_once_per_gr
     assert sum(updates(pair, shared)) == 0, "one device has both copies"
 
 
+def test_stages_without_times_have_no_floor():
+    chain = Chain("still", (Layer("a", 0, 0, 5, 0),) * 2, 1)
+    assert stage_graph(chain, FLAT, Policy(), [Stage(0, 1, (0,)), Stage(1, 2, (1,))]).period_floor_ns == 0
+
+
 def test_the_floor_is_reached_by_loads_alone():
     """No pattern is shorter than the floor, and a single stage's pattern reaches it."""
     for seed in range(60):
@@ -277,3 +309,46 @@ def test_the_floor_is_reached_by_loads_alone():
                 loads[resource] = loads.get(resource, 0) + end - begin
         floor = max(-(-load // graph.resources[r].replicas) for r, load in loads.items())
         assert graph.period_floor_ns == max(floor, *synced.values())
+
+
+@pytest.mark.parametrize(("accumulate", "loads"), [(1, [50, 0, 50]), (4, [13, 0, 13]), (100, [1, 0, 1])])
+def test_undrained_sums_over_stages_are_a_load_of_every_interval(accumulate, loads):
+    pair = replace(CHAIN, tied=((0, 3),))
+    apart = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (2,))]
+    graph = stage_graph(pair, FLAT, Policy(accumulate=accumulate), apart)
+    assert [stage.sync_period_ns for stage in graph.stages] == loads  # 100 bytes in 50 ns
+    assert graph.period_floor_ns == max(loads[0], stage_graph(CHAIN, FLAT, Policy(), apart).period_floor_ns)
+    free = stage_graph(pair, FLAT, Policy(accumulate=accumulate), apart, free_sums=True)
+    assert not any(stage.sync_period_ns for stage in free.stages)
+    drained = stage_graph(pair, FLAT, Policy("flush", accumulate=accumulate), apart)
+    assert not any(stage.sync_period_ns for stage in drained.stages), "they come when the pipeline is empty"
+
+
+def test_sums_over_replicas_and_stages_are_one_ring_and_none_on_one_device():
+    def loads(stages, accumulate=6, platform=FLAT):
+        graph = stage_graph(replace(CHAIN, tied=((0, 3),)), platform, Policy(accumulate=accumulate), stages)
+        return [stage.sync_period_ns for stage in graph.stages]
+
+    wide = [Stage(0, 2, (0, 1)), Stage(2, 4, (2,))]
+    assert loads(wide) == [25 + 12 - 9, 12]  # of 300 bytes over 2 / 6; 100 over 3: 133 / 2 / 6, over 2: 100 / 2 / 6
+    assert loads([Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (0,))]) == [0, 0, 0]
+    assert loads([Stage(0, 4, (0,))]) == [0]
+    servers = replace(FLAT, levels=(Level(2, 2 * 10**9), Level(2, 10**9)))
+    assert loads([Stage(0, 2, (0,)), Stage(2, 4, (2,))], platform=servers) == [17, 17], "the slower level decides"
+
+
+def test_gradients_of_shared_weights_wait_in_all_stages_but_the_first():
+    def waiting(tied, policy, cuts=(0, 1, 3, 4)):
+        chain = replace(CHAIN, tied=tied)
+        return [memory_model.waiting_bytes(chain, policy, i, j) for i, j in pairwise(cuts)]
+
+    bw = Policy(accumulate=4)
+    assert waiting(((0, 3),), bw) == [0, 0, 100]
+    assert waiting(((0, 3),), Policy(precision="mixed")) == [0, 0, 2 * CHAIN.layers[0].parameter_count]
+    assert waiting(((0, 3),), Policy("flush", accumulate=4)) == [0, 0, 0]
+    assert waiting(((0, 3),), bw, (0, 4)) == [0]
+    assert waiting(((1, 2),), bw) == [0, 0, 0], "both in one stage"
+    assert waiting(((0, 3), (1, 3)), bw) == [0, 100, 100]
+    graph = stage_graph(replace(CHAIN, tied=((0, 3),)), FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
+    bare = stage_graph(CHAIN, FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
+    assert [a.buffer_bytes - b.buffer_bytes for a, b in zip(graph.stages, bare.stages, strict=True)] == [0, 100]

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from cases.files import CHAIN, edited, more, small_plan, written
@@ -98,6 +98,7 @@ def test_equal_input_gives_equal_bytes_and_keys_keep_their_order():
         "schedule",
         "samples_per_update",
         "pattern",
+        "groups",
         "devices",
         "lower_bounds",
         "gap",
@@ -105,7 +106,7 @@ def test_equal_input_gives_equal_bytes_and_keys_keep_their_order():
     ]
     later = replace(small_plan(), provenance=Provenance("hand", seconds=1.5))
     assert [a for a, b in zip(text.splitlines(), plan_text(later).splitlines(), strict=True) if a != b] == [
-        '  "seconds": 0.0,'
+        '  "seconds": 0.0'
     ]
 
 
@@ -134,7 +135,20 @@ def test_schemas_describe_what_is_written():
     for form in SCHEMAS.values():
         assert schema(form)["$defs"][form.__name__]["additionalProperties"] is False
     fields = schema(SCHEMAS["plan"])["$defs"]["PlanFile"]["required"]
-    assert sorted([*fields, "samples_per_update"]) == sorted(json.loads(plan_text(small_plan())))
+    assert sorted([*fields, "groups", "samples_per_update"]) == sorted(json.loads(plan_text(small_plan())))
+
+
+def test_groups_are_written_and_checked_and_older_files_have_none(tmp_path):
+    plan = small_plan()
+    document = json.loads(plan_text(plan))
+    expected = [asdict(group) | {"shifts": list(group.shifts)} for group in evaluate(plan).groups]
+    assert document["groups"] == expected
+    document["groups"][1]["number"] += 1
+    _, found = read_plan(written(tmp_path, json.dumps(document)))
+    assert len(found) == 1
+    assert found[0].startswith('groups[1] is {"kind":')
+    del document["groups"]
+    assert read_plan(written(tmp_path, json.dumps(document)))[1] == []
 
 
 def test_deep_nesting_inside_a_free_field_is_refused(tmp_path):

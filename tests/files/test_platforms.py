@@ -28,7 +28,10 @@ def test_platforms_come_back(tmp_path):
 def test_platform_files_as_people_write_them(tmp_path):
     document = {
         "memory": "16GB",
-        "levels": [{"count": 2, "bandwidth": "10GB/s", "latency": "5us"}, {"count": 2, "bandwidth": "10Gbps"}],
+        "levels": [
+            {"count": 2, "bandwidth": "10GB/s", "latency": "5us"},
+            {"count": 2, "bandwidth": "10Gbps", "links": 3},
+        ],
         "full_duplex": True,
         "devices": [{}, {"memory": "32GiB"}, {"speed": 2}, {"speed": 0.5, "memory": "1.5GB"}],
     }
@@ -39,7 +42,7 @@ def test_platform_files_as_people_write_them(tmp_path):
             Device(16 * 10**9, Fraction(2)),
             Device(1_500_000_000, Fraction(1, 2)),
         ),
-        (Level(2, 10 * 10**9, 5000), Level(2, 1_250_000_000)),
+        (Level(2, 10 * 10**9, 5000), Level(2, 1_250_000_000, 0, 3)),
         True,
     )
 
@@ -65,6 +68,13 @@ PLATFORM = {
 
 BAD_PLATFORMS = {
     "no levels": (("levels",), ..., "missing required field `levels`"),
+    "no links": (("levels", 1, "links"), 0, "$.levels[1].links: 0 is not between 1 and 4096"),
+    "links everywhere": (
+        ("levels",),
+        [{"count": 2, "bandwidth": "1GB/s", "links": 1}] * 2,
+        "$.levels[1].links: $.levels[0] has links, too; one level may say what is shared",
+    ),
+    "half a link": (("levels", 1, "links"), 0.5, "expected `int | null`, got `float` - at `$.levels[1].links`"),
     "empty levels": (("levels",), [], "$.levels: is empty"),
     "count": (("levels", 0, "count"), 0, "$.levels[0].count: 0 is not between 1 and"),
     "negative count": (("levels", 0, "count"), -2, "$.levels[0].count: -2 is not"),

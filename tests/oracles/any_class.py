@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 
+from oracles.partition import checkpoints
+
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Stage
@@ -14,7 +16,11 @@ from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
 def device_groups(problem: Problem, stages: int) -> Iterator[list[tuple[int, ...]]]:
-    """Yield the devices of each stage, on equal devices: groups are equal or disjoint, numbered by first use."""
+    """Yield the devices of each stage: groups are equal or disjoint, equal devices numbered by first use."""
+    kinds = problem.platform.devices
+    if len(set(kinds)) > 1:
+        yield from _unequal_groups(problem, stages)
+        return
 
     def extend(chosen: list[tuple[int, ...]], groups: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         if len(chosen) == stages:
@@ -31,8 +37,23 @@ def device_groups(problem: Problem, stages: int) -> Iterator[list[tuple[int, ...
     yield from extend([], [])
 
 
+def _unequal_groups(problem: Problem, stages: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yield every way, and of those that differ in equal devices alone the first."""
+    kinds, count = problem.platform.devices, len(problem.platform)
+    sizes = range(1, count + 1 if problem.replicas else 2)
+    subsets = [group for size in sizes for group in combinations(range(count), size)]
+    seen = set()
+    for groups in product(subsets, repeat=stages):
+        if all(a == b or not set(a) & set(b) for a, b in combinations(groups, 2)):
+            first = {group: groups.index(group) for group in groups}
+            look = tuple((first[group], tuple(sorted(map(str, (kinds[d] for d in group))))) for group in groups)
+            if look not in seen:
+                seen.add(look)
+                yield list(groups)
+
+
 def allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
-    """Yield every allocation of the class, up to the names of equal devices; recomputed stages as a whole."""
+    """Yield every allocation of the class, up to the names of equal devices."""
     count = len(problem.chain)
     total = problem.chain.sums.forward_ns + problem.chain.sums.backward_ns
     for size in range(1, count + 1):
@@ -41,12 +62,8 @@ def allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
             if any(total[a] == total[b] for a, b in pairwise(cuts)):
                 continue
             for groups in device_groups(problem, size):
-                for flags in product((False, True), repeat=0 if problem.checkpointing == "none" else size):
-                    whole = flags or (False,) * size
-                    yield tuple(
-                        Stage(cuts[s], cuts[s + 1], groups[s], ((cuts[s], cuts[s + 1]),) if whole[s] else ())
-                        for s in range(size)
-                    )
+                for recomputed in product(*(checkpoints(problem, a, b) for a, b in pairwise(cuts))):
+                    yield tuple(Stage(cuts[s], cuts[s + 1], groups[s], recomputed[s]) for s in range(size))
 
 
 def optimum(problem: Problem, solver: str = "highs") -> int | None:

@@ -5,38 +5,56 @@ Nothing here shares a line with the searches it checks; only what a stage costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import combinations, groupby, pairwise, permutations, product
+from math import ceil
 
 from pipeplan.cost import memory_model, time_model
 from pipeplan.plan import Stage
-from pipeplan.problem import Problem
+from pipeplan.problem import Device, Platform, Problem
 
 
-def contiguous_optimum(problem: Problem) -> tuple[int, tuple[Stage, ...]] | None:
-    """Return (smallest period in ns, its stages) over all contiguous allocations, or None when none is feasible."""
+def contiguous_optimum(problem: Problem, as_listed: bool = False) -> tuple[int, tuple[Stage, ...]] | None:
+    """Return (smallest period in ns, its stages) over all contiguous allocations, or None when none is feasible.
+
+    ``as_listed``: stages take devices in the platform's order alone.
+    """
     best: tuple[int, tuple[Stage, ...]] | None = None
     judge = ContiguousJudge(problem)
-    for stages in contiguous_allocations(problem):
+    listed = tuple(range(len(problem.platform)))
+    for stages in contiguous_allocations(problem, (listed,) if as_listed else device_orders(problem.platform)):
         period = judge.smallest_period(stages, None if best is None else best[0] - 1)
         if period is not None:
             best = period, stages
     return best
 
 
-def contiguous_allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
-    """Yield every allocation: all splits into stages, all device groups in platform order, all recomputations."""
+def contiguous_allocations(problem: Problem, orders: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Stage, ...]]:
+    """Yield every allocation: all splits into stages, all device groups in these orders, all recomputations."""
     layers, devices = len(problem.chain), len(problem.platform)
     for count in range(1, min(layers, devices) + 1):
         for inner in combinations(range(1, layers), count - 1):
             cuts = (0, *inner, layers)
             for groups in device_groups(count, devices, problem.replicas):
                 for recompute in product(*(checkpoints(problem, i, j) for i, j in pairwise(cuts))):
-                    yield tuple(
-                        Stage(i, j, group, checkpoint)
-                        for (i, j), group, checkpoint in zip(pairwise(cuts), groups, recompute, strict=True)
-                    )
+                    for order in orders:
+                        yield tuple(
+                            Stage(i, j, tuple(order[d] for d in group), checkpoint)
+                            for (i, j), group, checkpoint in zip(pairwise(cuts), groups, recompute, strict=True)
+                        )
+
+
+@cache
+def device_orders(platform: Platform) -> tuple[tuple[int, ...], ...]:
+    """Return all orders of the devices in which each unit's stand together, one for each order of unequal ones."""
+    found: dict[tuple[Device, ...], tuple[int, ...]] = {}
+    for order in permutations(range(len(platform))):
+        runs = [[unit for unit, _ in groupby(d // size for d in order)] for size in platform.unit_sizes]
+        if all(len(set(units)) == len(units) for units in runs):
+            found.setdefault(tuple(platform.devices[d] for d in order), order)
+    return tuple(found.values())
 
 
 @cache
@@ -94,17 +112,56 @@ class ContiguousJudge:
 
     def floor(self, stages: tuple[Stage, ...]) -> int:
         """Return the least period that loads, links and synchronisation allow."""
-        share = 2 if self.problem.platform.full_duplex else 1
         loads = [-(-self.cost(s)[0] // len(s.devices)) for s in stages]
-        return max(1, *loads, *(self.cost(s)[5] for s in stages), *(-(-c // share) for c in self.trips(stages)), 1)
+        syncs = [self.cost(s)[5] + more for s, more in zip(stages, self.tied_sums(stages), strict=True)]
+        links = [pairs(len(a.devices), len(b.devices)) for a, b in pairwise(stages)]
+        ways = [2 if self.both_ways(*two) else 1 for two in pairwise(stages)]
+        trips = [-(-(c // ways) // n) for c, n, ways in zip(self.trips(stages), links, ways, strict=True)]
+        return max(1, *loads, *syncs, *trips, 1)
+
+    def waiting(self, stage: Stage) -> int:
+        """Return the gradient of shared weights that waits in a stage until the first one that has them is done."""
+        if self.problem.policy.weights != "2bw" or not self.problem.chain.tied:
+            return 0
+        ((one, other),) = self.problem.chain.tied
+        return self.shared() if stage.start <= other < stage.stop and not stage.start <= one else 0
+
+    def shared(self) -> int:
+        """Return the gradient's bytes of the one pair of tied layers: all that the smaller has."""
+        least = min((self.problem.chain.layers[i] for i in self.problem.chain.tied[0]), key=lambda x: x.weight_bytes)
+        return 2 * least.parameter_count if self.problem.policy.precision == "mixed" else least.weight_bytes
+
+    def tied_sums(self, stages: tuple[Stage, ...]) -> list[int]:
+        """Return what the sums of one pair of tied layers in two stages add to each stage's synchronisation."""
+        chain, platform, policy = self.problem.chain, self.problem.platform, self.problem.policy
+        more = [0] * len(stages)
+        if policy.weights != "2bw" or not chain.tied:
+            return more
+        (pair,) = chain.tied
+        holders = [next(k for k, s in enumerate(stages) if s.start <= i < s.stop) for i in pair]
+        if holders[0] == holders[1]:
+            return more
+        size = self.shared()
+        every = [d for k in holders for d in stages[k].devices]
+        interval = policy.update_interval(max(len(stages[k].devices) for k in holders))
+
+        def ring(devices: Sequence[int]) -> int:
+            bandwidth, latency = platform.paths[platform.level_of(devices)]
+            steps, count = 2 * (len(devices) - 1), len(devices)
+            whole = Fraction(steps * size * 10**9, count * bandwidth) + steps * latency
+            return ceil(whole / interval)
+
+        for k in holders:
+            more[k] = ring(every) - ring(stages[k].devices)
+        return more
 
     def valid(self, stages: tuple[Stage, ...], period: int) -> bool:
         """Whether the 1F1B* pattern of ``period`` ns exists, fits the memory and what the policy accumulates over."""
         problem = self.problem
-        policy, chain, duplex = problem.policy, problem.chain, problem.platform.full_duplex
+        policy, chain = problem.policy, problem.chain
         if period < self.floor(stages):
             return False
-        if policy.weights != "flush":
+        if policy.weights not in ("flush", "2bw"):
             for i, j in chain.tied:
                 if not any(s.start <= i and j < s.stop for s in stages):
                     return False
@@ -120,6 +177,7 @@ class ContiguousJudge:
             group = -(-delay // step)
             memory = memory_model.weights_bytes(policy, weights, parameters, group, len(stage.devices))
             memory += memory_model.held_bytes(kept, peak, group)
+            memory += self.waiting(stage)
             if k > 0:
                 memory += 2 * chain.cut_bytes[stage.start]
             if k < len(stages) - 1:
@@ -129,16 +187,26 @@ class ContiguousJudge:
             if policy.weights == "2bw" and policy.accumulate is not None and -(-delay // period) > policy.accumulate:
                 return False
             if k > 0:
-                delay = delay + trips[k - 1] if duplex else plus(delay, trips[k - 1], period)
+                links = pairs(len(stages[k - 1].devices), len(stage.devices))
+                both_ways = self.both_ways(stages[k - 1], stage)
+                delay = delay + trips[k - 1] if both_ways else plus(delay, trips[k - 1], links * period)
         return True
 
     def trips(self, stages: tuple[Stage, ...]) -> list[int]:
         """Return the time of both directions of each cut, over the level that joins all devices on its two sides."""
         platform = self.problem.platform
+        if platform.blocking:
+            return [0] * (len(stages) - 1)
         return [
             2 * platform.transfer_ns(self.problem.chain.cut_bytes[b.start], platform.level_of(a.devices + b.devices))
             for a, b in pairwise(stages)
         ]
+
+    def both_ways(self, one: Stage, other: Stage) -> bool:
+        """Whether transfers to and fro don't exclude each other: full duplex, or over links that a server shares."""
+        platform = self.problem.platform
+        level = platform.level_of(one.devices + other.devices)
+        return platform.full_duplex or any(x.links is not None for x in platform.levels[: level + 1])
 
     def cost(self, stage: Stage) -> tuple[int, int, int, int, int, int]:
         """Return (work ns, weight bytes, parameters, kept bytes, peak bytes, sync period ns) of one replica."""
@@ -153,24 +221,28 @@ class ContiguousJudge:
         kept, peak, recompute = memory_model.activations(chain, i, j, stage.checkpoint)
         work = time_model.forward_ns(chain, i, j, speed)
         work += time_model.backward_ns(chain, policy, i, j, recompute, len(stage.devices), speed)
+        if platform.blocking:  # each end of the stage receives and sends
+            inner = [cut for cut in (i, j) if 0 < cut < len(chain)]
+            work += sum(2 * platform.transfer_ns(chain.cut_bytes[cut], 0) for cut in inner)
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
         gradient = memory_model.gradient_bytes(policy, weights, parameters)
-        bandwidth, _ = platform.paths[platform.level_of(stage.devices)]
+        path = platform.paths[platform.level_of(stage.devices)]
         return (
             work,
             weights,
             parameters,
             kept,
             peak,
-            time_model.sync_period_ns(policy, gradient, len(stage.devices), bandwidth),
+            time_model.sync_period_ns(policy, gradient, len(stage.devices), *path),
         )
 
 
 def contiguous_decision(problem: Problem, period: int) -> bool:
     """Whether a contiguous allocation has ``period`` ns: the plain recursion on one-level platforms of equal devices.
 
-    For chains that are too long to enumerate. Smallest delay by (first layer, devices used), nothing pruned.
+    For chains that are too long to enumerate. Smallest delay by (first layer, devices used, of them by the first
+    stage), nothing pruned.
     """
     chain, devices, platform = problem.chain, len(problem.platform), problem.platform
     assert len(platform.levels) == 1
@@ -178,13 +250,14 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
     judge = ContiguousJudge(problem)
     layers = len(chain)
     trips = [0, *(2 * platform.transfer_ns(chain.cut_bytes[i], 0) for i in range(1, layers)), 0]
-    best: dict[tuple[int, int], int] = {(layers, 0): 0}
+    best: dict[tuple[int, int, int], int] = {(layers, 0, 1): 0}
     for start in range(layers - 1, -1, -1):
-        for (stop, used), behind in list(best.items()):
-            if trips[stop] > period:
-                continue
-            entering = plus(behind, trips[stop], period)
+        for (stop, used, other), behind in list(best.items()):
             for r in range(1, (devices - used if problem.replicas else min(1, devices - used)) + 1):
+                links = pairs(r, other)
+                if trips[stop] > links * period:
+                    continue
+                entering = plus(behind, trips[stop], links * period)
                 for checkpoint in checkpoints(problem, start, stop):
                     work, weights, parameters, kept, peak, sync = judge.cost(
                         Stage(start, stop, tuple(range(r)), checkpoint)
@@ -197,10 +270,15 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
                     memory += memory_model.held_bytes(kept, peak, group)
                     memory += 2 * (chain.cut_bytes[start] if start else 0)
                     memory += 2 * (chain.cut_bytes[stop] if stop < layers else 0)
-                    key = start, used + r
+                    key = start, used + r, r
                     if memory <= platform.devices[0].memory_bytes and delay < best.get(key, delay + 1):
                         best[key] = delay
-    return any(start == 0 for start, _ in best)
+    return any(start == 0 for start, _, _ in best)
+
+
+def pairs(one: int, other: int) -> int:
+    """Return how many pairs of devices of two groups exchange microbatches: m is on the devices m mod r of each."""
+    return len({(m % one, m % other) for m in range(one * other)})
 
 
 def plus(x: int, y: int, period: int) -> int:

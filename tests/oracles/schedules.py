@@ -118,19 +118,30 @@ def smallest_period_by_force(graph: Any, synced: Sequence[Fraction], longest: in
 # --- the unrolled sweep ----------------------------------------------------------------------------------------------
 
 
-def unrolled(graph: Any, starts: Sequence[int], period: int) -> Iterator[tuple[tuple[int, int], int, int, Any, int]]:
-    """Yield ((resource, replica), begin, end, operation, microbatch) around one common period of the steady state."""
+def unrolled(graph: Any, starts: Sequence[int], period: int) -> Iterator[tuple[tuple[int, Any], int, int, Any, int]]:
+    """Yield ((resource, replica), begin, end, operation, microbatch) around one common period of the steady state.
+
+    A transfer's replica is the two devices that exchange the microbatch.
+    """
     window = lcm(*(resource.replicas for resource in graph.resources))
     reach = max(starts) // period + max(op.duration_ns for op in graph.operations) // period + 2
     for m in range(-reach * 2, window + 1):
         for op, start in zip(graph.operations, starts, strict=True):
             begin = start + m * period
-            yield (op.resource, m % graph.resources[op.resource].replicas), begin, begin + op.duration_ns, op, m
+            yield (op.resource, _who(graph, op, m)), begin, begin + op.duration_ns, op, m
+
+
+def _who(graph: Any, op: Any, m: int) -> Any:
+    if not op.kind.startswith("SEND"):
+        return m % graph.resources[op.resource].replicas
+    stages = op.stage, op.stage + (1 if op.kind == "SEND_F" else -1)
+    homes = [graph.resources[graph.stages[s].resource].devices for s in stages]
+    return tuple(sorted(home[m % len(home)] for home in homes))
 
 
 def overlaps(graph: Any, starts: Sequence[int], period: int) -> set[int]:
     """Return the resources on which two operations ever run at once, by looking at every instant's occupant."""
-    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    lanes: dict[tuple[int, Any], list[tuple[int, int]]] = {}
     for lane, begin, end, _, _ in unrolled(graph, starts, period):
         lanes.setdefault(lane, []).append((begin, end))
     found = set()
@@ -146,7 +157,7 @@ def overlaps(graph: Any, starts: Sequence[int], period: int) -> set[int]:
 
 def peak_activations(graph: Any, starts: Sequence[int], period: int) -> dict[int, int]:
     """Return the most activation bytes of each device group: +kept at F, +transient in B, all gone at B's end."""
-    events: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    events: dict[tuple[int, Any], list[tuple[int, int]]] = {}
     first = _windows(graph, period)
     for lane, begin, end, op, _ in unrolled(graph, starts, period):
         stage = graph.stages[op.stage]

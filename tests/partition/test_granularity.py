@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from cases.chains import PUBLISHED, published, random_chain
@@ -13,7 +14,7 @@ from pipeplan.partition.granularity import articulation_cuts, merge_articulation
 from pipeplan.problem import Chain, Layer
 
 
-def layer(name: str, output: int, **fields: int) -> Layer:
+def layer(name: str, output: int, **fields: Any) -> Layer:
     return Layer(name, **{"forward_ns": 1, "backward_ns": 2, "weight_bytes": 4, "output_bytes": output, **fields})
 
 
@@ -57,6 +58,9 @@ def test_a_residual_block_becomes_one_layer() -> None:
 def test_input_accounting_saves_the_input_alone() -> None:
     merged = merge_articulation(RESIDUAL, saved="input")
     assert [saved_bytes(merged, i, i + 1) for i in range(3)] == [7, 10, 40]
+    plain = Chain("plain", (layer("a", 10, saved_bytes=50), layer("b", 20)), input_bytes=7)
+    assert [saved_bytes(plain, i, i + 1) for i in range(2)] == [50, 10]
+    assert [saved_bytes(merge_articulation(plain, saved="input"), i, i + 1) for i in range(2)] == [7, 10]
 
 
 def test_a_chain_stays_as_it_is() -> None:
@@ -125,6 +129,20 @@ def test_zero_time_merges_keep_every_cost(seed: int) -> None:
         assert entering_bytes(merged, a, b) == entering_bytes(chain, cuts[a], cuts[b])
     if chain.edges is None:
         assert all(x.forward_ns + x.backward_ns for x in merged.layers)
+
+
+def test_a_view_of_the_network_s_input_is_not_merged_with_a_tensor_of_its_own() -> None:
+    """Saved by the last layer, the view keeps the input's 7 bytes, the other tensor its own 5."""
+    nothing = {"saved_bytes": 0, "saves": ()}
+    free = {"forward_ns": 0, "backward_ns": 0, **nothing}
+    made = (
+        layer("first", 20, **nothing), layer("view", 3, view_of=-1, **free), layer("own", 5, **free), layer("last", 2)
+    )  # fmt: skip
+    chain = Chain("view of the input", made, 7, edges=((0, 1), (0, 2), (1, 3), (2, 3)))
+    assert saved_bytes(chain, 0, 4) == 12
+    assert_same_costs(merge_zero_time(chain), chain)
+    own = replace(chain, layers=(made[0], replace(made[1], view_of=None), *made[2:]))
+    assert [x.name for x in merge_zero_time(own).layers] == ["first..own", "last"]
 
 
 def test_zero_time_merges_happen_in_dags_too() -> None:

@@ -196,7 +196,7 @@ def test_speed_scales_the_claim():
 
 def test_tied_layers_stay_together():
     for seed in range(40):
-        problem = replace(equal_devices(seed), policy=Policy())
+        problem = replace(equal_devices(seed), policy=Policy("stash"))
         layers = len(problem.chain)
         i = random.Random(seed).randrange(layers - 1)
         problem = replace(problem, chain=replace(problem.chain, tied=((i, layers - 1),)))

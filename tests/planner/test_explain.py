@@ -9,11 +9,12 @@ import pytest
 from cases.chains import published
 
 from pipeplan.errors import Infeasible
-from pipeplan.plan import Allocation, Stage
+from pipeplan.plan import Allocation, OtherWeights, Stage
 from pipeplan.planner.explain import fewest_gpus, least_memory, possible
 from pipeplan.planner.incumbent import Incumbent, Settings
+from pipeplan.planner.other_weights import with_other_weights
 from pipeplan.planner.plan import make_plan
-from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.units import parse_bytes
 
 GB = 10**9
@@ -68,11 +69,36 @@ def test_a_heuristic_that_cannot_run_points_to_one_that_can() -> None:
     make_plan(problem)
 
 
-def test_tied_layers_name_the_policy_that_allows_the_cut() -> None:
+def test_tied_layers_name_the_policies_that_allow_the_cut() -> None:
+    """Apart, a stage has 3 GB of versions and gradient, with Adam 2 GB more, the second one a gradient that waits."""
     chain = replace(heavy(2), tied=((0, 1),))
-    sentence = reason(Problem(chain, Platform.flat(2, 4 * GB)))
-    assert "--weights flush" in sentence
-    make_plan(Problem(chain, Platform.flat(2, 4 * GB), Policy("flush")))
+    stash = Policy("stash", accumulate=1, optimizer="adam")
+    tight, roomy = Platform.flat(2, 55 * GB // 10), Platform.flat(2, 65 * GB // 10)
+    words = "layers 0 (l0) and 1 (l1) share weights and must stay in one stage under --weights stash"
+    sentence = reason(Problem(chain, tight, stash))
+    assert words in sentence
+    assert "with --weights flush" in sentence
+    assert "with --weights 2bw" not in sentence
+    assert "with --weights 2bw, with --weights flush" in reason(Problem(chain, roomy, stash))
+    for weights, platform in (("flush", tight), ("2bw", roomy)):
+        make_plan(Problem(chain, platform, replace(stash, weights=weights, accumulate=None)))
+    reason(Problem(chain, tight, replace(stash, weights="2bw", accumulate=None)))
+
+
+def test_a_plan_says_what_shared_weights_cost_it() -> None:
+    layers = tuple(Layer(f"l{i}", 1000, 2000, 10, 10) for i in range(4))
+    problem = Problem(Chain("made", layers, 10, tied=((0, 3),)), Platform.flat(4, 10**6), Policy("stash"), False)
+    found = with_other_weights(make_plan(problem), problem)
+    apart = make_plan(problem.with_policy(Policy("2bw")), "contiguous").evaluation.period_ns
+    assert found.plan.provenance.other_weights == OtherWeights("2bw", apart)
+    assert found.evaluation.period_ns == 4 * 3000
+    assert apart == 3000
+    free = problem.with_policy(Policy("2bw"))
+    assert with_other_weights(make_plan(free), free).plan.provenance.other_weights is None
+    alone = replace(problem, platform=Platform.flat(1, 10**6))
+    assert with_other_weights(make_plan(alone), alone).plan.provenance.other_weights is None
+    wide = replace(problem, replicas=True)  # replicas are as good
+    assert with_other_weights(make_plan(wide), wide).plan.provenance.other_weights is None
 
 
 def test_search_functions() -> None:
@@ -92,3 +118,18 @@ def test_the_first_allocation_that_no_period_makes_fit_is_remembered() -> None:
         incumbent.try_(allocation)
     assert incumbent.best is None
     assert incumbent.rejected == tight
+
+
+def test_a_baselines_claim_is_said_even_where_its_split_breaks_a_rule() -> None:
+    """The published optimizer gives two GPUs of VGG-16 a stage that takes no time."""
+    servers = (Level(4, 10 * GB), Level(4, 5 * GB // 4))
+    with pytest.raises(Infeasible) as caught:
+        make_plan(
+            Problem(published("vgg16"), Platform((Device(16 * GB),) * 16, servers)), "pipedream", {"mode": "released"}
+        )
+    sentence = str(caught.value)
+    assert "the algorithm's split breaks a rule: stage 1 takes no time" in sentence
+    assert sentence.endswith(
+        "pipedream's own claim for its split (layers 0-30 on 12, 31-31 on 2, 32-33 on 1, 34-39 on 1 GPUs) is 67.134 ms "
+        "per microbatch, which no schedule or validator has confirmed"
+    )

@@ -20,7 +20,7 @@ from pipeplan.plan import Stage
 from pipeplan.planner.explain import why_no_grid
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, work_bound
+from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, grid_problem, work_bound
 from pipeplan.planner.grid.search import search_grids
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.pipelines import limits
@@ -152,6 +152,21 @@ def test_offload_is_chosen_only_where_memory_asks_for_it():
         assert search_grids(asked, Settings()).best.config.offload is offload
 
 
+def test_offload_is_open_only_where_there_is_state_to_move():
+    problem = Problem(even(), Platform.flat(4, 60 * GB), Policy("flush"), checkpointing="segments")
+    adam, mixed = (problem.with_policy(Policy("flush", None, *x)) for x in (("adam",), ("sgd", "mixed")))
+    for asked, given, expected in (
+        (problem, None, (False,)),
+        (adam, None, (False, True)),
+        (mixed, None, (False, True)),
+        (adam, True, (True,)),
+        (adam, False, (False,)),
+    ):
+        found, assumptions = grid_problem(asked, 8, [asked.chain], offload=given)
+        assert found.offloads == expected
+        assert any("between host and GPU" in line for line in assumptions) == (True in expected)
+
+
 def test_pipelines_inside_servers_send_over_the_servers_own_links():
     platform = Platform((Platform.flat(1, 80 * GB).devices * 8), (Level(4, 10**11), Level(2, 10**9)))
     chain = even(weights=10**6, output=10**8)
@@ -196,6 +211,19 @@ def test_the_work_bound_is_met_by_even_stages_without_transfers():
     assert work_bound(asked, GridConfig(1, 1, 1)) == 16 * 48 * MS
 
 
+def test_the_work_bound_counts_sums_and_steps():
+    """48 ms of work for each microbatch, gradients of 8 GB at 1 GB/s, steps of 320 ms on the whole network."""
+    chain = even(optimizer=40 * MS)
+    asked = ask(chain, Platform.flat(4, 200 * GB, GB), 16)
+    assert work_bound(asked, GridConfig(1, 1, 1)) == (16 * 48 + 320) * MS
+    assert work_bound(asked, GridConfig(1, 4, 1)) == (4 * 48 + 320 + 12_000) * MS  # 2 * 3/4 * 8 GB
+    assert work_bound(asked, GridConfig(2, 2, 1)) == (8 * 48 + 320 + 8_000) * MS // 2
+    together = replace(asked, problem=asked.problem.with_policy(Policy("flush", coarsening=1)))
+    assert work_bound(together, GridConfig(1, 4, 1)) == (4 * 48 + 12_000) * MS
+    fast = replace(together, problem=replace(together.problem, platform=Platform.flat(4, 200 * GB, 10**12)))
+    assert work_bound(fast, GridConfig(1, 4, 1)) == (4 * 48 + 320) * MS
+
+
 def test_limits_fixed_numbers_of_pipelines_and_interrupts():
     asked = ask(even(), Platform.flat(8, 80 * GB), 32, (1, 2), limit=3, pipelines=2)
     assert {config.pipelines for config in configs(asked)} == {2}
@@ -221,6 +249,15 @@ def test_limits_fixed_numbers_of_pipelines_and_interrupts():
         late = make_grid_plan(replace(asked, problem=replace(asked.problem, deadline=passing))).plan
         assert late.provenance.solver_status == "time limit"
         assert not violations(late)
+
+
+def test_an_interrupt_before_anything_is_found_stays_one():
+    def interrupt() -> float:
+        raise KeyboardInterrupt
+
+    asked = ask(even(), Platform.flat(8, 80 * GB), 32)
+    with pytest.raises(KeyboardInterrupt):
+        search_grids(replace(asked, problem=replace(asked.problem, deadline=Deadline(interrupt))), Settings())
 
 
 def test_a_batch_that_nothing_divides_is_an_error():

@@ -18,6 +18,7 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.grid.problem import GridConfig
+from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.limits import LimitSearch, cost_and_excess
 from pipeplan.planner.pipelines import Pipelines
 from pipeplan.planner.plan import make_plan
@@ -215,3 +216,27 @@ def test_a_stage_alone_admits_one_microbatch_whatever_the_limit():
     plan = make_plan(problem, schedule="message-driven", limit=9).plan
     assert plan.schedule.limit == 1
     assert evaluate(plan).devices[0].in_flight == (1,)
+
+
+def test_stages_between_which_no_mini_batch_fits_become_one():
+    """A cut takes 10 bytes for activations and 40 for the gradients of a mini-batch, more than a pattern would."""
+    layers = tuple(Layer(f"l{i}", 10, 20, 0, 10 - 10 * i, saved_bytes=1) for i in range(2))
+    problem = Problem(Chain("wide", layers, 0), Platform.flat(2, 30, 10**9), Policy("latest", 4), replicas=False)
+    plan = make_plan(problem).plan
+    assert [stage.devices for stage in plan.allocation.stages] == [(0,)]
+    assert evaluate(plan).period_ns == 60
+    split = make_plan(replace(problem, platform=Platform.flat(2, 62, 10**9))).plan
+    assert evaluate(split).devices[0].buffer_bytes == 50
+
+
+def test_an_interrupt_ends_the_choice_of_mini_batches():
+    told: list[str] = []
+
+    def interrupt(line: str) -> None:
+        told.append(line)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    plan = make_plan(even(), settings=Settings(progress=interrupt)).plan
+    assert plan.provenance.solver_status == "interrupted"
+    assert (plan.policy.accumulate, len(told)) == (3, 1)

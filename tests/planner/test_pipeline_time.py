@@ -55,6 +55,7 @@ def test_a_grid_runs_as_the_simulator_says(seed):
     timeline = simulate(message_driven(graph, microbatches * pipelines, limit))
     found = batch_time(problem, split, microbatches, limit)
     assert found.exact
+    assert found.steps == sum(len(lane.steps) for lane in timeline.program.lanes)
     assert found.batch_ns == flush_makespan_ns(timeline)
     lanes = {lane.device: i for i, lane in enumerate(timeline.program.lanes)}
     for s, stage in enumerate(split):

@@ -1,15 +1,18 @@
 """One grid of equal pipelines: which limits are tried, and what lies one move away from the best split."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from cases.chains import random_chain
 
 from pipeplan.partition.contiguous.batch import drained_bound, held
+from pipeplan.planner import pipelines as module
 from pipeplan.planner.grid.microbatches import profiles
 from pipeplan.planner.grid.problem import GridProblem, configs
-from pipeplan.planner.pipelines import Pipelines, limits
+from pipeplan.planner.pipeline_time import batch_time
+from pipeplan.planner.pipelines import Pipelines, Proposal, Split, limits
 from pipeplan.problem import Level, Platform, Policy, Problem
 
 
@@ -71,10 +74,10 @@ def test_some_splits_hold_less_when_simulated_than_they_might() -> None:
     assert any(x is not None and x.result.in_flight != x.in_flight for x in found)
 
 
-def test_all_pipelines_are_simulated_up_to_so_many_steps_and_one_stands_for_all_beyond() -> None:
-    """A microbatch takes four steps on each device: it runs and is sent, forward and backward."""
+def test_a_batch_is_simulated_in_full_up_to_so_many_steps_and_in_part_beyond() -> None:
+    """A microbatch takes four steps on each stage: it runs and is sent, forward and backward."""
     chain = random_chain(random.Random(2), 4)
-    for microbatches, whole in ((1250, True), (1251, False)):  # of 16 steps each; the limit is 20,000
+    for microbatches, whole in ((2500, True), (2501, False)):  # of 8 steps each; the limit is 20,000
         problem = Problem(chain, Platform.flat(4, 10**6), Policy("flush", 2 * microbatches))
         pipelines = Pipelines(problem, [(0, 1), (2, 3)], microbatches, limit=2)
         assert next(pipelines.try_(pipelines.probe(1))).result.exact == whole
@@ -90,6 +93,58 @@ def test_a_bound_by_limits_is_asked_for_and_higher_where_memory_is_short(seed: i
     assert plain == drained_bound(pipelines.tables)
     pipelines.bound(None, by_limit=True)
     assert pipelines.bound_ns > plain
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, [(1, 1), (2, 2), (3, 4), (5, 5), (6, 6), (7, 8), (9, None)]), (3, [(3, 3)])]
+)
+def test_a_bound_by_limits_leaves_none_out(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, expected: list[tuple[int, int | None]]
+) -> None:
+    spans = []
+
+    def bound(tables: object, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
+        spans.append((least, most))
+        return 100 + len(spans)
+
+    monkeypatch.setattr(module, "drained_bound", bound)
+    pipelines = tried(1, 5, 20, limit)
+    pipelines.bound(None, by_limit=True)
+    assert spans == expected
+    assert pipelines.bound_ns == 101
+
+
+def test_what_cannot_win_does_not_end_a_search() -> None:
+    """Neither a split that takes longer than the best, nor one that doesn't fit."""
+    pipelines = tried(4, 4, 6)
+    best = pipelines.best
+    assert best is not None
+    pipelines.best = None
+    endless = (best.cuts, tuple(10**6 for _ in best.in_flight), best.limit)
+    assert list(pipelines.try_([((0, 0, 1, 2, 10), best.in_flight, best.limit), endless, best_proposal(best)])) == [
+        best
+    ]
+    slower = (best.cuts, best.in_flight, 1)
+    pipelines.best = replace(best, result=replace(best.result, batch_ns=best.result.batch_ns + 1))
+    assert list(pipelines.try_([slower, best_proposal(best)])) == [best]
+
+
+def best_proposal(best: Split) -> Proposal:
+    return best.cuts, best.in_flight, best.limit
+
+
+def test_the_best_is_simulated_in_full_at_the_end_and_dropped_where_it_does_not_fit_then() -> None:
+    """Of four alike pipelines one is simulated at first, for a part of a batch that is too long otherwise."""
+    chain = random_chain(random.Random(2), 4)
+    problem = Problem(chain, Platform.flat(4, 10**6), Policy("flush", 2 * 1251))
+    pipelines = Pipelines(problem, [(0, 1), (2, 3)], 1251, limit=2)
+    first = next(pipelines.try_(pipelines.probe(1)))
+    pipelines.simulate_in_full()
+    assert pipelines.best == replace(first, result=batch_time(problem, first.stages, 1251, 2))
+    pipelines.best = first
+    pipelines.problem = replace(problem, platform=Platform.flat(4, 1))
+    pipelines.simulate_in_full()
+    assert pipelines.best is None
 
 
 def test_a_given_limit_is_not_moved() -> None:

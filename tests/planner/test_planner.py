@@ -11,6 +11,7 @@ from cases.chains import published, random_chain, random_platform
 from pipeplan.check.evaluate import evaluate, gap
 from pipeplan.check.validate import violations
 from pipeplan.errors import Infeasible
+from pipeplan.files.profiles import read_profile
 from pipeplan.partition import ALGORITHMS
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
@@ -23,10 +24,12 @@ GB = 10**9
 def problems(count: int, seed: int) -> list[Problem]:
     rng = random.Random(seed)
     made = []
-    for _ in range(count):
+    for index in range(count):
         chain = random_chain(
             rng, rng.randint(1, 9), edges=rng.random() < 0.4, saved=rng.random() < 0.4, optimizer=rng.random() < 0.5
         )
+        if index % 3 == 0 and len(chain) > 1:
+            chain = replace(chain, tied=((0, len(chain) - 1),))
         policy = Policy(
             weights=rng.choice(["2bw", "2bw", "stash", "flush"]),
             optimizer=rng.choice(["sgd", "momentum", "adam"]),
@@ -149,3 +152,38 @@ def test_vertical_sync_finds_splits_that_leave_room_for_versions() -> None:
         plan = make_plan(problem, effort="quick").plan
         assert violations(plan) == []
         assert evaluate(plan).period_ns <= 122  # of layers [4, 7, 8], which fit from 3600 bytes
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_a_gpt_whose_head_is_its_embedding_becomes_a_pipeline(replicas: bool) -> None:
+    """Within a sixth of U / P where one stage alone would take twice as long; the sum of 161 MB is hidden."""
+    chain = read_profile("profiles/gpt2-xl-b4-a100.json")
+    problem = Problem(chain, Platform.flat(8, 16 * GB), replicas=replicas, checkpointing="segments")
+    found = make_plan(problem, "contiguous")
+    assert found.evaluation.period_ns < 34_000_000
+    assert gap(found.evaluation.period_ns, found.plan.lower_bounds[-1]) < 0.12
+    assert found.plan.lower_bounds[0].period_ns == found.evaluation.period_ns, "proved among contiguous plans"
+    graph = found.evaluation.graph
+    (holders,) = graph.tied
+    assert holders == (0, len(graph.stages) - 1)
+    assert all(graph.sync_periods_ns[graph.stages[s].resource] for s in holders)
+    together = make_plan(replace(problem, tied="together"), "contiguous").evaluation.period_ns
+    assert together > 59_000_000
+
+
+def test_a_sum_over_stages_that_binds_is_the_period_and_the_simulated_one() -> None:
+    layers = tuple(Layer(f"l{i}", 10, 20, 1000 if i % 3 == 0 else 8, 1) for i in range(4))
+    chain = Chain("made", layers, 1, tied=((0, 3),))
+    platform = Platform.flat(2, 10**6, 10**9)
+    problem = Problem(chain, platform, Policy(accumulate=5), replicas=False)
+    found = make_plan(replace(problem, platform=Platform.flat(2, 5000, 10**9)))
+    assert found.evaluation.period_ns == 200  # 1000 ns for every 5 microbatches; the stages take 60
+    assert found.plan.lower_bounds[0].period_ns == 200
+    simulation = simulate_plan(found.plan, microbatches=100)
+    assert simulation.timeline.steady_period_ns() == 200
+    pattern = found.plan.pattern
+    assert pattern is not None
+    shorter = replace(found.plan, pattern=replace(pattern, period_ns=199), lower_bounds=())
+    assert [x for x in violations(shorter) if "of gradient all-reduce per microbatch" in x]
+    roomy = make_plan(problem).evaluation.period_ns
+    assert roomy == 60, "the first and the last stage are on one GPU and sum nothing"

@@ -34,6 +34,7 @@ from pipeplan.runtime.model.loading import (
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.half import HalfOptions
+from pipeplan.runtime.training.optimizers import Choice
 from pipeplan.runtime.training.tied import check_ties, separated, ties_of
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
@@ -59,14 +60,29 @@ RUNS = {
     "recomputed": {"stages": [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 6, (1,), ((4, 6),))], "optimizer": "momentum"},
     "bucket by bucket": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "adam", "lr": 0.002, "bucket": 700},
     "in the order of messages": {"stages": [(0, 2, (0, 1)), (2, 6, (2, 3))], "optimizer": "momentum", "driven": True},
-}
+    "2bw, apart": {"stages": APART, "optimizer": "adam", "lr": 0.002, "weights": "2bw"},
+    "2bw, on one device": {"stages": TOGETHER, "optimizer": "momentum", "weights": "2bw"},
+    "2bw, four stages": {
+        "stages": [(0, 1, (0,)), (1, 2, (1,)), (2, 4, (2,)), (4, 6, (3,))], "optimizer": "momentum", "weights": "2bw",
+    },
+    "2bw, bucket by bucket": {
+        "stages": [(0, 3, (0, 1)), (3, 6, (2, 3))], "optimizer": "adam", "lr": 0.002, "bucket": 700, "weights": "2bw",
+        "coarsening": 1,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", RUNS)
 def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
-    """Losses and weights as without a pipeline, and all copies bit for bit the same."""
-    given = {"lr": 0.05, "coarsening": None, "bucket": None, "driven": False, **RUNS[case]}
-    plan = plan_of(chain, given["stages"], weights="flush", accumulate=4, optimizer=given["optimizer"])
+    """Losses and weights as without a pipeline, and all copies bit for bit the same.
+
+    Under 2bw that is training with gradients of the weights before the newest.
+    """
+    given = {"lr": 0.05, "coarsening": None, "bucket": None, "driven": False, "weights": "flush", **RUNS[case]}
+    delayed = given["weights"] == "2bw"
+    interval = None if delayed else 4
+    plan = plan_of(chain, given["stages"], weights=given["weights"], accumulate=interval, optimizer=given["optimizer"])
+    interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
     if given["driven"]:
         plan = message_driven_plan(plan)
     if given["bucket"]:
@@ -77,7 +93,8 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
         ModelSpec(GPT),
         RunOptions(save=tmp_path / "s", checkpoint=tmp_path / "c", coarsening=given["coarsening"], **options),
     )
-    losses, state = serial(GPT, 2, accumulate=4, optimizer=given["optimizer"], **options)
+    version = (lambda _, m: max(m // interval - 1, 0)) if delayed else None
+    losses, state = serial(GPT, 2, accumulate=interval, optimizer=given["optimizer"], version=version, **options)
     trained = torch.load(tmp_path / "s")
     assert report.losses == pytest.approx(losses, abs=1e-6)
     assert largest_difference(trained, state) <= 1e-5
@@ -85,19 +102,24 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stages", "copies"), [([(0, 2, (0, 1)), (2, 4, (2,)), (4, 6, (0, 1))], 4), ([(0, 3, (0,)), (3, 6, (1, 2))], 3)]
+    ("stages", "copies", "weights"),
+    [
+        ([(0, 2, (0, 1)), (2, 4, (2,)), (4, 6, (0, 1))], 4, "flush"),
+        ([(0, 3, (0,)), (3, 6, (1, 2))], 3, "flush"),
+        ([(0, 3, (0, 1)), (3, 6, (2,))], 3, "2bw"),
+    ],
 )
-def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, tmp_path, monkeypatch):
+def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, weights, tmp_path, monkeypatch):
     """Each copy writes down what it is whenever it runs forward, in the folder from which the ranks were started."""
     monkeypatch.chdir(tmp_path)
     chain = chain_of(runtime_cases.tied_writing, 4)
     for path in tmp_path.glob("copy-*"):
         path.unlink()
-    plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
+    plan = plan_of(chain, stages, weights=weights, accumulate=2 if weights == "flush" else None, optimizer="adam")
     run_plan(plan, ModelSpec("cases.runtime:tied_writing", "cases.runtime:vectors"), RunOptions(steps=10, lr=0.01))
     written = [path.read_text().split() for path in tmp_path.glob("copy-*")]
     assert len(written) == copies
-    assert len(set(written[0])) == 10
+    assert len(set(written[0])) == 10 - (weights == "2bw")  # the last version but one is the last that is used
     assert all(list(dict.fromkeys(one)) == list(dict.fromkeys(written[0])) for one in written)
 
 
@@ -117,6 +139,23 @@ def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
     expected, trained = serial(GPT, 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
     assert losses == pytest.approx(expected, abs=1e-6)
     assert largest_difference(state, trained) <= 1e-5
+
+
+def test_a_2bw_run_goes_on_with_other_cuts_as_a_drained_one_does(chain, tmp_path):
+    """What delayed weights leave behind in a checkpoint, when it has drained, is one version of every copy."""
+    options = {"lr": 0.002, "save": tmp_path / "s", "checkpoint": tmp_path / "c"}
+    first = plan_of(chain, APART, weights="2bw", accumulate=4, optimizer="adam")
+    begun = run_plan(first, ModelSpec(GPT), RunOptions(steps=3, **options)).losses
+    second = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2,))], weights="2bw", accumulate=4, optimizer="adam")
+    rest = run_plan(second, ModelSpec(GPT), RunOptions(steps=6, resume=True, **options)).losses
+    versions = [0, 0, 1, 3, 3, 4]  # the pipeline is empty where the checkpoint is
+    losses, state = serial(
+        GPT, 2, steps=6, accumulate=4, optimizer="adam", lr=0.002, version=lambda _, m: versions[m // 4]
+    )
+    assert begun + rest == pytest.approx(losses, abs=1e-6)
+    trained = torch.load(tmp_path / "s")
+    assert largest_difference(trained, state) <= 1e-5
+    assert torch.equal(trained[TABLE], trained[HEAD])
 
 
 def test_a_run_on_the_same_plan_goes_on_bit_for_bit(chain, tmp_path):
@@ -161,6 +200,26 @@ def test_mixed_precision_adds_up_sixteen_bits_and_keeps_copies_equal(stages, dty
     assert largest_difference(trained, {**state, HEAD: state[TABLE]}) <= 0.02
 
 
+def test_delayed_gradients_of_sixteen_bits_are_added_up_and_keep_copies_equal(tmp_path):
+    model = zoo.load(GPT)
+    plan = plan_of(
+        chain_of(model, 2, data=model.data(2), dtype=torch.bfloat16),
+        [(0, 3, (0, 1)), (3, 6, (2,))],
+        weights="2bw",
+        optimizer="adam",
+    )
+    plan = replace(plan, policy=replace(plan.policy, precision="mixed"))
+    options = {"steps": 5, "lr": 0.002}
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", half=HalfOptions(), **options))
+    trained, interval = torch.load(tmp_path / "s"), lower_run(plan, 1).interval
+    losses, state = serial(
+        GPT, 2, accumulate=interval, optimizer="adam", version=lambda _, m: max(m // interval - 1, 0), **options
+    )
+    assert torch.equal(trained[TABLE], trained[HEAD])
+    assert report.losses == pytest.approx(losses, abs=0.05)
+    assert largest_difference(trained, state) <= 0.02
+
+
 def test_sums_stand_behind_all_passes_and_before_the_updates_of_who_holds_a_copy(chain):
     plan = plan_of(chain, [(0, 2, (0, 1)), (2, 3, (2,)), (3, 6, (3,))], weights="flush", accumulate=2)
     script = lower_run(plan, 2)
@@ -180,11 +239,34 @@ def test_sums_stand_behind_all_passes_and_before_the_updates_of_who_holds_a_copy
     assert sentence(ReduceTied((0, 2), 1)) == "the gradient sum of what stages 0 and 2 share for update 1"
 
 
-@pytest.mark.parametrize("weights", ["2bw", "stash", "latest"])
+def test_undrained_sums_stand_before_the_last_update_that_they_are_for(chain):
+    """That of the first stage, in one order on all ranks; the last stage is in the next mini-batch by then."""
+    plan = plan_of(chain, [(0, 1, (0,)), (1, 3, (1,)), (3, 4, (2,)), (4, 6, (3, 4))], weights="2bw")
+    script = lower_run(plan, 4)
+    lists = [[word(x) for x in instructions] for instructions in script.instructions]
+    assert not any("R" in word for words in lists[1:3] for word in words)
+    for version in (1, 2, 3):
+        assert lists[0][lists[0].index(f"0+3R{version}") + 1] == f"0U{version}"
+        for words in lists[3:]:
+            made, summed = words.index(f"3U{version}"), words.index(f"0+3R{version}")
+            assert made < summed < words.index(f"3U{version + 1}")
+            behind = [x for x in script.instructions[3][made:summed] if isinstance(x, Backward)]
+            assert all(x.microbatch >= version * script.interval for x in behind)
+    assert behind
+    assert [script.waits(s) for s in range(4)] == [False, False, False, True]
+
+
+def test_an_optimizer_that_cannot_step_weights_apart_is_refused(chain):
+    plan = plan_of(chain, APART, weights="2bw")
+    with pytest.raises(BadInput, match=r"Adafactor isn't known .*, as --weights 2bw where stages share some needs"):
+        run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, lr=0.1, optimizer=Choice("Adafactor")))
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
 def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chain):
     loose = plan_of(replace(chain, tied=()), APART, weights=weights, accumulate=3)
     plan = replace(loose, chain=chain)
-    with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights flush can keep"):
+    with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights 2bw and flush can"):
         lower_run(plan, 1)
     assert violations(plan), "nor is it a valid plan"
 

@@ -154,6 +154,25 @@ def test_equals_exhaustive_search_on_shared_devices():
     assert seen["replicated"] >= 5
 
 
+@pytest.mark.parametrize("seed", [98, 169, 331])
+@pytest.mark.parametrize(("vertical_sync", "accumulate"), [(False, None), (False, 2), (True, None), (True, 2)])
+def test_equals_exhaustive_search_where_versions_take_memory(seed, vertical_sync, accumulate):
+    policy = Policy("stash", accumulate, vertical_sync=vertical_sync)
+    graph = replace(shared_device_graph(seed), policy=policy)
+
+    def with_memory(size: int) -> StageGraph:
+        resources = (x if x.is_link else replace(x, memory_bytes=size) for x in graph.resources)
+        return replace(graph, resources=tuple(resources))
+
+    least = next(size for size in range(1, 10**3) if group_bound(with_memory(size)) is not None)
+    for size in (least + 3, least + 8):
+        roomy = with_memory(size)
+        result = schedule_ilp(roomy, solver="highs")
+        period = judged(roomy, result)
+        assert (result.status, result.lower_bound_ns) == ("optimal", period)
+        assert pattern_starts(roomy, period - 1) is None
+
+
 # --- larger ones, of sizes as in networks ---------------------------------------------------------------------------
 
 
@@ -258,6 +277,15 @@ def test_infeasible():
     result = schedule_ilp(small_graph(memory=5))  # stages 0 and 2 save 6 bytes of one microbatch
     assert (result.status, result.pattern) == ("infeasible", None)
     assert schedule_ilp(small_graph(memory=6)).status == "optimal"
+
+
+def test_many_replicas_hold_fewer_each_than_the_single_stage_behind_them():
+    """Four replicas of a stage have room for two microbatches each, while the stage behind holds three."""
+    times = [(4, 8, 10), (1, 2, 1), (1, 2, 1), (1, 2, 1)]
+    chain = Chain("wide", tuple(Layer(f"l{i}", f, b, 0, 0, saved) for i, (f, b, saved) in enumerate(times)), 0)
+    stages = [Stage(0, 1, (0, 1, 2, 3)), *(Stage(i, i + 1, (3 + i,)) for i in (1, 2, 3))]
+    result = schedule_ilp(stage_graph(chain, Platform.flat(7, 20), Policy("stash"), stages))
+    assert (result.status, result.pattern and result.pattern.period_ns) == ("optimal", 3)
 
 
 def test_accumulate_limits_what_is_in_flight():

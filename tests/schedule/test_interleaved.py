@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from cases.schedules import balanced, looped, picture, staircase
 
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
+from pipeplan.plan import Stage
+from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.interleaved import interleaved
 from pipeplan.schedule.simulate import simulate
@@ -41,3 +44,10 @@ def test_closed_form_and_no_deadlock_for_any_number_of_microbatches(devices, chu
 def test_other_placements_are_refused(homes):
     with pytest.raises(BadInput, match="stage s on GPU s mod p"):
         interleaved(balanced(len(homes), 1, 1, homes=homes), 4)
+
+
+def test_one_stage_with_replicas_is_enough_to_be_refused():
+    chain = Chain("pair", (Layer("l", 1, 2, 0, 0, saved_bytes=1),) * 2, 0)
+    graph = stage_graph(chain, Platform.flat(3, 10), Policy("flush", 4), [Stage(0, 1, (0, 1)), Stage(1, 2, (2,))])
+    with pytest.raises(BadInput, match="gives each stage one GPU"):
+        interleaved(graph, 4)

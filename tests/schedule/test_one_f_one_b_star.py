@@ -12,7 +12,7 @@ from pipeplan.check.validate import pattern_violations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.schedule.pattern import in_flight, most_in_flight, resource_use, starts_of
+from pipeplan.schedule.pattern import groups, in_flight, most_in_flight, resource_use, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star, one_f_one_b_star
 
 PLENTY = 10**6
@@ -189,6 +189,8 @@ def test_three_groups_as_in_madpipe_figure_3():
     graph = straight([(1, 1)] * 6)
     pattern = one_f_one_b_star(graph, 4)
     assert counts(graph, pattern) == [3, 3, 2, 2, 1, 1]
+    assert [place.number for place in groups(graph, pattern)] == [3, 3, 2, 2, 1, 1]
+    assert [place.shifts for place in groups(graph, pattern)] == [(0, 2)] * 4 + [(1, 1)] * 2
     assert staircase(graph, pattern) == [
         "F0  .  . B2",
         " . F0 B2  .",
@@ -205,19 +207,20 @@ def test_groups_are_filled_from_the_end_and_numbered_by_what_they_hold():
         works = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(1, 8))]
         graph = straight(works)
         period = rng.randint(max(f + b for f, b in works), sum(f + b for f, b in works))
-        groups, number, load = [], 1, 0
+        expected, number, load = [], 1, 0
         for f, b in reversed(works):
             if load + f + b > period:
                 number, load = number + 1, 0
             load += f + b
-            groups.append(number)
+            expected.append(number)
         pattern = one_f_one_b_star(graph, period)
-        assert counts(graph, pattern) == groups[::-1]
+        assert counts(graph, pattern) == expected[::-1]
+        assert [place.number for place in groups(graph, pattern)] == expected[::-1]
         starts = starts_of(pattern)
         for s in range(len(works)):  # forwards in one sweep, and a backward's shift is its forward's plus g - 1
             assert starts[s] == sum(f for f, _ in works[:s])
             forward, backward = (starts[graph.position[kind, s]] // period for kind in "FB")
-            assert backward - forward in (groups[::-1][s] - 1, groups[::-1][s])
+            assert backward - forward in (expected[::-1][s] - 1, expected[::-1][s])
 
 
 def test_transfers_are_stages_of_their_own():
@@ -233,7 +236,9 @@ def test_transfers_are_stages_of_their_own():
         ("B", 0, 8),
     ]
     assert counts(graph, pattern) == [2, 1]
-    assert counts(graph, one_f_one_b_star(graph, 4)) == [3, 1]  # groups: stage 1 | transfer | stage 0
+    alone = one_f_one_b_star(graph, 4)
+    assert counts(graph, alone) == [3, 1]
+    assert [(x.kind, x.stage, x.number) for x in groups(graph, alone)] == [("F", 0, 3), ("SEND_F", 0, 2), ("F", 1, 1)]
     assert counts(graph, one_f_one_b_star(graph, 5)) == [3, 1]
     assert counts(graph, one_f_one_b_star(graph, 10)) == [1, 1]
     assert one_f_one_b_star(graph, 3) is None
@@ -257,6 +262,24 @@ def test_a_replicated_stage_holds_fewer_per_replica():
     assert counts(graph, pattern) == [2, 1]
     assert starts_of(pattern) == [0, 4, 6, 16]  # at 8 the backward would run into the next forward, 12 to 16
     assert most_in_flight(graph, starts_of(pattern), 4) == 6
+    assert [place.number for place in groups(graph, pattern)] == [6, 1]
+
+
+def test_a_group_counts_what_is_between_the_way_there_and_the_way_back_on_all_replicas():
+    """In any pattern, contiguous or not: every microbatch of a long run is looked at."""
+    rng = random.Random(11)
+    for _ in range(150):
+        plan = random_plan(rng)
+        graph, pattern = graph_of(plan), plan.pattern
+        starts, period = starts_of(pattern), pattern.period_ns
+        for i, place in enumerate(groups(graph, pattern)):
+            begin, end = starts[i], starts[-1 - i] + pattern.operations[-1 - i].duration_ns
+            assert (pattern.operations[i].kind, pattern.operations[i].stage) == (place.kind, place.stage)
+            run = range(-10 - (end - begin) // period, 1)  # microbatch 0 begins its way
+            assert sum(begin + m * period <= begin < end + m * period for m in run) == place.number
+            for there, shift in zip((begin, starts[-1 - i]), place.shifts, strict=True):
+                entries = [starts[0] + m * period for m in range(-1, shift + 2)]
+                assert sum(entry <= there for entry in entries) - 2 == shift  # microbatches that entered since
 
 
 def test_an_update_interval_that_is_too_short_lengthens_the_period():

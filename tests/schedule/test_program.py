@@ -38,13 +38,14 @@ def test_unrolling_fills_runs_steadily_and_drains():
 def test_microbatches_go_round_the_replicas():
     graph = graph_by_hand([Stage(0, 1, (0, 1)), Stage(1, 2, (2,))])
     program = unroll(graph, best_one_f_one_b_star(graph), 5)
-    assert [lane.name for lane in program.lanes] == ["device 0", "device 1", "device 2", "link 0,1 - 2"]
-    assert [lane.device for lane in program.lanes] == [0, 1, 2, None]
+    assert [lane.name for lane in program.lanes] == ["device 0", "device 1", "device 2", "link 0 - 2", "link 1 - 2"]
+    assert [lane.device for lane in program.lanes] == [0, 1, 2, None, None]
     assert [{step.microbatch for step in lane.steps} for lane in program.lanes] == [
         {0, 2, 4},
         {1, 3},
         {0, 1, 2, 3, 4},
-        {0, 1, 2, 3, 4},
+        {0, 2, 4},
+        {1, 3},
     ]
     assert [device_of(graph, 0, m) for m in range(4)] == [0, 1, 0, 1]
     assert [device_of(graph, 1, m) for m in range(2)] == [2, 2]
@@ -66,7 +67,8 @@ def test_lanes_follow_the_times_of_the_pattern():
             for step in lane.steps:
                 resource = graph.resources[graph.operations[step.position].resource]
                 if lane.device is None:
-                    assert lane.name == resource.name
+                    one, other = (end[step.microbatch % len(end)] for end in resource.ends)
+                    assert lane.name == f"link {one} -{'>' * ('>' in resource.name)} {other}"
                 else:
                     assert lane.device == resource.devices[step.microbatch % len(resource.devices)]
         in_use = {d for stage in plan.allocation.stages for d in stage.devices}

@@ -10,13 +10,15 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.schedule.gpipe import gpipe
 from pipeplan.schedule.memory import activation_changes, activation_steps, in_flight, lane_use
+from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.pattern import make_pattern, resource_use, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.periodic.retime import order_of, retime
 from pipeplan.schedule.program import Step, make_program, unroll
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import Timeline
+from pipeplan.schedule.timeline import Timeline, flush_makespan_ns
 
 
 def straight(stages, f=1, b=2, transfer=0, *, replicas=1, weights=0, policy=None):
@@ -76,6 +78,49 @@ def test_replicas_take_turns(replicas):
     assert [len(lane.steps) for lane in timeline.program.lanes] == [
         2 * len(range(r, 11, replicas)) for r in range(replicas)
     ]
+
+
+@pytest.mark.parametrize(("senders", "receivers", "forwards"), [
+    (2, 1, [7, 9, 12, 14, 17, 19]),
+    (2, 3, [7, 7, 9, 9, 11, 11]),
+    (1, 2, [7, 9, 12, 14, 17, 19]),
+    (3, 3, [7, 7, 7, 12, 12, 12]),
+])  # fmt: skip
+def test_pairs_of_gpus_send_side_by_side(senders, receivers, forwards):
+    """By hand: every sender runs a forward of 2 ns every 2 ns, each then 5 ns on the way, on the link of its pair. The
+    six pairs of 2 x 3 carry one microbatch each, so nothing waits; two microbatches of a pair are 5 ns apart."""
+    layers = (Layer("a", 2, 2, 0, 5, 1), Layer("b", 2, 2, 0, 0, 1))
+    homes = tuple(range(senders)), tuple(range(senders, senders + receivers))
+    platform = Platform.flat(senders + receivers, 10**6, 10**9)
+    graph = stage_graph(Chain("two", layers, 0), platform, Policy("stash"), [
+        Stage(s, s + 1, home) for s, home in enumerate(homes)
+    ])  # fmt: skip
+    timeline = simulate(gpipe(graph, 6))
+    at = graph.position["F", 1]
+    assert [timeline.start_ns[m][at] for m in range(6)] == forwards
+    links = [lane for lane in timeline.program.lanes if lane.device is None]
+    assert sorted(lane.name for lane in links) == sorted({
+        f"link {homes[0][m % senders]} - {homes[1][m % receivers]}" for m in range(6)
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 4, 8, 16])
+def test_pipelines_side_by_side_take_as_long_as_one_beside_their_sums(pipelines):
+    """Four stages, 64 microbatches for each pipeline, 12 MB a cut: 1.95 s without transfers, 24.6 s for 16 pipelines if
+    they shared a link for each cut."""
+    layers = tuple(Layer(f"{i}", 9_700_000, 19_400_000, 4 * 10**6, 12 * 10**6 * (i < 3), 1) for i in range(4))
+    chain, policy = Chain("blocks", layers, 0), Policy("flush", 64 * pipelines)
+    stages = [Stage(s, s + 1, tuple(range(s * pipelines, (s + 1) * pipelines))) for s in range(4)]
+    graph = stage_graph(chain, Platform.flat(4 * pipelines, 10**9, 10**9), policy, stages)
+    timeline = simulate(message_driven(graph, 64 * pipelines))
+    work = (64 + 4 - 1) * 29_100_000  # 1.95 s
+    assert work <= timeline.makespan_ns <= 1.05 * work
+    alone = simulate(message_driven(stage_graph(chain, Platform.flat(4, 10**9, 10**9), Policy("flush", 64), [
+        Stage(s, s + 1, (s,)) for s in range(4)
+    ]), 64))  # fmt: skip
+    assert timeline.makespan_ns == alone.makespan_ns
+    ring = 2 * (pipelines - 1) * 4 * 10**6 // pipelines  # ns, at a byte in each
+    assert 0 <= flush_makespan_ns(timeline) - timeline.makespan_ns - ring <= 64 * pipelines
 
 
 def test_all_reduces_pace_the_forwards():

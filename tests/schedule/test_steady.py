@@ -18,7 +18,7 @@ from pipeplan.errors import BadInput
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
-from pipeplan.schedule.kinds import MOST_JUDGED, graph_of, plan_program, plan_timeline, too_long
+from pipeplan.schedule.kinds import MOST_JUDGED, graph_of, plan_program, plan_timeline, shown_microbatches, too_long
 from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.nf1b import nf1b
 from pipeplan.schedule.simulate import simulate
@@ -170,6 +170,12 @@ def test_nf1b_gives_each_stage_one_gpu_and_each_gpu_one_stage():
         (shared, "nf1b gives each GPU one stage; device 0 has stages [0, 2] in this plan"),
     ):
         assert violations(replace(plan, allocation=replace(plan.allocation, stages=stages))) == [sentence]
+
+
+@pytest.mark.parametrize(("batch", "limit", "mini_batches"), [(1, 2, 64), (4, 1, 16), (5, 1, 13), (4, 3, 24)])
+def test_a_run_to_be_shown_has_64_microbatches_and_eight_times_what_the_limit_admits(batch, limit, mini_batches):
+    plan = random_simulated_plan(random.Random(3), "nf1b")
+    assert shown_microbatches(replace(plan, schedule=Schedule("nf1b", batch, limit))) == batch * mini_batches
 
 
 def test_every_kind_has_a_timeline():

@@ -35,8 +35,8 @@ class PipelineTables:
     """How long the stages of one pipeline take: stage s on ``groups[s]``, which is as good as ``problem``'s device s.
 
     ``trips[s][j]`` is the time of both transfers of a microbatch over cut j between the stages s and s + 1, and
-    ``loads[s][j]`` how long they occupy their link, which the pipelines side by side share. ``syncs[s][i, j]`` is what
-    the update of the stage between the cuts i and j takes at least. No stage that takes more than ``most_ns`` is in
+    ``loads[s][j]`` how long they occupy their link at least. ``syncs[s][i, j]`` is what the update of the stage between
+    the cuts i and j takes at least. No stage that takes more than ``most_ns`` is in
     the tables; ``exact``: all others are, at their least times.
     """
 
@@ -101,8 +101,9 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
     platform, count = problem.platform, len(groups)
     alone = Platform(
         tuple(platform.slowest(group) for group in groups),
-        (Level(count, *platform.paths[-1]),),
+        (Level(count, *platform.paths[0 if platform.blocking else -1]),),
         platform.full_duplex,
+        platform.blocking,
     )
     policy = replace(problem.policy, accumulate=microbatches)  # a replica's share of a step is the same
     one = replace(problem, platform=alone, policy=policy, replicas=False)
@@ -115,18 +116,18 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
     trips, loads = [], []
     for here, there in pairwise(groups):
         level = platform.level_between(here, there)
-        moves = np.array([platform.transfer_ns(problem.chain.cut_bytes[cut], level) for cut in cuts], dtype=np.int64)
+        size_of = [0 if platform.blocking else problem.chain.cut_bytes[cut] for cut in cuts]
+        moves = np.array([platform.transfer_ns(size, level) for size in size_of], dtype=np.int64)
         trips.append(np.minimum(2 * moves, NEVER))
-        loads.append(np.minimum((1 if platform.full_duplex else 2) * len(here) * moves, NEVER))
+        loads.append(np.minimum((1 if platform.both_ways(level) else 2) * moves, NEVER))
     syncs = []
     for group in groups:
-        bandwidth, _ = platform.paths[platform.level_of(group)]
-        replicas = len(group)
-        exchanged = 2 * (replicas - 1) * tables.gradients.astype(object) * 10**9
-        sync = (exchanged // (replicas * bandwidth)).astype(np.int64)
+        path = platform.paths[platform.level_of(group)]
+        sync = time_model.ring_all_reduce_ns(tables.gradients.astype(object), len(group), *path).astype(np.int64)
         if policy.coarsening is not None:
-            speed = platform.slowest(group).speed
-            step = time_model.step_ns(problem.chain, tables.cuts[:, None], tables.cuts[None, :], speed)
+            slowest = platform.slowest(group)
+            timed = problem.chain.timed(slowest.times)
+            step = time_model.step_ns(timed, tables.cuts[:, None], tables.cuts[None, :], slowest.speed)
             sync = np.maximum(sync, step)
         syncs.append(sync)
     return PipelineTables(
@@ -215,7 +216,7 @@ def drained_bound(pipeline: PipelineTables, least: int = 1, most: int | None = N
         times = [pipeline.times(s, held if s == 0 else 1) for s in range(count)]
     rounds = 1 if most is None else ceil_div(microbatches, most)
     forward = [
-        time_model.forward_ns(pipeline.problem.chain, 0, pipeline.stage_tables.cuts, d.speed)
+        time_model.forward_ns(pipeline.problem.chain.timed(d.times), 0, pipeline.stage_tables.cuts, d.speed)
         for d in pipeline.problem.platform.devices
     ]
     fastest = np.min(np.stack(forward), axis=0)
@@ -237,8 +238,9 @@ def drained_bound(pipeline: PipelineTables, least: int = 1, most: int | None = N
 
     if enough is not None and enough <= pipeline.most_ns * microbatches and possible(enough - 1) is None:
         return enough
-    low = int(pipeline.problem.chain.sums.forward_ns[-1] + pipeline.problem.chain.sums.backward_ns[-1])
-    low = max(1, low * microbatches // (count * math.ceil(pipeline.stage_tables.best_device.speed)))
+    relaxed = time_model.relative(pipeline.problem)
+    low = int(relaxed.chain.sums.forward_ns[-1] + relaxed.chain.sums.backward_ns[-1])
+    low = max(1, low * microbatches // (count * math.ceil(relaxed.platform.best_device.speed)))
     beyond = pipeline.most_ns * microbatches  # longer stages are not in the tables
     high = 2 * low
     while high < beyond and possible(high) is None:
@@ -254,8 +256,8 @@ def drained_bound(pipeline: PipelineTables, least: int = 1, most: int | None = N
 def _bare_times(pipeline: PipelineTables, stage: int) -> Ints:
     problem, cuts = pipeline.problem, pipeline.stage_tables.cuts
     start, stop = cuts[:, None], cuts[None, :]
-    speed = problem.platform.devices[stage].speed
-    bare = time_model.work_ns(problem.chain, problem.policy, start, stop, speed=speed)
+    device = problem.platform.devices[stage]
+    bare = time_model.work_ns(problem.chain.timed(device.times), problem.policy, start, stop, speed=device.speed)
     return np.where(stop > start, bare, NEVER)
 
 

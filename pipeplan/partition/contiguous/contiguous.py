@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain as chained
 
 import numpy as np
 
@@ -20,14 +21,16 @@ from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
-from ...problem import Platform, Problem
+from ...problem import Device, Platform, Problem
 from ..cuts import spread_cuts
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
 from .options import NEVER
+from .orders import FEW, Order
 from .pareto import Resolution
 from .segments import LabelEffort, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
+from .tied import best_with_sums, first_within, longest_sums_ns, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _MOST_LAYERS = 2000  # whose segments are searched at all; the tables of more take a gigabyte
@@ -50,12 +53,14 @@ _QUICK = LabelEffort(
 def contiguous(problem: Problem) -> Iterator[Allocation]:
     """Yield the allocation of the smallest period, or nothing when no contiguous one fits the memory.
 
+    Where servers share links that is the smallest if they didn't, and so a lower bound.
+
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
-    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`). The
-    decision for one period is a dynamic program over (first layer, first device), O(L^2 P^2) with replicas for L layers
-    and P devices before pruning.
+    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), and one whose replicas sum
+    the gradients of weights that stages share (:mod:`.tied`). The decision for one period is a dynamic program over
+    (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:
@@ -71,6 +76,9 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
     """
     if not len(problem.chain) or period < 1:
         return None
+    if sums_bound_periods(problem):
+        period = min(period, longest_period_ns(problem))
+        return first_within(problem, period, lambda easier: feasible(easier, period))
     longest = longest_period_ns(problem)
     period = min(period, longest)
     tables = stage_tables(problem)
@@ -83,8 +91,11 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
             if found is None:
                 return None
             tables = found[0]
-    stages = decide(tables, period, least_delay)
-    return None if stages is None else _claim(problem, stages, period)
+    for order in tables.orders.first():
+        stages = decide(tables.in_order(order), period, least_delay)
+        if stages is not None:
+            return _claim(problem, tables.orders.placed(stages, order), period)
+    return None
 
 
 def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, bool] | None:
@@ -92,9 +103,9 @@ def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, 
     have every way to recompute them).
 
     For searches with another goal than the period, with up to 2P microbatches in flight on P devices. None when no
-    contiguous allocation fits the memory at any period.
+    contiguous allocation fits the memory at any period. Stages take devices as these are listed.
     """
-    best = smallest_period(problem)
+    best = smallest_period(problem, as_listed=True)
     if best is None:
         return None
     tables = stage_tables(problem)
@@ -108,17 +119,25 @@ def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, 
     return found[0], most, found[1]
 
 
-def smallest_period(problem: Problem, upper: int | None = None, lower: int | None = None) -> Allocation | None:
+def smallest_period(
+    problem: Problem, upper: int | None = None, lower: int | None = None, as_listed: bool = False
+) -> Allocation | None:
     """Return the contiguous allocation of the smallest period, or None when there is none of at most ``upper`` ns.
 
     ``lower`` is a period known to be a lower bound; the search starts there. Periods are bisected with the decision;
     first among few cuts, then among those near the best ones found, so that the exact search starts from a narrow gap.
     The result's ``lower_bound_ns`` is what has been proved; it is optimal where that equals ``claimed_period_ns``. At
-    the problem's deadline it is the best so far; OutOfTime when there is none.
+    the problem's deadline it is the best so far; OutOfTime when there is none. Stages take devices in any order
+    (:mod:`.orders`), or ``as_listed``.
     """
     if not len(problem.chain):
         return None
+    if sums_bound_periods(problem):
+        best = best_with_sums(problem, lambda easier: smallest_period(easier, upper, lower, as_listed))
+        return None if best is None or (upper is not None and _claimed(best) > upper) else best
     tables = stage_tables(problem)
+    if as_listed:
+        tables = replace(tables, orders=replace(tables.orders, most=1))
     high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
     least_delay = _plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:
@@ -158,7 +177,7 @@ def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) 
     and end there, which is never exact.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
-    best = smallest_period(replace(problem, checkpointing="stages"), high, low)
+    best = smallest_period(replace(problem, checkpointing="stages"), high, low, as_listed=tables.orders.most == 1)
     if best is None and len(problem.chain) <= _MOST_LAYERS:
         best, _ = _search(with_lowest_peaks(tables, low, longest), least_delay, low, high, None, 256)
     if len(problem.chain) > _MOST_LAYERS:
@@ -205,27 +224,63 @@ def _search(
     and a period below which there is none.
 
     With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
-    it ends with what it has, if it has any.
+    it ends with what it has, if it has any. Orders of devices are searched in turn, each for what beats the best of
+    those before; where they aren't all, also those near one that did, and nothing above ``low`` is proved. So it is
+    with ``tolerance``, for a few of them.
     """
-    problem = tables.problem
+    orders = tables.orders if tolerance is None else replace(tables.orders, most=min(FEW, tables.orders.most))
+    bound = high + 1
+    seen: set[tuple[Device, ...]] = set()
+    waiting: Iterator[Order] = orders.first(_devices_of(best))
+    while len(seen) < orders.most and (order := next(waiting, None)) is not None:
+        if (kinds := orders.along_kinds(order)) in seen:
+            continue
+        seen.add(kinds)
+        found, reached = _search_in(order, tables, least_delay, low, high, best, tolerance)
+        bound = min(bound, reached)
+        if found is not best and not orders.all:
+            waiting = chained(orders.near(order), waiting)
+        best = found
+    return best, bound if orders.all or orders.most == 1 else low
+
+
+def _devices_of(best: Allocation | None) -> list[int]:
+    return [] if best is None else [d for stage in best.stages for d in stage.devices]
+
+
+def _search_in(
+    order: Order,
+    tables: StageTables,
+    least_delay: Ints,
+    low: int,
+    high: int,
+    best: Allocation | None,
+    tolerance: int | None,
+) -> tuple[Allocation | None, int]:
+    """Do the same for stages that take devices in ``order``; ``best`` may be of another."""
+    problem, ordered = tables.problem, tables.in_order(order)
+
+    def claim(stages: Sequence[Stage], period: int) -> Allocation:
+        return _claim(problem, tables.orders.placed(stages, order), period)
+
     width, probe = max(1, low // 64), True
     try:
         while best is None:  # widen from below: periods below the optimum are decided quickly
             period = min(high, low + width)
-            stages = decide(tables, period, least_delay)
+            stages = decide(ordered, period, least_delay)
             if stages is not None:
-                best = _claim(problem, stages, period)
+                best = claim(stages, period)
             elif period == high:
                 return None, high + 1
             else:
                 low, width = period + 1, 2 * width
         while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
             period = _claimed(best) - 1 if probe else low + gap // 2
-            stages = decide(tables, period, least_delay)
+            stages = decide(ordered, period, least_delay)
             if stages is None:
                 low, probe = period + 1, True
             else:
-                best, probe = _claim(problem, stages, period), False
+                best, probe = claim(stages, period), False
     except OutOfTime:
         if best is None:
             raise
@@ -239,28 +294,34 @@ def _claimed(allocation: Allocation) -> int:
 
 def longest_period_ns(problem: Problem) -> int:
     """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
-    chain, platform = problem.chain, problem.platform
-    speed = min(x.speed for x in platform.devices)
+    platform = problem.platform
+    slowest = platform.slowest(range(len(platform)))
+    chain = problem.chain.timed(slowest.times)
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
-    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), speed)
-    transfers = sum(2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1])
+    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), slowest.speed)
+    transfers = (2 if platform.blocking else 1) * sum(
+        2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1]
+    )
     period = work + 3 * count + transfers  # each stage rounds up three times
+    if sums_bound_periods(problem):
+        period += longest_sums_ns(problem)
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
 
 
 def _plain_delays(tables: StageTables) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
-    chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
-    speed = tables.best_device.speed
+    best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
+    chain = tables.problem.chain.timed(best.times)
     end = np.int64(len(chain))
-    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=speed)
+    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=best.speed)
     return bare
 
 
 def _shared_work(tables: StageTables, low: int, high: int) -> int:
     """Return a period in ``low..high`` below which all devices together are too slow."""
-    sums, speed = tables.problem.chain.sums, sum(x.speed for x in tables.problem.platform.devices)
+    relaxed = time_model.relative(tables.problem)
+    sums, speed = relaxed.chain.sums, sum(x.speed for x in relaxed.platform.devices)
     return min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
 
 
@@ -294,7 +355,9 @@ def _near(tables: StageTables, best: Allocation | None, most: int) -> Ints | Non
 def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
     """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
     policy = memory_model.without_vertical_sync(problem.policy)
-    period = group_bound(stage_graph(problem.chain, problem.platform, policy, stages))
+    free = problem.tied == "free"
+    graph = stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free, sharing=False)
+    period = group_bound(graph)
     assert period is not None
     assert period <= met, "what a decision finds has a pattern of its period"
     return Allocation(on_lowest_devices(problem.platform, stages), period)
@@ -304,8 +367,9 @@ def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stag
     """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
 
     The used units inside every unit of a level become its first ones, so every two devices stay joined by their level.
+    Where devices share links, which ones do would change.
     """
-    if len(set(platform.devices)) > 1:
+    if len(set(platform.devices)) > 1 or platform.shared_level is not None:
         return tuple(stages)
     used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
     moved = dict.fromkeys(used, 0)

@@ -38,7 +38,7 @@ def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts
     """
     problem, size = tables.problem, len(tables.cuts)
     most = len(problem.platform) if problem.replicas else 1
-    enter = least_delay + closed(tables, tables.round_trips[0], period)
+    enter = least_delay + closed(tables, 0, period)
     need = np.full((size, size), _TOO_MANY, dtype=np.int32)
     cap = longest_delay(problem, period)
     for time, limit in tables.best.relaxed():
@@ -91,7 +91,7 @@ def shortest_delays(tables: StageTables, period: int) -> Ints:
     for time, limit in tables.best.relaxed():
         tables.problem.deadline.check()
         np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
-    enter = closed(tables, tables.round_trips[0], period)
+    enter = closed(tables, 0, period)
     delay = np.zeros(len(tables.cuts), dtype=np.int64)
     for i in range(len(delay) - 2, -1, -1):
         delay[i] = min(NEVER, int((least[i, i + 1 :] + enter[i + 1 :]).min()))

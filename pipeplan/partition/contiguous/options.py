@@ -8,8 +8,7 @@ model. Here a stage stores everything or recomputes all of itself; :mod:`.segmen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy as np
 from ...cost import memory_model, time_model
 from ...cost.saved import saved_bytes
 from ...integers import IntLike, Ints
-from ...problem import Problem
+from ...problem import Device, Problem
+from ..cuts import waits_ns
 from ..in_flight import in_flight_limit, version_counts
 
 NEVER = 2**61  # ns; above every time, and two of them still fit into an int64
@@ -113,18 +113,22 @@ def with_replicas(tables: Sequence[Ints], start: int, stops: Ints, replicas: Int
     return found
 
 
-def stage_times(problem: Problem, cuts: Ints, speed: Fraction) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`FewOptions.times` between ``cuts`` (layer positions) on devices of this speed; NEVER: no stage."""
+def stage_times(problem: Problem, cuts: Ints, device: Device) -> tuple[tuple[Ints, ...], ...]:
+    """Return :attr:`FewOptions.times` between ``cuts`` (layer positions) on devices as fast; NEVER: no stage."""
+    problem = replace(problem, chain=problem.chain.timed(device.times))
     chain, policy = problem.chain, problem.policy
     start, stop = cuts[:, None], cuts[None, :]
     counts = replica_counts(problem)
+    waits = waits_ns(problem, cuts)
     options = []
     for _, _, recompute in _choices(problem, start, stop):
         tables = []
         for replicas in counts:
             problem.deadline.check()
-            table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, speed)
-            table[(stop <= start) | (table == 0)] = NEVER  # a stage without work would leave orders ambiguous
+            table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, device.speed)
+            idle = (stop <= start) | (table == 0)  # a stage without work would leave orders ambiguous
+            table += waits[:, None] + waits[None, :]
+            table[idle] = NEVER
             tables.append(table)
         options.append(tuple(tables))
     return tuple(options)

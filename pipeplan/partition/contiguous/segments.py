@@ -9,7 +9,7 @@ the next period. Exact where all labels are kept, and then optimal among contigu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -18,7 +18,8 @@ import numpy as np
 
 from ...cost import time_model
 from ...integers import Ints, ceil_div
-from ...problem import Chain, Device, Problem
+from ...problem import Chain, Device, LayerTimes, Problem
+from ..cuts import waits_ns
 from ..in_flight import fixed_bytes, in_flight_limit, version_counts
 from .device_counts import device_counts
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
@@ -49,10 +50,23 @@ def with_segments(
     alone. Decisions may be made for periods of ``least`` to ``period``; ``longest`` bounds the time of one microbatch.
     Segments begin and end at any layer, or only at cuts where some are left out.
     """
-    caps = _caps(tables, period, least_delay)
-    if caps is None:
-        return None
-    chain = tables.problem.chain
+    labels = {}
+    for times in _profiles(tables):
+        caps = _caps(tables, period, least_delay, times)
+        if caps is None:
+            return None
+        labels[times] = _labels_within(tables, caps, tables.problem.chain.timed(times), effort)
+    found = _with_labels(tables, labels, _most_groups(tables, least, longest))
+    return found[0], found[1] and tables.complete
+
+
+def _profiles(tables: StageTables) -> tuple[LayerTimes | None, ...]:
+    """Return the layer times of all classes of devices: where these have profiles of their own, each its labels."""
+    return tuple(dict.fromkeys(x.times for x in (tables.best_device, *(x.device for x in tables.classes))))
+
+
+def _labels_within(tables: StageTables, caps: Caps, chain: Chain, effort: LabelEffort) -> Callable[[int], Labels]:
+    """Return the function from first layers to labels, each made with no more than its share of ``effort``."""
     units = Units.of(chain)
     positions = np.arange(len(chain) + 1) if tables.complete else tables.cuts
     place = {int(cut): i for i, cut in enumerate(tables.cuts)}
@@ -75,8 +89,7 @@ def with_segments(
         assert found is not None
         return found
 
-    found = _with_labels(tables, labels, _most_groups(tables, least, longest))
-    return found[0], found[1] and tables.complete
+    return labels
 
 
 def with_lowest_peaks(tables: StageTables, least: int, longest: int) -> StageTables:
@@ -84,8 +97,9 @@ def with_lowest_peaks(tables: StageTables, least: int, longest: int) -> StageTab
 
     Exact where one microbatch at a time is fast enough.
     """
-    labels = _lowest_peaks(tables.problem.chain)
-    return _with_labels(tables, labels.__getitem__, _most_groups(tables, least, longest))[0]
+    chain = tables.problem.chain
+    labels = {times: _lowest_peaks(chain.timed(times)).__getitem__ for times in _profiles(tables)}
+    return _with_labels(tables, labels, _most_groups(tables, least, longest))[0]
 
 
 @lru_cache(maxsize=2)
@@ -114,21 +128,24 @@ class Caps:
     peak: Ints
 
 
-def _caps(tables: StageTables, period: int, least_delay: Ints) -> Caps | None:
-    """Return the caps of plans of at most ``period`` ns: time that devices have left, memory that weights leave."""
+def _caps(tables: StageTables, period: int, least_delay: Ints, times: LayerTimes | None) -> Caps | None:
+    """Return the caps of plans of at most ``period`` ns, for stages on devices with these layer ``times``: time that
+    devices have left, memory that weights leave."""
     problem, cuts = tables.problem, tables.cuts
     counts = device_counts(tables, period, least_delay)
     if counts is None:
         return None
-    platform, sums = problem.platform, problem.chain.sums
-    speeds = [x.speed for x in platform.devices]
+    platform, sums = problem.platform, problem.chain.timed(times).sums
+    classes = (tables.best_device, *(x.device for x in tables.classes))
+    fastest = max(x.speed for x in classes if x.times == times)
     most = len(platform) if problem.replicas else 1
     start, stop = cuts[:, None], cuts[None, :]
     work = sums.forward_ns + sums.backward_ns
     devices = np.minimum(len(platform) - counts.before[:, None] - counts.after[None, :], most)
-    fastest = max(speeds)
     spare = devices * period * fastest.numerator // fastest.denominator - (work[stop] - work[start])
-    spare = np.minimum(spare, int(sum(speeds, Fraction(0)) * period) - int(work[-1]))
+    if all(x.times == times for x in classes):
+        together = sum((x.speed for x in platform.devices), Fraction(0))
+        spare = np.minimum(spare, int(together * period) - int(work[-1]))
     room = max(x.memory_bytes for x in platform.devices) - fixed_bytes(problem, start, stop, 1)
     index = np.arange(len(cuts))
     possible = (index[None, :] > index[:, None]) & (index[None, :] <= counts.reach[:, None])
@@ -142,11 +159,27 @@ def _caps(tables: StageTables, period: int, least_delay: Ints) -> Caps | None:
 
 
 def _with_labels(
-    tables: StageTables, labels_of: Callable[[int], Labels | LowestPeak], groups: int
+    tables: StageTables, labels_of: Mapping[LayerTimes | None, Callable[[int], Labels | LowestPeak]], groups: int
 ) -> tuple[StageTables, bool]:
-    """Return the tables with the times that the labels allow (given by first layer), and whether all are exact."""
+    """Return the tables with the times that the labels allow (given by profile and first layer), and whether all are
+    exact."""
+    devices = dict.fromkeys([tables.best_device, *(x.device for x in tables.classes)])
+    options: dict[Device, SegmentOptions] = {}
+    exact = True
+    for times, labels in labels_of.items():
+        some, complete = _options_of(tables, [x for x in devices if x.times == times], labels, groups)
+        options |= some
+        exact = exact and complete
+    classes = tuple(replace(x, options=options[x.device]) for x in tables.classes)
+    return replace(tables, classes=classes, best=options[tables.best_device]), exact
+
+
+def _options_of(
+    tables: StageTables, devices: Sequence[Device], labels_of: Callable[[int], Labels | LowestPeak], groups: int
+) -> tuple[dict[Device, SegmentOptions], bool]:
+    """Do the same for some devices with the same layer times."""
     problem, cuts = tables.problem, tables.cuts
-    memories = sorted({x.memory_bytes for x in problem.platform.devices})
+    memories = sorted({x.memory_bytes for x in devices})
     size = len(cuts)
     counts = version_counts(problem)
     times = {
@@ -169,10 +202,7 @@ def _with_labels(
         table[:, :, 0] = NEVER  # labels that don't fit at all
         table[:] = np.minimum.accumulate(table[:, :, ::-1], axis=2)[:, :, ::-1]
     finder = _SegmentFinder(problem, labels_of)
-    devices = dict.fromkeys([tables.best_device, *(x.device for x in tables.classes)])
-    options = {x: _options(tables, x, [times[x.memory_bytes, r] for r in counts], finder) for x in devices}
-    classes = tuple(replace(x, options=options[x.device]) for x in tables.classes)
-    return replace(tables, classes=classes, best=options[tables.best_device]), exact
+    return {x: _options(tables, x, [times[x.memory_bytes, r] for r in counts], finder) for x in devices}, exact
 
 
 def _limits(problem: Problem, labels: Labels | LowestPeak, at: Ints, memory: int, replicas: int) -> Ints:
@@ -209,7 +239,7 @@ class SegmentOptions:
 
     ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
     on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of
-    this class, ``backward[r]`` of the profiled device. The last r stands for all beyond.
+    this class, with what blocks, ``backward[r]`` of the profiled device. The last r stands for all beyond.
     """
 
     cuts: Ints
@@ -267,11 +297,13 @@ def _time(forward: Ints, backward: Ints, recompute: Ints, speed: Fraction) -> In
 def _options(
     tables: StageTables, device: Device, recomputations: Sequence[Ints], finder: _SegmentFinder
 ) -> SegmentOptions:
-    chain, policy, cuts = tables.problem.chain, tables.problem.policy, tables.cuts
+    chain, policy, cuts = tables.problem.chain.timed(device.times), tables.problem.policy, tables.cuts
     start, stop = cuts[:, None], cuts[None, :]
     forward = time_model.forward_ns(chain, start, stop, device.speed)
     backward = tuple(time_model.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(tables.problem))
     idle = np.asarray(forward + backward[0] == 0)  # a stage without work would leave orders ambiguous
+    waits = waits_ns(tables.problem, cuts)
+    forward = forward + waits[:, None] + waits[None, :]
     recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in recomputations)
     alone = recompute[0]
     most = alone.shape[2] - 2

@@ -7,18 +7,21 @@ Everything here holds for every period, so one search computes it once. Stages b
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from functools import cache
+from itertools import product
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model
-from ...integers import Ints
+from ...integers import Ints, most_in_common
 from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..in_flight import version_counts
 from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
+from .orders import Order, Orders
 
 _MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
 _SPREAD = 1000  # cuts that are looked at where all are too many
@@ -35,6 +38,7 @@ class DeviceClass:
 
     options: StageOptions
     device: Device
+    eligible: frozenset[int]  # the devices that are at least as good
     replicas: Ints
 
 
@@ -48,10 +52,11 @@ class StageTables:
     best: StageOptions  # on ``best_device``
     best_device: Device  # as fast as the fastest and as large as the largest
     gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
-    round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take, over each level
+    round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take on links, over each level
     spans: Ints  # like replicas: the level that joins devices a..b-1
     outer_spans: Ints  # the level that joins devices a-1..b-1: what the cut before a stage spans at least
     uniform: bool  # whether only the number of devices counts
+    orders: Orders  # in which stages may take devices
     complete: bool = True  # whether all legal cuts are here
 
     def select(self, index: Ints) -> StageTables:
@@ -65,6 +70,17 @@ class StageTables:
             round_trips=self.round_trips[:, index],
             complete=self.complete and len(index) == len(self.cuts),
         )
+
+    def in_order(self, order: Order) -> StageTables:
+        """Return the same tables for stages that take devices in ``order``, whose positions they call devices."""
+        devices = self.orders.along_kinds(order)
+        if devices == self.problem.platform.devices:
+            return self
+        platform = replace(self.problem.platform, devices=devices)
+        groups = _groups(platform, self.problem.replicas)
+        pairs = zip(self.classes, groups, strict=True)
+        classes = tuple(replace(x, eligible=found.eligible, replicas=found.replicas) for x, found in pairs)
+        return replace(self, problem=replace(self.problem, platform=platform), classes=classes)
 
 
 def stage_tables(problem: Problem) -> StageTables:
@@ -93,15 +109,23 @@ def stage_tables(problem: Problem) -> StageTables:
         outer = np.array([[0, 0, *(spans[b - 2, b] for b in range(2, devices + 1))]], dtype=np.int64)
         spans = np.zeros_like(outer)
     best = platform.best_device
-    times = {x: stage_times(problem, cuts, x) for x in {x.speed for x in platform.devices}}
-    limits = {x: stage_limits(problem, cuts, x) for x in {x.memory_bytes for x in platform.devices}}
+
+    @cache
+    def times_on(pace: Device) -> tuple[tuple[Ints, ...], ...]:
+        return stage_times(problem, cuts, pace)
+
+    @cache
+    def limits_of(memory: int) -> tuple[tuple[Ints, ...], ...]:
+        return stage_limits(problem, cuts, memory)
 
     def options_of(device: Device) -> StageOptions:
-        return FewOptions(cuts, times[device.speed], limits[device.memory_bytes])
+        return FewOptions(cuts, times_on(replace(device, memory_bytes=0)), limits_of(device.memory_bytes))
 
-    classes = tuple(DeviceClass(options_of(d), d, groups) for d, groups in _groups(platform, problem.replicas))
+    classes = tuple(
+        DeviceClass(options_of(x.device), x.device, x.eligible, x.replicas) for x in _groups(platform, problem.replicas)
+    )
     uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
-    trips = np.array(round_trips, dtype=np.int64)
+    trips = np.array(round_trips, dtype=np.int64) * (not platform.blocking)
     return StageTables(
         problem,
         cuts,
@@ -113,6 +137,7 @@ def stage_tables(problem: Problem) -> StageTables:
         spans,
         outer,
         uniform,
+        Orders.of(platform, len(cuts)),
         complete=count == len(cuts),
     )
 
@@ -120,47 +145,76 @@ def stage_tables(problem: Problem) -> StageTables:
 def _most_cuts(problem: Problem) -> int:
     """Return how many cuts the tables may be over, by their number and that of what is held while they are read."""
     platform = problem.platform
-    speeds, memories = {x.speed for x in platform.devices}, {x.memory_bytes for x in platform.devices}
-    tables = len(replica_counts(problem)) * len(speeds) + len(version_counts(problem)) * len(memories)
+    paces, memories = {(x.speed, x.times) for x in platform.devices}, {x.memory_bytes for x in platform.devices}
+    tables = len(replica_counts(problem)) * len(paces) + len(version_counts(problem)) * len(memories)
     return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 
-def _groups(platform: Platform, replicas: bool) -> list[tuple[Device, Ints]]:
-    """Return each class of device groups with its table of replica counts.
+class _Group(NamedTuple):
+    """Groups of devices that are as good: see :class:`DeviceClass`."""
+
+    device: Device
+    eligible: frozenset[int]
+    replicas: Ints
+
+
+def _groups(platform: Platform, replicas: bool) -> list[_Group]:
+    """Return each class of device groups; as many, and in the same order, for every order of the same devices.
 
     Within a class a stage needs no other devices than all the eligible ones from its first to its last: moving the
-    first ones up into a gap keeps speed and memory and shortens the way to the next stage.
+    first ones up into a gap keeps speed and memory and shortens the way to the next stage. A class has a least memory
+    and, of each profile of devices' own that is in it, a least speed.
     """
-    speeds = np.array([x.speed for x in platform.devices], dtype=object)
-    memories = np.array([x.memory_bytes for x in platform.devices], dtype=object)
-    count = len(platform)
+    devices = platform.devices
     if not replicas:
-        kinds = dict.fromkeys(platform.devices)
-        return [(x, np.array([[0, *(int(y == x) for y in platform.devices)]], dtype=np.int64)) for x in kinds]
+        kinds = sorted(dict.fromkeys(devices), key=repr)
+        return [
+            _Group(
+                x,
+                frozenset(d for d, y in enumerate(devices) if y == x),
+                np.array([[0, *(int(y == x) for y in devices)]], dtype=np.int64),
+            )
+            for x in kinds
+        ]
+    profiles = sorted(dict.fromkeys(x.times for x in devices), key=repr)
+    speeds = [[None, *sorted({x.speed for x in devices if x.times == times})] for times in profiles]
+    memories = sorted({x.memory_bytes for x in devices})
     found = []
-    for speed in sorted(set(speeds)):
-        for memory in sorted(set(memories)):
-            eligible = (speeds >= speed) & (memories >= memory)
-
-            def between(which: npt.NDArray[np.bool_]) -> Ints:
-                table = np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
-                return table[None, :] - table[:-1, None]
-
-            groups = between(eligible)
+    for least in product(*speeds):
+        of_profile = dict(zip(profiles, least, strict=True))
+        taken = [speed is not None and x.speed >= speed for x in devices for speed in [of_profile[x.times]]]
+        for memory in memories:
+            eligible = np.array([y and x.memory_bytes >= memory for x, y in zip(devices, taken, strict=True)])
+            needed = [np.array([x.memory_bytes == memory for x in devices])]
+            for times, speed in of_profile.items():
+                if speed is not None:
+                    needed.append(np.array([x.times == times and x.speed == speed for x in devices]))
+            groups = _between(eligible)
             groups[~(eligible[:, None] & np.concatenate([[False], eligible])[None, :])] = 0
-            for needed in (speeds == speed, memories == memory):
-                groups[between(eligible & needed) <= 0] = 0
+            for some in needed:
+                groups[_between(eligible & some) <= 0] = 0
             groups[groups < 0] = 0
             if groups.any():
-                found.append((Device(int(memory), Fraction(speed)), groups))
-    assert count == 0 or found
+                members = [d for d in range(len(devices)) if eligible[d]]
+                slowest = replace(platform.slowest(members), memory_bytes=memory)
+                found.append(_Group(slowest, frozenset(members), groups))
+    assert found
     return found
 
 
-def closed(tables: StageTables, round_trips: Ints, period: int) -> Ints:
-    """Return the round trips with NEVER for those that a link cannot carry once per ``period``."""
-    load = round_trips // 2 if tables.problem.platform.full_duplex else round_trips
-    return np.where(load <= period, round_trips, NEVER)
+def _between(which: npt.NDArray[np.bool_]) -> Ints:
+    """Return how many of the devices a..b-1 are ``which``, shape (P, P + 1)."""
+    table = np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+    return table[None, :] - table[:-1, None]
+
+
+def closed(tables: StageTables, level: int, period: int) -> Ints:
+    """Return the round trips over ``level``, NEVER for those that no links between two groups can carry once per
+    ``period``."""
+    problem, round_trips = tables.problem, tables.round_trips[level]
+    load = round_trips // 2 if problem.platform.both_ways(level) else round_trips
+    links = most_in_common(len(problem.platform)) if problem.replicas else 1
+    return np.where(load <= min(links * period, NEVER - 1), round_trips, NEVER)
 
 
 def longest_delay(problem: Problem, period: int) -> int:
@@ -176,8 +230,8 @@ def largest_synced_gradients(problem: Problem, period: int) -> Ints:
     policy, count = problem.policy, len(problem.platform)
     return np.array(
         [
-            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, width) for r in range(1, count + 1))]
-            for width, _ in problem.platform.paths
+            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, *path) for r in range(1, count + 1))]
+            for path in problem.platform.paths
         ],
         dtype=np.int64,
     )

@@ -32,7 +32,8 @@ def worst_of(platform: Platform) -> Platform:
 
 def best_of(platform: Platform) -> Platform:
     """Return equal devices with the most memory, the best speed and the fastest path of ``platform``."""
-    return _alike(platform, platform.best_device, platform.paths[0])
+    both_ways = any(map(platform.both_ways, range(len(platform.levels))))
+    return replace(_alike(platform, platform.best_device, platform.paths[0]), full_duplex=both_ways)
 
 
 def _alike(platform: Platform, device: Device, path: tuple[int, int]) -> Platform:
@@ -112,6 +113,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     device = platform.devices[0]
     size, count = memory_model.weights_of(chain, start, stop)
     none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
+    waiting = memory_model.waiting_bytes(chain, policy, start, stop)
     saved = np.asarray(saved_bytes(chain, start, stop))
     return MadPipeTables(
         policy=policy,
@@ -121,12 +123,12 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         memory=device.memory_bytes,
         lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
         duplex=platform.full_duplex,
-        work=time_model.work_ns(chain, policy, start, stop, speed=device.speed).tolist(),
+        work=time_model.work_ns(chain.timed(device.times), policy, start, stop, speed=device.speed).tolist(),
         limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
-        fixed=none.tolist(),
+        fixed=(none + waiting).tolist(),
         version=(one - none).tolist(),
         saved=saved.tolist(),
-        round_trip=round_trips_ns(chain, platform, cuts, 0),
+        round_trip=[0] * len(cuts) if platform.blocking else round_trips_ns(chain, platform, cuts, 0),
         buffers=(2 * crossing_bytes(chain)[cuts]).tolist(),
         least_saved=np.concatenate([[0], np.cumsum(first_saved(chain))])[cuts].tolist(),
     )

@@ -6,8 +6,7 @@ It does not look at memory in flight; 1F1B* makes its allocation schedulable aft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from ...cost import memory_model, time_model
 from ...integers import Ints, ceil_div
 from ...plan import Allocation
-from ...problem import Problem
+from ...problem import Device, Problem
 from .levels import UNREACHABLE, Rows, Solved, StageRange, Table, device_stages, on_consecutive_devices, solve_level
 from .released import pipedream_released
 
@@ -30,12 +29,13 @@ def pipedream(
     """Yield PipeDream's allocation: the better of a flat and a strictly hierarchical solve first, then the other.
 
     Minimises the most of compute / replicas, weight synchronisation (2(r-1)/r * W/B every r microbatches) and
-    transfers (2a/B). Flat: optimal among stages on consecutive devices from the first on, where every cut and every
-    ring is charged the slowest level that it spans. Strict: optimal among hierarchies, in which a stage of an upper
-    level takes whole units of the level below (PipeDream section 3.1, its T^k with the 1/m that its text has and its
-    print lacks); all devices are taken to be as fast as the slowest, and the stages are laid on consecutive devices.
-    ``claimed_period_ns`` is the solve's own period; memory is not looked at. ``straight`` allows no replicas, and
-    ``mode="released"`` follows the published optimizer instead (:mod:`.released`).
+    transfers (2a/B, as if all replicas shared one link). Flat: optimal among stages on consecutive devices from the
+    first on, where every cut and every ring is charged the slowest level that it spans. Strict: optimal among
+    hierarchies, in which a stage of an upper level takes whole units of the level below (PipeDream section 3.1, its T^k
+    with the 1/m that its text has and its print lacks); all devices are taken to be as fast as the slowest, and the
+    stages are laid on consecutive devices. ``claimed_period_ns`` is the solve's own period; memory is not looked at.
+    ``straight`` allows no replicas, and ``mode="released"`` follows the published optimizer instead
+    (:mod:`.released`).
 
     Time O(P^2 L log T) for L layers on P devices flat, O(m^2 L^3) per level of m units strict.
     """
@@ -61,8 +61,8 @@ def _flat(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     Among those it is one of the fewest stages, on as many devices as these can use, cut where few bytes cross.
     """
     count, largest = len(problem.chain), 1 if straight else len(problem.platform)
-    alone = problem.platform.devices[0].speed  # everything on the first device
-    high = time_model.work_ns(problem.chain, problem.policy, 0, count, speed=alone)
+    alone = problem.platform.devices[0]  # everything on the first device
+    high = time_model.work_ns(problem.chain.timed(alone.times), problem.policy, 0, count, speed=alone.speed)
     low = 1
     while low < high:
         middle = (low + high) // 2
@@ -110,14 +110,15 @@ def _limits(problem: Problem, period: int, largest: int) -> _Limits:
     )
 
     @cache
-    def furthest_stop(replicas: int, speed: Fraction, level: int) -> Ints:
+    def furthest_stop(replicas: int, slowest: Device, level: int) -> Ints:
         problem.deadline.check()
         gradient = memory_model.largest_synced_gradient(problem.policy, period, replicas, platform.paths[level][0])
-        return _furthest(problem, period, replicas, speed, gradient)
+        return _furthest(problem, period, replicas, slowest, gradient)
 
     @cache
     def furthest(p: int, m: int) -> Ints:
-        return furthest_stop(m, platform.slowest(range(p, p + m)).speed, int(platform.spans[p, p + m]))
+        slowest = replace(platform.slowest(range(p, p + m)), memory_bytes=0)  # which isn't looked at
+        return furthest_stop(m, slowest, int(platform.spans[p, p + m]))
 
     return _Limits(passes, furthest, largest, platform.spans)
 
@@ -175,9 +176,10 @@ def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> lis
     return stages[::-1]
 
 
-def _furthest(problem: Problem, period: int, replicas: int, speed: Fraction, gradient: int) -> Ints:
+def _furthest(problem: Problem, period: int, replicas: int, slowest: Device, gradient: int) -> Ints:
     """Return for each start the largest stop so that ``layers[start:stop]`` on ``replicas`` devices keep ``period``."""
-    sums = problem.chain.sums
+    chain, speed = problem.chain.timed(slowest.times), slowest.speed
+    sums = chain.sums
     prefix = sums.forward_ns + sums.backward_ns
     budget = replicas * period
     roughly = min(budget * speed.numerator // speed.denominator, UNREACHABLE)  # rounding up only takes away
@@ -185,12 +187,12 @@ def _furthest(problem: Problem, period: int, replicas: int, speed: Fraction, gra
     synced = np.asarray(memory_model.gradient_of(problem.chain, problem.policy, 0, np.arange(len(prefix))))
     stop = np.minimum(stop, np.searchsorted(synced, synced + min(gradient, UNREACHABLE), side="right") - 1)
     start = np.arange(len(prefix))
-    too_far = time_model.work_ns(problem.chain, problem.policy, start, stop, 0, replicas, speed) > budget
+    too_far = time_model.work_ns(chain, problem.policy, start, stop, 0, replicas, speed) > budget
     high = np.where(too_far, stop - 1, stop)
     low = np.where(too_far, start, stop)
     while (low < high).any():
         middle = (low + high + 1) // 2
-        fits = time_model.work_ns(problem.chain, problem.policy, start, middle, 0, replicas, speed) <= budget
+        fits = time_model.work_ns(chain, problem.policy, start, middle, 0, replicas, speed) <= budget
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     return low
 
@@ -202,7 +204,8 @@ def _strict(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     """Return the least period of a strict hierarchy and its stages, replicas counted in devices."""
     chain, platform, policy = problem.chain, problem.platform, problem.policy
     length = len(chain)
-    speed = platform.slowest(range(len(platform))).speed
+    slowest = platform.slowest(range(len(platform)))
+    speed, timed = slowest.speed, chain.timed(slowest.times)
     directions = 1 if platform.full_duplex else 2
     solved: list[Solved] = []
     for k, joined in enumerate(platform.levels):
@@ -220,7 +223,7 @@ def _strict(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
             rows = []
             for m in range(1, most + 1):
                 work = (
-                    time_model.work_ns(chain, policy, start, stop, 0, m, speed) if below is None else below[stop, :stop]
+                    time_model.work_ns(timed, policy, start, stop, 0, m, speed) if below is None else below[stop, :stop]
                 )
                 sync = np.asarray(time_model.sync_period_ns(policy, exact, m, bandwidth)).astype(np.int64)
                 rows.append(np.maximum(ceil_div(work, m), sync))

@@ -19,7 +19,7 @@ from ..granularity import articulation_cuts
 from .levels import Solved, StageRange, Table, device_stages, on_consecutive_devices, solve_level
 
 Floats = npt.NDArray[np.float64]
-MOST_STATES = 1000  # of an antichain DAG; beyond it the chain is cut where one tensor is live
+MOST_STATES = 2000  # of an antichain DAG; beyond it the chain is cut where one tensor is live
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def pipedream_released(problem: Problem, straight: bool = False) -> Iterator[All
 
     Optimal for its own costs, with activation costs on and without a memory limit. Devices are taken to be equal and
     latencies zero. Stages go on consecutive devices; a state that is no prefix of the chain's order is cut after as
-    many layers as it has. A DAG of more than 1000 antichains is cut only where one tensor is live. Nothing comes where
+    many layers as it has. A DAG of more than 2000 antichains is cut only where one tensor is live. Nothing comes where
     the recurrence has no solution (``straight`` with fewer states than devices). Time O(m^2 S^3) per level of m units
     for S states; source: ``optimizer_graph_hierarchical.py`` of msr-fiddle/pipedream.
     """
@@ -210,8 +210,8 @@ def _antichains(chain: Chain) -> _Antichains | None:
             for v in readers[u]:
                 if antichain >> v & 1 or descendants[v] & whole:
                     continue
-                replaced = whole & ~(1 << u) | 1 << v
-                found[sum(1 << x for x in _bits(replaced) if not descendants[x] & replaced)] = None
+                more = whole | 1 << v  # u, which v reads, is no longer maximal
+                found[sum(1 << x for x in _bits(more) if not descendants[x] & more)] = None
         following[antichain] = list(found)
         queue += [x for x in found if x not in queued]
         queued |= found.keys()

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from ...cost import memory_model
+from ...cost import memory_model, time_model
 from ...plan import Schedule, Stage
 from ...problem import Chain, Problem
 from ...schedule.kinds import too_long
@@ -109,7 +109,8 @@ def grid_problem(
         "gradients are summed after each stage's last backward by rings, 2(r-1)/r bytes / bandwidth"
         + (", the optimizer steps meanwhile: the longer of the two and a chunk of the other" if overlap else "")
     )
-    assumptions.append("the messages of all pipelines between two stages share one link")
+    if problem.platform.shared_level is None:
+        assumptions.append("any two GPUs have a link of their own")
     if True in offloads:
         assumptions.append("moving optimizer state between host and GPU takes no time of its own")
     return (
@@ -179,15 +180,16 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
     the mean over the stages of M U(s) and the update after it, or M times the largest layer.
     """
-    problem, count, p = asked.of(config), config.microbatches(asked.batch), config.stages
+    problem, count, p = time_model.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
     passes, step = int(sums.forward_ns[-1] + sums.backward_ns[-1]), int(sums.optimizer_ns[-1])
     overlaps = problem.policy.coarsening is not None
     work = passes + (Fraction(0) if overlaps else Fraction(step, count))
     drain = work / (1 - Fraction(count - 1, count) ** p)
-    gradient = memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1]))
+    gradient = int(memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1])))
     rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
+    rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
     if overlaps:
         rounds = max(rounds, Fraction(step) / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)

@@ -83,7 +83,11 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class ReduceTied:
-    """Sum the gradients of the weights that ``stages`` share, over all their replicas, before they make ``version``."""
+    """Sum the gradients of the weights that ``stages`` share, over all their replicas, for ``version``.
+
+    It comes before the updates of all of them, or where nothing drains before that of the first stage, when the others
+    have made ``version`` of the weights that they don't share: then they make it of the shared ones, too.
+    """
 
     stages: tuple[int, ...]
     version: int
@@ -151,31 +155,43 @@ def _which(last: int, covers: int) -> str:
 
 
 def lowered(
-    timeline: Timeline, policy: WeightPolicy, interval: int, ranks: Mapping[int, int]
+    timeline: Timeline,
+    policy: WeightPolicy,
+    interval: int,
+    ranks: Mapping[int, int],
+    tied: Sequence[tuple[int, ...]] = (),
 ) -> list[list[Instruction]]:
     """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
     The order is that of the simulated run: passes and exchanges as :func:`..schedule.program.lower` places them, and an
     update on all replicas of a stage where :func:`..schedule.weight_versions.used` has it, an update every ``interval``
-    microbatches. So collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass
-    would need weights that are not made yet, or more versions than the policy keeps.
+    microbatches. What stages share (``tied``) is summed right before the first one's update, which is the last. So
+    collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need weights
+    that are not made yet, or more versions than the policy keeps.
     """
     program, graph = timeline.program, timeline.program.graph
     orders = lower(program, timeline.start_ns)
     entries: dict[int, list[tuple[_Turn, int, Instruction]]] = {device: [] for device in orders}
     version_of: dict[Step, int] = {}
+    sums = {stages[0]: stages for stages in tied}
+
+    def devices_of(stage: int) -> tuple[int, ...]:
+        return graph.resources[graph.stages[stage].resource].devices
+
     for s, uses in enumerate(used(timeline, policy, interval)):
         _check_versions(s, uses, policy, interval)
-        devices = graph.resources[graph.stages[s].resource].devices
+        devices = devices_of(s)
         for use in uses:
             version_of[use.step] = use.version
             if use.updates:
-                made = use.made + 1
+                made, turn = use.made + 1, timeline.turn(use.step)
+                for device in {d for holder in sums.get(s, ()) for d in devices_of(holder)}:
+                    entries[device].append((turn, len(orders[device]) + 3 * made - 2, ReduceTied(sums[s], made)))
                 for replica in devices:
-                    place = len(orders[replica]) + 2 * made
+                    place = len(orders[replica]) + 3 * made
                     if len(devices) > 1:
-                        entries[replica].append((timeline.turn(use.step), place - 1, Reduce(s, made)))
-                    entries[replica].append((timeline.turn(use.step), place, Update(s, made)))
+                        entries[replica].append((turn, place - 1, Reduce(s, made)))
+                    entries[replica].append((turn, place, Update(s, made)))
     for device, operations in orders.items():
         for index, op in enumerate(operations):
             step = _step(program, op)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import lcm
 
 from ...check.evaluate import evaluate
-from ...check.validate import tied_violations
+from ...check.shared_weights import tied_violations
 from ...cost.stage_graph import StageGraph, tied_stages
 from ...errors import BadInput
 from ...plan import Plan, Schedule
@@ -166,6 +166,10 @@ class LoweredRun:
             return 2 * max(most_held(self.timeline, lane) for lane in lanes) + self.round
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
+    def waits(self, stage: int) -> bool:
+        """Whether gradients of weights that ``stage`` shares wait until an earlier stage's are there."""
+        return not self.drains and any(stage in stages[1:] for stages in self.tied)
+
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in chain order."""
         device = self.devices[rank]
@@ -208,7 +212,7 @@ def lower_run(
         timeline = simulate(program)
         if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        return program, timeline, lowered(timeline, policy, interval, ranks)
+        return program, timeline, lowered(timeline, policy, interval, ranks, () if policy.drains else tied)
 
     made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
     for length in sorted(set(lengths), reverse=True):

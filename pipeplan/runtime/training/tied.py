@@ -1,7 +1,9 @@
 """How do stages share weights? Each has a copy of its own, and equal gradients keep the copies equal.
 
 Before an update the gradients of all copies, on whatever ranks, are added up, and each copy gets the sum. The copies
-begin equal, and their optimizers do the same with the same numbers.
+begin equal, and their optimizers do the same with the same numbers. Where the pipeline doesn't drain (2bw), backwards
+come to the first stage last, when later stages are at the next mini-batch: their gradients of shared weights wait for
+it, and the new version of these weights is made then, before any pass uses it.
 """
 
 from __future__ import annotations
@@ -181,10 +183,16 @@ class TiedSums:
             for gradient in gradients[1:]:
                 gradient.copy_(total)
             self._recorder.note("REDUCE", own[-1][0], version, start)  # whose update comes first
+        scale = 1.0 if self._scaling is None else self._scaling.used
+        for s in stages:
+            if s in self._runners:
+                start = self._recorder.mark()
+                if self._runners[s].versions.update_tied(scale):
+                    self._recorder.note("UPDATE", s, version, start)
 
     def _gradients(self, own: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
         for s, index in own:
-            yield self._runners[s].versions.gradient(index)
+            yield self._runners[s].versions.tied_gradient(index)
 
 
 def _index(runner: StageModule, parameter: nn.Parameter) -> int:

@@ -45,7 +45,7 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
     for place, run in enumerate(runs):
         first, last = versions.buckets[run[0]], versions.buckets[run[-1]]
         is_last = place == len(runs) - 1
-        parts = range(run[0], len(versions.buckets) if is_last else run[-1] + 1)
+        parts = range(run[0], versions.parts.stop if is_last else run[-1] + 1)
         if versions.optimizer.parts != len(versions.buckets):
             parts = range(versions.optimizer.parts if is_last else 0)
         chunks.append(Chunk(versions.flat.flats[first.dtype][first.start : last.stop], parts))
@@ -53,7 +53,10 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
 
 
 class StageUpdate:
-    """Makes new versions of one stage's weights; with replicas, ``group``, :meth:`reduce` comes before each."""
+    """Makes new versions of one stage's weights; with replicas, ``group``, :meth:`reduce` comes before each.
+
+    At most ``added`` gradients of a weight are summed.
+    """
 
     def __init__(
         self,
@@ -64,8 +67,9 @@ class StageUpdate:
         replicas: int = 1,
         coarsening: int | None = None,
         scaling: Scaling | None = None,
+        added: int = 1,
     ) -> None:
-        self._stage, self._versions, self._recorder = stage, versions, recorder
+        self._stage, self._versions, self._recorder, self._added = stage, versions, recorder, added
         self._group, self._replicas, self._scaling = group, replicas, scaling
         self._chunks = [] if group is None else chunks_of(versions, coarsening)
         self._sums: list[ChunkSum] = []
@@ -86,7 +90,7 @@ class StageUpdate:
         if self._scaling is not None:
             if self._scaling.skips:
                 return
-            self._scaling.check(version, self._versions.gradients(), self._replicas)
+            self._scaling.check(version, self._versions.gradients(), self._added)
         self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
         self._begun = []
         if self._sums:
@@ -106,10 +110,10 @@ class StageUpdate:
             return
         scale = 1.0 if self._scaling is None else self._scaling.used
         if self._group is None and self._scaling is not None:
-            self._scaling.check(version, versions.gradients(), 1)
+            self._scaling.check(version, versions.gradients(), self._added)
         if self._sums:
             self._turn(0)
-        every = [chunk.parts for chunk in self._chunks] or [range(versions.optimizer.parts)]
+        every = [chunk.parts for chunk in self._chunks] or [versions.parts]
         for index, parts in enumerate(every):
             if self._sums:
                 self._sums[index].end()

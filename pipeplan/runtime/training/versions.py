@@ -31,7 +31,8 @@ class Keeping:
 
     ``masters`` has the 32-bit values of 16-bit weights. ``bucket`` is the number of parameters that are stepped at a
     time, None for all; with ``offload`` what is not being stepped stays in host memory. ``flat`` gradients can be
-    summed over replicas in chunks; weights ``tied`` to other stages', which are summed otherwise, come last.
+    summed over replicas in chunks; weights ``tied`` to other stages', which are summed otherwise, come last. With
+    ``waits`` these are stepped later than the others, by :meth:`Versions.update_tied`.
     ``observed`` hears when memory is at its fullest.
     """
 
@@ -40,6 +41,7 @@ class Keeping:
     offload: bool = False
     flat: bool = False
     tied: Collection[nn.Parameter] = ()
+    waits: bool = False
     buffers: BucketBuffers = field(default_factory=BucketBuffers)
     observed: Callable[[], None] = nothing
 
@@ -108,6 +110,8 @@ class Versions:
                 keeping.buffers,
             )
         )
+        self._waits = keeping.waits
+        self._waiting: list[Tensor | None] | None = None  # the tied weights' gradients for the newest version
         self.flat = FlatGradient(leaves) if keeping.flat else None
         self._gradients: list[Tensor | None] = [None] * len(leaves)
         self._clear_gradients()
@@ -165,15 +169,30 @@ class Versions:
         """Return the accumulated gradient; None where no pass has made any, but in a flat one."""
         return self._gradients
 
-    def gradient(self, index: int) -> Tensor:
-        """Return the accumulated gradient of the weight at ``index``, to be changed; zeros where there was none."""
-        found = self._gradients[index]
+    def tied_gradient(self, index: int) -> Tensor:
+        """Return the gradient of the tied weight at ``index`` for the next update, to be changed; zeros for none."""
+        of, place = (self._gradients, index) if self._waiting is None else (self._waiting, index - self.own)
+        found = of[place]
         if found is None:
-            found = self._gradients[index] = torch.zeros_like(self._leaves[self._newest][index])
+            found = of[place] = torch.zeros_like(self._leaves[self._newest][index])
         return found
 
+    @property
+    def parts(self) -> range:
+        """The optimizer's parts that an update steps; those of tied weights that wait are not among them."""
+        if not self._waits or self.optimizer.parts != len(self.buckets):
+            return range(self.optimizer.parts)
+        return range(sum(bucket.slices[0].index < self.own for bucket in self.buckets))
+
     def begin_update(self) -> None:
-        """Find room for a new version: the newest one's own, or another if its passes aren't over."""
+        """Find room for a new version: the newest one's own, or another if its passes aren't over.
+
+        Gradients that wait are put aside, so that passes can begin to add to the next ones.
+        """
+        if self._waits:
+            assert self._waiting is None, "the last update is over"
+            self._waiting = [x.clone() if self.flat and x is not None else x for x in self._gradients[self.own :]]
+            self._gradients[self.own :] = [None] * len(self._waiting)
         newest = self._leaves[self._newest]
         self._next = [leaf.data for leaf in newest]
         if self._uses[self._newest] > 0:
@@ -188,8 +207,9 @@ class Versions:
         self.optimizer.step(part, self._gradients, scale, self._next)
 
     def end_update(self, version: int) -> None:
-        """Let what has been made be ``version``; the gradient is gone afterwards."""
-        self.optimizer.finish()
+        """Let what has been made be ``version``; the gradient is gone afterwards, but for what waits."""
+        if self._waiting is None:
+            self.optimizer.finish()
         self._clear_gradients()
         if self._uses[self._newest] > 0:
             self._leaves[version] = [nn.Parameter(storage) for storage in self._next]
@@ -199,10 +219,26 @@ class Versions:
         self._next = []
         self.most = max(self.most, len(self._leaves))
 
+    def update_tied(self, scale: float = 1.0) -> bool:
+        """Step the tied weights of the newest version, which no pass has used yet, with the gradients that waited.
+
+        Return whether there were any.
+        """
+        if self._waiting is None:
+            return False
+        gradients = [*[None] * self.own, *self._waiting]
+        weights = [leaf.data for leaf in self._leaves[self._newest]]
+        whole = self.optimizer.parts != len(self.buckets)
+        for part in range(0 if whole else len(self.parts), self.optimizer.parts):
+            self.optimizer.step(part, gradients, scale, weights)
+        self.optimizer.finish()
+        self._waiting = None
+        return True
+
     def update(self, version: int, scale: float = 1.0) -> None:
         """Make ``version`` from the newest one and the gradient divided by ``scale``, which is gone afterwards."""
         self.begin_update()
-        for part in range(self.optimizer.parts):
+        for part in self.parts:
             self.step(part, scale)
         self.end_update(version)
 
@@ -254,5 +290,6 @@ class Versions:
             yield from ((leaf.grad, False) for leaf in leaves if leaf.grad is not None)
         for storages in (*self._spare, self._next):
             yield from ((storage, False) for storage in storages)
-        yield from ((gradient, False) for gradient in self._gradients if gradient is not None)
+        for gradients in (self._gradients, self._waiting or ()):
+            yield from ((gradient, False) for gradient in gradients if gradient is not None)
         yield from self.optimizer.tensors()

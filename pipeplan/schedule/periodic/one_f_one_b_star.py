@@ -16,8 +16,8 @@ def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
     means that no pattern exists. Transfers count as stages of their own; a stage with r replicas sees the period
     ``r * period``. Linear in the number of stages, plus the memory check.
     """
-    if not graph.contiguous:
-        raise ValueError("1F1B* needs stages that share no device")
+    if not graph.separate:
+        raise ValueError("1F1B* needs stages that share no device, and cuts that share no link")
     if period < graph.period_floor_ns:
         return None
     starts, now = [], 0
