@@ -26,7 +26,7 @@ class StageCost:
 
     Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
 
-    ``buffer_bytes`` are for messages to and from neighbours, and for gradients that wait for those of other stages.
+    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
@@ -50,6 +50,7 @@ class StageCost:
     saved_bytes: int = 0
     update_ns: int = 0
     update_share_ns: int = 0
+    waiting_bytes: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -153,6 +154,12 @@ class StageGraph:
             int(memory_model.versions(self.policy, max(1, n), self.resources[self.stages[s].resource].replicas))
             for s, n in held
         )
+
+    def weights_bytes(self, stage: int, kept: int) -> int:
+        """Return what ``kept`` versions of a stage's weights take on a device, with gradients and optimizer state."""
+        cost = self.stages[stage]
+        held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept)
+        return int(held) + cost.waiting_bytes
 
     @property
     def contiguous(self) -> bool:
@@ -292,7 +299,6 @@ def _stage_cost(
     if policy.coarsening is not None:
         update = time_model.overlapped_ns(policy, update, time_model.step_ns(timed, start, stop, speed), parameters)
     share = time_model.update_share_ns(policy, time_model.step_ns(timed, start, stop), r)
-    messages = 2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
         backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed),
@@ -300,7 +306,7 @@ def _stage_cost(
         parameters=parameters,
         kept_bytes=kept,
         peak_bytes=peak,
-        buffer_bytes=messages + int(memory_model.waiting_bytes(chain, policy, start, stop)),
+        buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
@@ -308,6 +314,7 @@ def _stage_cost(
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
+        waiting_bytes=int(memory_model.waiting_bytes(chain, policy, start, stop)),
     )
 
 

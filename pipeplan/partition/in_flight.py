@@ -53,8 +53,8 @@ def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: IntL
     size, count = memory_model.weights_of(problem.chain, start, stop)
     crossing = crossing_bytes(problem.chain)
     buffers = 2 * (crossing[start] + crossing[stop])
-    buffers = buffers + memory_model.waiting_bytes(problem.chain, problem.policy, start, stop)
-    return memory_model.weights_bytes(problem.policy, size, count, in_flight, replicas) + buffers
+    waiting = memory_model.waiting_bytes(problem.chain, problem.policy, start, stop)
+    return memory_model.weights_bytes(problem.policy, size, count, in_flight, replicas) + waiting + buffers
 
 
 def version_counts(problem: Problem) -> range:

@@ -104,6 +104,7 @@ def smallest_period_by_force(graph: Any, synced: Sequence[Fraction], longest: in
                 + (g - 1) * stage.kept_bytes
                 + stage.peak_bytes
                 + stage.buffer_bytes
+                + stage.waiting_bytes
                 for g, e in {(int(g), int(e)) for g, e in counts[:, [s, 0]]}
             }
             fits &= np.array([needs[int(g), int(e)] <= room for g, e in counts[:, [s, 0]]])
