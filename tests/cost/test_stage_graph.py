@@ -8,7 +8,7 @@ from cases.plans import graph_of, greedy_pattern, random_plan
 from oracles.schedules import overlaps, peak_activations, unrolled, weights_table
 
 from pipeplan.cost import memory_model
-from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.cost.stage_graph import least_load_ns, stage_graph
 from pipeplan.plan import Pattern, Stage, TimedOp
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy
 from pipeplan.schedule.pattern import (
@@ -286,9 +286,18 @@ def test_weights_in_several_stages_are_summed_over_all_their_devices_once_per_gr
     assert sum(updates(pair, shared)) == 0, "one device has both copies"
 
 
+def test_the_least_load_is_that_of_the_busiest_device_for_each_of_its_replicas():
+    wide = [Stage(0, 1, (0,)), Stage(1, 4, (1, 2))]
+    assert least_load_ns(CHAIN, FLAT, wide) == 51  # 102 ns of layers 1 to 3 over two devices
+    assert least_load_ns(CHAIN, FLAT, [Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 4, (0,))]) == 30 + 34 + 36
+    mixed = Platform((Device(10**6), Device(10**6, Fraction(1, 2)), Device(10**6)), FLAT.levels)
+    assert least_load_ns(CHAIN, mixed, wide) == 102
+
+
 def test_stages_without_times_have_no_floor():
     chain = Chain("still", (Layer("a", 0, 0, 5, 0),) * 2, 1)
-    assert stage_graph(chain, FLAT, Policy(), [Stage(0, 1, (0,)), Stage(1, 2, (1,))]).period_floor_ns == 0
+    stages = [Stage(0, 1, (0,)), Stage(1, 2, (1,))]
+    assert stage_graph(chain, FLAT, Policy(), stages).period_floor_ns == least_load_ns(chain, FLAT, stages) == 0
 
 
 def test_the_floor_is_reached_by_loads_alone():

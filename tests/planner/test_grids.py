@@ -218,6 +218,8 @@ def test_the_work_bound_counts_sums_and_steps():
     assert work_bound(asked, GridConfig(1, 1, 1)) == (16 * 48 + 320) * MS
     assert work_bound(asked, GridConfig(1, 4, 1)) == (4 * 48 + 320 + 12_000) * MS  # 2 * 3/4 * 8 GB
     assert work_bound(asked, GridConfig(2, 2, 1)) == (8 * 48 + 320 + 8_000) * MS // 2
+    mixed = replace(asked, problem=asked.problem.with_policy(Policy("flush", precision="mixed")))
+    assert work_bound(mixed, GridConfig(1, 4, 1)) == (4 * 48 + 320 + 6_000) * MS  # half as many bytes
     together = replace(asked, problem=asked.problem.with_policy(Policy("flush", coarsening=1)))
     assert work_bound(together, GridConfig(1, 4, 1)) == (4 * 48 + 12_000) * MS
     fast = replace(together, problem=replace(together.problem, platform=Platform.flat(4, 200 * GB, 10**12)))
