@@ -1,64 +1,145 @@
-"""Orders of unequal devices: all of them where they are few, and what lies near one."""
+"""Unequal devices: which orders there are, what the best of them gives, and profiles of devices' own."""
 
 from __future__ import annotations
 
-from math import prod
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
 
 import pytest
-from oracles.partition import device_orders
+from cases.chains import random_chain, random_platform, random_problem
+from cases.contiguous import assert_attains
+from oracles.partition import contiguous_optimum, device_orders
 
+from pipeplan.check.bounds import any_bound
+from pipeplan.cost.stage_graph import least_load_ns, stage_graph
+from pipeplan.files.profiles import read_profile
+from pipeplan.partition.contiguous.contiguous import smallest_period
 from pipeplan.partition.contiguous.orders import Orders
-from pipeplan.problem import Device, Level, Platform
+from pipeplan.plan import Stage
+from pipeplan.problem import Chain, Device, LayerTimes, Level, Platform, Policy, Problem
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+
+FLAT = (Level(4, 12 * 10**9),)
 
 
-def platform(kinds: str, *counts: int) -> Platform:
-    """Return devices of these kinds, by memory, in units of so many at each level."""
-    levels = tuple(Level(n, 10**9) for n in counts or (len(kinds),))
-    assert prod(level.count for level in levels) == len(kinds)
-    return Platform(tuple(Device(100 + ord(kind)) for kind in kinds), levels)
+def kinds_along(platform: Platform, order: tuple[int, ...]) -> tuple[Device, ...]:
+    return tuple(platform.devices[d] for d in order)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "counts", "expected"),
-    [
-        ("aaaa", (), 1),
-        ("ab", (), 2),
-        ("abc", (), 6),
-        ("aabb", (), 6),
-        ("aabb", (2, 2), 2),  # either server first
-        ("abab", (2, 2), 4),  # either device first in both
-        ("abcc", (2, 2), 4),
-        ("abcd", (2, 2), 8),
-        ("aabbaaaa", (2, 2, 2), 4),
-    ],
-)
-def test_there_are_as_many_orders_as_brute_force_finds(kinds: str, counts: tuple[int, ...], expected: int) -> None:
-    here = platform(kinds, *counts)
-    orders = Orders(here, 1000)
-    found = {orders.along_kinds(order) for order in orders.first()}
-    assert orders.count == len(found) == expected
-    if len(kinds) <= 4:
-        assert found == {orders.along_kinds(order) for order in device_orders(here)}
-    assert all(sorted(order) == list(range(len(kinds))) for order in orders.first())
-    assert orders.all
-    assert Orders(here, expected - 1).all is False
+def test_orders_are_all_that_keep_units_together_and_each_once() -> None:
+    most = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        platform = random_platform(rng, rng.choice((2, 3, 4, 6)), memory=(1, 2), levels=True, speeds=True)
+        orders = Orders.of(platform, 5)
+        assert orders.count <= 720
+        if not orders.all:
+            continue
+        found = list(orders.first())
+        assert all(sorted(order) == list(range(len(platform))) for order in found)
+        truth = {kinds_along(platform, order) for order in device_orders(platform)}
+        assert {kinds_along(platform, order) for order in found} == truth
+        assert orders.count == len(truth)
+        for order in found:
+            stages = orders.placed([Stage(d, d + 1, (d,)) for d in range(len(platform))], order)
+            assert [d for stage in stages for d in stage.devices] == list(order)
+            assert orders.along(order) == order
+            assert {kinds_along(platform, near) for near in orders.near(order)} <= truth
+        most = max(most, len(truth))
+    assert most > 100
 
 
-def test_near_orders_swap_or_move_two_units_of_one_unit() -> None:
-    flat = Orders(platform("abc"), 1000)
-    assert set(flat.near((0, 1, 2))) == {(1, 0, 2), (2, 1, 0), (2, 0, 1), (0, 2, 1)}
-    assert set(Orders(platform("aab"), 1000).near((0, 1, 2))) == {(2, 1, 0), (2, 0, 1), (0, 2, 1)}
-    servers = Orders(platform("abcd", 2, 2), 1000)
-    assert set(servers.near((0, 1, 2, 3))) == {(1, 0, 2, 3), (0, 1, 3, 2), (2, 3, 0, 1)}
+def vgg16(devices: list[tuple[int, str]], replicas: bool) -> Problem:
+    chain = read_profile("profiles/vgg16-224-b32-v100.json")
+    some = tuple(Device(gigabytes * 10**9, Fraction(speed)) for gigabytes, speed in devices)
+    return Problem(chain, Platform(some, (Level(len(some), 12 * 10**9),)), replicas=replicas)
 
 
-def test_an_order_along_devices_keeps_servers_together() -> None:
-    servers = Orders(platform("abcd", 2, 2), 1000)
-    assert servers.along((3, 0, 2, 1)) == (3, 2, 0, 1)
-    assert servers.along((1,)) == (1, 0, 2, 3)
+def test_the_best_order_of_four_unequal_devices() -> None:
+    problem = vgg16([(8, "1"), (16, "1"), (8, "2"), (4, "1/2")], replicas=False)
+    listed, best = smallest_period(problem, as_listed=True), smallest_period(problem)
+    assert listed is not None
+    assert best is not None
+    assert best.claimed_period_ns == best.lower_bound_ns
+    assert (listed.claimed_period_ns or 0) > 1.1 * (best.claimed_period_ns or 0)
+    assert Orders.of(problem.platform, 23).sentence() == "best of 24 orders of 4 kinds of devices"
+    periods = []
+    for order in permutations(range(4)):
+        platform = replace(problem.platform, devices=kinds_along(problem.platform, order))
+        found = smallest_period(replace(problem, platform=platform), as_listed=True)
+        assert found is not None
+        periods.append(found.claimed_period_ns)
+    assert min(periods) == best.claimed_period_ns  # type: ignore[type-var]  # all are there
 
 
-def test_the_sentence_says_how_many_orders_were_searched() -> None:
-    assert Orders(platform("aaa"), 24).sentence() is None
-    assert Orders(platform("abc"), 24).sentence() == "best of 6 orders of 3 kinds of devices"
-    assert Orders(platform("abc"), 5).sentence() == "best of some of 6 orders of 3 kinds of devices, 5 at most"
+def test_more_orders_than_are_searched_still_beat_the_listed_one_and_prove_less() -> None:
+    rng = random.Random(2)
+    devices = [(rng.choice((6, 8, 12, 16)), rng.choice(("1/2", "1", "2"))) for _ in range(10)]
+    problem = vgg16(devices, replicas=False)
+    orders = Orders.of(problem.platform, 23)
+    assert not orders.all
+    assert (orders.sentence() or "").startswith(f"best of some of {orders.count} orders")
+    problem = replace(problem, chain=replace(problem.chain, layers=problem.chain.layers[:8]))
+    listed, best = smallest_period(problem, as_listed=True), smallest_period(problem)
+    assert listed is not None
+    assert best is not None
+    assert (best.claimed_period_ns or 0) <= (listed.claimed_period_ns or 0)
+    assert (best.lower_bound_ns or 0) <= (best.claimed_period_ns or 0)
+
+
+def with_own_profiles(rng: random.Random, problem: Problem) -> Problem:
+    """Return the problem with devices of two profiles, one quick where the other is slow."""
+    other = random_chain(rng, len(problem.chain), optimizer=True)
+    owns = [LayerTimes.of(problem.chain, "main"), LayerTimes.of(other, "other")]
+    devices = tuple(replace(x, times=rng.choice(owns)) for x in problem.platform.devices)
+    return replace(problem, platform=replace(problem.platform, devices=devices))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
+def test_profiles_of_devices_own_are_planned_exactly(checkpointing: str) -> None:
+    compared = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        problem = random_problem(
+            rng,
+            rng.randint(1, 4),
+            rng.randint(1, 3),
+            checkpointing=checkpointing,
+            replicas=rng.random() < 0.6,
+            saved=rng.random() < 0.5,
+            speeds=rng.random() < 0.5,
+            levels=rng.random() < 0.3,
+        )
+        problem = with_own_profiles(rng, problem)
+        found, truth = smallest_period(problem), contiguous_optimum(problem)
+        assert (found is None) == (truth is None), seed
+        if found is None or truth is None:
+            continue
+        compared += 1
+        assert found.claimed_period_ns == found.lower_bound_ns == truth[0], seed
+        assert_attains(problem, found)
+        assert any_bound(problem).period_ns <= truth[0], seed
+        graph = stage_graph(problem.chain, problem.platform, problem.policy, found.stages)
+        pattern = best_one_f_one_b_star(graph)
+        assert pattern is not None
+        assert least_load_ns(problem.chain, problem.platform, found.stages) <= pattern.period_ns
+    assert compared > 15
+
+
+def test_a_stage_takes_what_its_devices_profiles_say() -> None:
+    chain = Chain("two", tuple(read_profile("profiles/vgg16-224-b32-v100.json").layers[:2]), 4)
+    first = LayerTimes("a", (10, 100), (20, 200), (0, 0), (0, 0))
+    second = LayerTimes("b", (30, 40), (60, 80), (0, 0), (0, 0))
+    platform = Platform((Device(2**50, Fraction(1), first), Device(2**50, Fraction(2), second)), (Level(2, 10**9),))
+
+    def times(*devices: int) -> tuple[int, int]:
+        (cost,) = stage_graph(chain, platform, Policy(accumulate=4), (Stage(0, 2, devices),)).stages
+        return cost.forward_ns, cost.backward_ns
+
+    assert times(0) == (110, 220)
+    assert times(1) == (35, 70)  # twice as fast as its own profile
+    assert times(0, 1) == (15 + 100, 30 + 200)  # each layer what it takes on the slower one
+    assert platform.best_device.times is not None
+    assert platform.best_device.times.forward_ns == (10, 20)
