@@ -65,11 +65,11 @@ def compare(
     planner's and ``gpipe``: balanced stages that run all forwards of a mini-batch and then all backwards, drained.
     ``clock`` gives CPU seconds.
     """
-    level = problem.platform.levels[0]
+    level, reserved = problem.platform.levels[0], problem.platform.reserved_bytes
     for count in gpus:
         for memory in memories:
             platform = replace(
-                problem.platform, devices=(Device(memory),) * count, levels=(replace(level, count=count),)
+                problem.platform, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
             )
             here = replace(problem, platform=platform)
             cells = tuple(_cell(here, name, clock, settings, effort) for name in algorithms)

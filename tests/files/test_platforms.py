@@ -1,14 +1,16 @@
 """Platforms as JSON: as people write them, as they come back, and what is wrong with one."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from cases.chains import random_platform
 from cases.files import assert_refused, written
 
+from pipeplan.errors import BadInput
 from pipeplan.files.forms import json_text
-from pipeplan.files.platforms import platform_form, platform_of, read_platform
+from pipeplan.files.platforms import platform_form, platform_of, read_platform, reserving
 from pipeplan.problem import Device, Level, Platform
 
 
@@ -18,6 +20,9 @@ def test_platforms_come_back(tmp_path):
         platform = random_platform(
             rng, rng.randint(1, 6), memory=(0, 30), levels=True, latency=True, speeds=True, duplex=True
         )
+        if seed % 3 == 0:
+            platform = replace(platform.reserving(rng.randint(-9, -1)), reserved_bytes=0).reserving(1)
+            platform = replace(platform, blocking=rng.random() < 0.5)
         form = platform_form(platform)
         assert platform_of(form, "here") == platform
         text = json_text(form)
@@ -67,6 +72,9 @@ PLATFORM = {
 }
 
 BAD_PLATFORMS = {
+    "all reserved": (("reserve",), "8GB", "$.reserve: 8.00 GB is all that a GPU of 8.00 GB has"),
+    "bare reserve": (("reserve",), "8", "$.reserve: '8' has no unit; write 16GB or 16GiB"),
+    "text as blocking": (("blocking_transfers",), "no", "expected `bool`, got `str` - at `$.blocking_transfers`"),
     "no levels": (("levels",), ..., "missing required field `levels`"),
     "no links": (("levels", 1, "links"), 0, "$.levels[1].links: 0 is not between 1 and 4096"),
     "links everywhere": (
@@ -104,3 +112,11 @@ BAD_PLATFORMS = {
 @pytest.mark.parametrize("name", BAD_PLATFORMS)
 def test_bad_platforms(name, tmp_path):
     assert_refused(read_platform, tmp_path, PLATFORM, BAD_PLATFORMS[name])
+
+
+def test_what_is_reserved_is_not_for_plans(tmp_path):
+    platform = read_platform(written(tmp_path, PLATFORM | {"reserve": "1.5GB"}))
+    assert [device.memory_bytes for device in platform.devices] == [14_500_000_000] * 3 + [6_500_000_000]
+    assert platform.reserved_bytes == 1_500_000_000
+    with pytest.raises(BadInput, match=r"--reserve: the platform reserves 1.50 GB already"):
+        reserving(platform, "1GB", "--reserve")
