@@ -101,9 +101,12 @@ def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, 
     """Device bytes of ``kept`` versions of the weights, of gradient and optimizer state (ALGORITHMS section 3, table).
 
     In mixed precision versions and gradient take 2 bytes per parameter, the state holds fp32 weights and gradient
-    beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time.
+    beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time. Where the policy
+    has ``bytes_per_parameter`` they are all of that for one version.
     """
     copy = gradient_bytes(policy, weight_bytes, parameters)
+    if policy.bytes_per_parameter is not None:
+        return policy.bytes_per_parameter * parameters + (kept - 1) * copy
     return kept * copy + copy + _state(policy, weight_bytes, parameters, on_device=True)
 
 

@@ -27,10 +27,11 @@ EmbeddedProfile = msgspec.defstruct("EmbeddedProfile", [("digest", str)], bases=
 EmbeddedProfile.__doc__ = "A profile inside a plan, with the SHA-256 of its own JSON."
 PolicyFile = form(
     Policy,
-    optional=("bucket_parameters", "coarsening"),
+    optional=("bucket_parameters", "coarsening", "bytes_per_parameter"),
     accumulate=Positive,
     bucket_parameters=Positive,
     coarsening=Positive | None,
+    bytes_per_parameter=Positive | None,
 )
 StageFile = form(Stage, optional=(), checkpoint=tuple[tuple[int, int], ...] | None)
 ScheduleFile = form(

@@ -96,7 +96,7 @@ def why_not_admitted(
     if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
         remedies += [f"with --accumulate {smaller}"] if smaller else []
-    remedies.append(f"from {format_bytes(round_up(use.peak_bytes))} per GPU")
+    remedies.append(f"from {format_bytes(round_up(use.peak_bytes + problem.platform.reserved_bytes))} per GPU")
     held = ", ".join(map(str, use.in_flight))
     return (
         f"no plan fits {schedule.kind}: {'even ' if admitted.limit == 1 else ''}with {count}{size} admitted, "
@@ -213,7 +213,7 @@ def named(problem: Problem, stage: Stage) -> str:
 def _remedies(problem: Problem, least: int | None) -> list[str]:
     found = []
     if least is not None:
-        found.append(f"from {format_bytes(round_up(least))} per GPU")
+        found.append(f"from {format_bytes(round_up(least + problem.platform.reserved_bytes))} per GPU")
     gpus = fewest_gpus(problem)
     if gpus is not None:
         found.append(f"with {gpus} GPUs")

@@ -75,7 +75,8 @@ def why_not_stated(incumbent: Incumbent) -> str | None:
             )
     if not lacking:
         return None
-    remedies = [f"from {format_bytes(round_up(max(use.peak_bytes for _, use, _ in uses)))} per GPU"]
+    most = max(use.peak_bytes for _, use, _ in uses) + problem.platform.reserved_bytes
+    remedies = [f"from {format_bytes(round_up(most))} per GPU"]
     for other in ("each", "all"):
         again = tuple(
             replace(x, checkpoint=tuple(_inside(_segments(other, problem.chain), x.start, x.stop))) for x in stages

@@ -272,6 +272,15 @@ def test_the_largest_gradient_is_the_inverse_of_the_sync_period():
     assert memory_model.largest_synced_gradient(Policy(), 0, 1, 1) >= 10**18
 
 
+def test_another_engines_bytes_per_parameter_are_those_of_one_version():
+    for weights, extra in (("flush", 0), ("2bw", 1), ("stash", 3)):
+        policy = Policy(weights, optimizer="adam", precision="mixed", bytes_per_parameter=18)
+        assert memory_model.weights_bytes(policy, 400, 100, 4) == 18 * 100 + extra * 200
+    assert (
+        memory_model.weights_bytes(Policy("flush", bytes_per_parameter=5), np.array([400]), np.array([100]), 1) == 500
+    )
+
+
 def test_gradients_are_half_in_mixed_precision():
     assert memory_model.gradient_bytes(Policy(), 400, 100) == 400
     assert memory_model.gradient_bytes(Policy(precision="mixed"), 400, 100) == 200

@@ -102,7 +102,8 @@ def grid_problem(
     chosen = tuple(sorted(set(sizes or given.measured)))
     policy = replace(problem.policy, accumulate=None, coarsening=COARSENING if overlap else None)
     has_state = policy.optimizer != "sgd" or policy.precision == "mixed"
-    offloads = (False, True) if offload is None and has_state else (bool(offload),)
+    either = offload is None and has_state and policy.bytes_per_parameter is None
+    offloads = (False, True) if either else (bool(offload),)
     scaled = given.assumption(chosen)
     assumptions = [] if scaled is None else [scaled]
     assumptions.append(
