@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_unknown
+from ..deadline import Deadline
+from .options import GIVE_UP, JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_unknown
 
 MOST_RUNS = 10**4
 
@@ -41,6 +42,7 @@ MOST_RUNS = 10**4
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")
 @click.option("-o", "--output", type=Output(), help="Also draw the run: .svg, .png or .pdf.")
 @click.option("--trace", type=Output(), help="Also write a Chrome trace, which ui.perfetto.dev opens.")
+@GIVE_UP
 @JSON
 def command(
     plan: str,
@@ -54,6 +56,7 @@ def command(
     as_text: bool,
     output: str | None,
     trace: str | None,
+    deadline: Deadline,
     as_json: bool,
     weight_keeps: float | None,
     **options: Any,
@@ -77,21 +80,22 @@ def command(
     refuse_two_documents(as_json, trace=trace)
     if as_text and as_json:
         raise click.UsageError("say either --text or --json")
-    loaded = load_plan(plan)
-    names = names or (own_schedule(loaded),)
+    if (len(set(names)) > 1 or "all" in names) and (as_text or output or trace):
+        raise BadInput("--text, --output and --trace show one schedule; name only one")
     if weight_keeps is not None:
         options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
     refused: list[Refused] = []
-    chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
-    if len(chosen) == 1:
-        simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
-    else:
-        simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
-    if jitter is not None:
-        first = seed * MOST_RUNS  # so that two seeds share no run
-        simulations = _shaken(simulations, jitter, range(first, first + runs))
-    if len(chosen) > 1 and (as_text or output or trace):
-        raise BadInput("--text, --output and --trace show one schedule; name only one")
+    with deadline.insist():
+        loaded = load_plan(plan)
+        names = names or (own_schedule(loaded),)
+        chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
+        if len(chosen) == 1:
+            simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
+        else:
+            simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
+        if jitter is not None:
+            first = seed * MOST_RUNS  # so that two seeds share no run
+            simulations = _shaken(simulations, jitter, range(first, first + runs))
     if output is not None:
         from ..report.figures import save_timeline
 
