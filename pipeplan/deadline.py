@@ -69,7 +69,7 @@ class Deadline:
         within = True
 
         def ring(*_: Any) -> None:
-            if within and not _leaving():
+            if within and self.passed and not _leaving():
                 raise OutOfTime
 
         handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
