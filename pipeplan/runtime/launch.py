@@ -353,6 +353,13 @@ def _torchrun_store() -> Any:
     return dist.PrefixStore(f"pipeplan/{restart}", store)  # type: ignore[attr-defined]  # not exported, as above
 
 
+def _ignore_torchrun() -> None:
+    """Tell why this rank failed before torchrun, which has heard of another that died, ends it; it kills those that
+    take too long."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _run_under_torchrun(
     job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None
 ) -> RunReport | None:
@@ -398,6 +405,7 @@ def _run_under_torchrun(
         raise
     except RAISED as error:
         failure = failure_of(rank, error)
+        _ignore_torchrun()
         if not stores and os.environ.get(AGENTS_STORE) == "True":  # it failed before the ranks met, and others may wait
             stores.append(_torchrun_store())
         for store in stores:

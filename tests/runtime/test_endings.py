@@ -108,6 +108,14 @@ def test_ranks_that_nothing_was_heard_of_are_named():
     assert told(Failure(2, "lost", "rank 2 lost another rank"), store, 3, 0.1) == first
 
 
+def test_of_silent_ranks_those_are_named_that_somebody_lost():
+    """Rank 0 waits for rank 1, which waits for rank 2, which has lost rank 3."""
+    store = dist.HashStore()
+    store.set("failed/1", "2")
+    lost = told(Failure(2, "lost", "rank 2 lost another rank", peer=3), store, 4, 0.1)
+    assert lost.message == "rank 3 doesn't answer: rank 2 lost another rank"
+
+
 def test_a_reason_comes_before_a_loss():
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
