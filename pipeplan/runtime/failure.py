@@ -22,14 +22,14 @@ ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank ended early: the user's input, its own failure, its death, or the loss of another rank, ``peer`` where
-    it knows which."""
+    """Why a rank ended early: the user's input, its own failure, its death, or the loss of another rank, of which
+    ``peers`` are those that it might be, as far as that is known."""
 
     rank: int
     kind: Kind
     message: str
     trace: str = ""
-    peer: int | None = None
+    peers: tuple[int, ...] = ()
 
     def error(self) -> PipeplanError:
         """Return the exception for the user; the rank's own traceback is a note on it."""
@@ -48,7 +48,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if isinstance(error, BadInput | InvalidPlan):
         return Failure(rank, "input", str(error), trace)
     if isinstance(error, PeerLost):
-        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace, error.peer)
+        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace, error.peers)
     what = str(error) if isinstance(error, PipeplanError) else said(error)
     return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
 
@@ -70,18 +70,21 @@ def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
     """
     key = "failure"
     try:
-        store.set(_lost(failure.rank), "" if failure.peer is None else str(failure.peer))
+        store.set(_lost(failure.rank), json.dumps(failure.peers))
         if failure.kind != "lost":
             store.compare_set(key, "", json.dumps(asdict(failure)))
         elif not _comes(store, key, grace_s):
             heard = [rank for rank in range(world) if store.check([_lost(rank)])]
-            missed = {store.get(_lost(rank)).decode() for rank in heard}
+            missed = {peer for rank in heard for peer in json.loads(store.get(_lost(rank)))}
             silent = [rank for rank in range(world) if rank not in heard]
-            silent = [rank for rank in silent if str(rank) in missed] or silent
+            silent = [rank for rank in silent if rank in missed] or silent
             if silent:
                 message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
                 store.compare_set(key, "", json.dumps(asdict(replace(failure, message=message))))
-        return Failure(**json.loads(store.get(key))) if store.check([key]) else failure
+        if not store.check([key]):
+            return failure
+        root = Failure(**json.loads(store.get(key)))
+        return replace(root, peers=tuple(root.peers))
     except RuntimeError:  # the store has gone too
         return failure
 

@@ -38,23 +38,23 @@ class Transport(Protocol):
 class PeerLost(PipeplanError):
     """An exchange failed: the other rank has gone or doesn't answer. Seldom the cause, often the first symptom.
 
-    ``peer`` is that rank, None where several might be it.
+    ``peers`` are those that it might be, as far as that is known.
     """
 
-    def __init__(self, message: str, peer: int | None = None) -> None:
+    def __init__(self, message: str, *peers: int) -> None:
         super().__init__(message)
-        self.peer = peer
+        self.peers = peers
 
 
 @contextmanager
-def exchanging(what: str, peer: int | None = None) -> Iterator[None]:
-    """Turn what gloo raises into PeerLost, which names the exchange and, where there is one, the ``peer``."""
+def exchanging(what: str, *peers: int) -> Iterator[None]:
+    """Turn what gloo raises into PeerLost, which names the exchange and knows the ``peers``."""
     try:
         yield
     except RuntimeError as error:
         message = str(error).partition("\n")[0]
         _, _, plain = message.rpartition("] ") if message.startswith("[") else ("", "", message)
-        raise PeerLost(f"{what}: {plain}", peer) from error
+        raise PeerLost(f"{what}: {plain}", *peers) from error
 
 
 class Sends:
