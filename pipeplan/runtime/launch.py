@@ -355,11 +355,18 @@ def _torchrun_store() -> Any:
     return dist.PrefixStore(f"pipeplan/{restart}", store)  # type: ignore[attr-defined]  # not exported, as above
 
 
-def _ignore_torchrun() -> None:
+@contextmanager
+def _undisturbed() -> Iterator[None]:
     """Tell why this rank failed before torchrun, which has heard of another that died, ends it; it kills those that
     take too long."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _run_under_torchrun(
@@ -407,11 +414,11 @@ def _run_under_torchrun(
         raise
     except RAISED as error:
         failure = failure_of(rank, error)
-        _ignore_torchrun()
-        if not stores and os.environ.get(AGENTS_STORE) == "True":  # it failed before the ranks met, and others may wait
-            stores.append(_torchrun_store())
-        for store in stores:
-            failure = told(failure, store, world, GRACE_S)
+        with _undisturbed():
+            if not stores and os.environ.get(AGENTS_STORE) == "True":  # the ranks hadn't met, and others may wait
+                stores.append(_torchrun_store())
+            for store in stores:
+                failure = told(failure, store, world, GRACE_S)
         raise failure.error() from error
     finally:
         for stop in stops:
