@@ -124,7 +124,7 @@ class _Menu:
             for size, lifetime, rest, price in items
             if size and lifetime > rest and price is not None
         ]
-        offers.sort(key=lambda offer: Fraction(offer[0], offer[1]) if offer[1] else Fraction(2**100), reverse=True)
+        offers.sort(key=_ratio, reverse=True)
         self._savings = [0, *accumulate(saving for saving, _ in offers)]
         self._prices = [0, *accumulate(price for _, price in offers)]
 
@@ -135,6 +135,12 @@ class _Menu:
             return Fraction(self._savings[-1])
         share = (idle - self._prices[whole]) / (self._prices[whole + 1] - self._prices[whole])
         return self._savings[whole] + share * (self._savings[whole + 1] - self._savings[whole])
+
+
+def _ratio(offer: tuple[int, int]) -> int:
+    """Return saving / price, in units so small that no two ratios of prices up to a day are taken for one."""
+    saving, price = offer
+    return (saving << 128) // price if price else 1 << 512
 
 
 def _cases(problem: Problem) -> list[_Case]:

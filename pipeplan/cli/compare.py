@@ -22,11 +22,11 @@ from .options import (
     JSON,
     SOLVER,
     Output,
-    deadline_of,
     parse_counts,
     problem_options,
     read_problem,
     refuse_two_documents,
+    time_limit,
 )
 
 if TYPE_CHECKING:
@@ -47,14 +47,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 @GAP
 @SOLVER
 @click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
-@click.option(
-    "--time-limit",
-    "deadline",
-    metavar="TIME",
-    callback=deadline_of,
-    is_eager=True,
-    help="Stop after this long, such as 600s, with the cases that are done.",
-)
+@time_limit("Stop after this long, such as 600s, with the cases that are done.")
 @JSON
 def command(
     algorithms: str,

@@ -118,14 +118,14 @@ def deadline_of(_: click.Context, option: click.Parameter, text: str | None) -> 
     return NEVER if text is None else Deadline.within(parse_time(text, option.opts[0]) / 1e9)
 
 
-TIME_LIMIT = click.option(
-    "--time-limit",
-    "deadline",
-    metavar="TIME",
-    callback=deadline_of,
-    is_eager=True,
-    help="Stop searching after this long, such as 30s, with the best so far.",
-)
+def time_limit(what: str) -> Callable[[Command], Command]:
+    """Return the option --time-limit, the ``deadline`` of a command, with what it stops; it counts from the start."""
+    return click.option(
+        "--time-limit", "deadline", metavar="TIME", callback=deadline_of, default=None, is_eager=True, help=what
+    )
+
+
+GIVE_UP = time_limit("Give up after this long, such as 30s.")
 
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
     "profile": click.argument("profile", metavar="PROFILE"),

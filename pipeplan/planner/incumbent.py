@@ -83,8 +83,8 @@ class Incumbent:
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
     ``stopped`` says whether a clock cut anything short, so that another run might find more, ``late`` whether that was
-    the caller's. Searches leave the lower bounds that they prove in ``bounds``, and that of class ``any`` in
-    ``floor_ns``, for the progress lines.
+    the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave the lower bounds that they
+    prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Incumbent:
         self.rejected: Allocation | None = None
         self._excess_bytes = 0  # of ``rejected``, with limits
         self.broken: str | None = None
-        self.stopped = self.late = False
+        self.stopped = self.late = self.exhausted = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
@@ -253,7 +253,8 @@ def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False
     most.
     """
     try:
-        propose(incumbent)
+        with incumbent.problem.deadline.insist():
+            propose(incumbent)
     except KeyboardInterrupt:
         if incumbent.best is None and not dispensable:
             raise
@@ -261,16 +262,19 @@ def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False
     except OutOfTime:
         incumbent.stopped = incumbent.late = True
     if incumbent.best is None and not dispensable and incumbent.expired:
-        _try_simplest(incumbent)
+        incumbent.exhausted = _try_simplest(incumbent)
     return "time limit" if incumbent.stopped else None
 
 
-def _try_simplest(incumbent: Incumbent) -> None:
-    """Try what is found without a search, for some time behind the deadline."""
+def _try_simplest(incumbent: Incumbent) -> bool:
+    """Try what is found without a search, for some time behind the deadline; return whether that was enough for all."""
     limited = incumbent.problem
     incumbent.problem = replace(limited, deadline=limited.deadline.later(GRACE_S - limited.deadline.remaining_s()))
-    with suppress(OutOfTime):
+    incumbent.seen.clear()  # the last one may have been cut short
+    with suppress(OutOfTime), incumbent.problem.deadline.insist():
         for allocation in simplest(limited):
             incumbent.try_(allocation)
             incumbent.problem.deadline.check()
+    enough = not incumbent.problem.deadline.passed
     incumbent.problem = limited
+    return enough

@@ -112,14 +112,16 @@ def _why_none(incumbent: Incumbent, algorithm: str) -> str:
 def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
     if incumbent.late:
-        return "the time limit ended the search before it found a plan that fits; the simplest ones don't"
+        rest = "; the simplest ones don't" if incumbent.exhausted else ", and left no time for the simplest ones"
+        return f"the time limit ended the search before it found a plan that fits{rest}"
     try:
-        reason = why_not_stated(incumbent) if algorithm == STATED else None
-        if reason is not None:
-            return reason
-        if incumbent.limits is not None:
-            return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
-        return why_infeasible(problem, incumbent.rejected, incumbent.broken)
+        with problem.deadline.insist():
+            reason = why_not_stated(incumbent) if algorithm == STATED else None
+            if reason is not None:
+                return reason
+            if incumbent.limits is not None:
+                return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
+            return why_infeasible(problem, incumbent.rejected, incumbent.broken)
     except OutOfTime:
         return "no plan was found that fits; the time limit left no time to say what would help"
 

@@ -169,7 +169,7 @@ def test_overlap_offload_and_overhead_are_said(profile: str, pipeplan: Command) 
         (["--data-parallel", "auto", "--batch", "7", "--microbatch", "2"], "no multiple of microbatches of 2"),
         (["--data-parallel", "auto", "--batch", "16", "--microbatch", "x"], "--microbatch: 'x' is neither"),
         (["--data-parallel", "auto", "--batch", "16", "--layer-overhead", "3"], "--layer-overhead"),
-        (["--data-parallel", "auto", "--batch", "1000000000"], "steps to simulate; plans of up to"),
+        (["--data-parallel", "auto", "--batch", "1000000000"], "steps; up to"),
         (["--weights", "flush", "--accumulate", "100000000"], "--accumulate, --limit: on 4 stages a mini-batch of"),
         (["--weights", "latest", "--limit", "1000000"], "1000000 admitted at once, would take"),
     ],

@@ -37,6 +37,7 @@ class ChunkSum:
     def __init__(self, chunk: Tensor, group: Group) -> None:
         self._chunk, self._group = chunk, group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         share, more = divmod(chunk.numel(), self._ranks)
         self._shares = [share + (rank < more) for rank in range(self._ranks)]
         self._own = self._shares[self._rank]
@@ -66,9 +67,9 @@ class ChunkSum:
         return self._parts
 
     def _exchange(self, into: Tensor, source: Tensor, coming: list[int], going: list[int]) -> None:
-        with exchanging(WHAT):
+        with exchanging(WHAT, *self._others):
             self._work = dist.all_to_all_single(into, source, coming, going, group=self._group, async_op=True)
 
     def _wait(self) -> None:
-        with exchanging(WHAT):
+        with exchanging(WHAT, *self._others):
             self._work.wait()
