@@ -174,6 +174,13 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         default=None,
         help="Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]",
     ),
+    "zero": click.option(
+        "--zero",
+        type=click.IntRange(0, 1),
+        default=0,
+        show_default=True,
+        help="1: the replicas of a stage share its optimizer state and steps (ZeRO-1).",
+    ),
     "no_replicas": click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
     "checkpointing": click.option(
         "--checkpointing",
@@ -205,6 +212,7 @@ def read_problem(
     optimizer: str,
     precision: str,
     offload: bool | None,
+    zero: int,
     checkpointing: Checkpointing | None,
     no_checkpointing: bool,
     *,
@@ -232,7 +240,9 @@ def read_problem(
     chain = merging(granularity)(whole)
     if chain is not whole and where.devices[0].times is not None:
         raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
-    policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
+    if zero and no_replicas:
+        raise click.UsageError("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
+    policy = Policy(weights, accumulate, optimizer, precision, bool(offload), vertical_sync, zero=zero)  # type: ignore[arg-type]  # click checked them
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
     return Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline), assumptions

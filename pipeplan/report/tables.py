@@ -180,6 +180,7 @@ def _state(plan: Plan) -> str:
     return (
         f"{policy.optimizer} in {policy.precision}"
         + (", state on the host" if policy.offload else "")
+        + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
     )

@@ -191,10 +191,7 @@ class _Model:
             fixed, versions = 0, pulp.LpAffineExpression()
             for s in stages:
                 stage = graph.stages[s]
-                none, one = (
-                    memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
-                    for kept in (0, 1)
-                )
+                none, one = (graph.weights_bytes(s, kept) for kept in (0, 1))
                 fixed += none + stage.buffer_bytes
                 if not memory_model.versions_grow(graph.policy):
                     fixed += (one - none) * memory_model.versions(graph.policy, 1)
