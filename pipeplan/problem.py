@@ -353,6 +353,7 @@ Weights = Literal["flush", "2bw", "stash", "latest"]
 Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
 Checkpointing = Literal["none", "stages", "segments"]
+Zero = Literal[0, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +369,9 @@ class Policy:
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
     ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
     optimizer's state; None: what ``optimizer`` and ``precision`` say.
+    With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
+    keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
+    looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
     """
 
     weights: Weights = "2bw"
@@ -379,6 +383,12 @@ class Policy:
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
     bytes_per_parameter: int | None = None
+    zero: Zero = 0
+    pipelines: int = 1
+
+    def sharers(self, replicas: int) -> int:
+        """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
+        return replicas * self.pipelines if self.zero else 1
 
     @property
     def drains(self) -> bool:
@@ -420,6 +430,11 @@ class Problem:
     checkpointing: Checkpointing = "stages"
     deadline: Deadline = NEVER
     tied: Literal["apart", "together", "free"] = "apart"
+
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas that a stage may have."""
+        return len(self.platform) if self.replicas else 1
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

@@ -47,8 +47,10 @@ def overstated(bound: Bound, derived_ns: int) -> list[str]:
 def work_ns(problem: Problem) -> Fraction:
     """Return U: the least time that one microbatch takes in all on devices of speed 1, without recomputation."""
     sums = problem.chain.sums
-    # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step
-    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.update_interval())
+    # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step, and
+    # where they share it, no more, however many there are: more than accumulate of them make updates rarer
+    fewest = problem.most_replicas if problem.policy.zero else 1
+    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.update_interval(fewest))
     if problem.policy.coarsening is not None:  # overlaps with all-reduces
         step = Fraction(0)
     return int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + step

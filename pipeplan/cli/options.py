@@ -186,6 +186,13 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         help="Weights, gradient and optimizer state as another engine holds them, such as 18.  "
         "[default: by --optimizer and --precision]",
     ),
+    "zero": click.option(
+        "--zero",
+        type=click.IntRange(0, 1),
+        default=0,
+        show_default=True,
+        help="1: the replicas of a stage share its optimizer state and steps (ZeRO-1).",
+    ),
     "no_replicas": click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
     "checkpointing": click.option(
         "--checkpointing",
@@ -219,6 +226,7 @@ def read_problem(
     precision: str,
     offload: bool | None,
     bytes_per_parameter: int | None,
+    zero: int,
     checkpointing: Checkpointing | None,
     no_checkpointing: bool,
     *,
@@ -252,8 +260,12 @@ def read_problem(
     chain = merging(granularity)(whole)
     if chain is not whole and where.devices[0].times is not None:
         raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
+    if zero and no_replicas:
+        raise click.UsageError("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
+    if zero and bytes_per_parameter is not None:
+        raise click.UsageError("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
     every = _microbatches(accumulate, batch, chain.microbatch)
-    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
+    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero)  # type: ignore[arg-type]  # click checked them
     if bytes_per_parameter is not None:
         policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
     if chain.microbatch == 1 and not profile.endswith(".json"):

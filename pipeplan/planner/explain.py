@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..check.evaluate import evaluate_simulated, fits
 from ..check.shared_weights import kept_together
+from ..cost import memory_model
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
@@ -141,6 +143,7 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
     """Return what the lightest of the ``unfit`` configurations of a grid lacks, on one pipeline of slowest devices."""
     config = min(unfit, key=lambda c: (c.microbatch, not c.offload))
     problem = asked.of(config)
+    problem = problem.with_policy(replace(problem.policy, pipelines=config.pipelines))
     devices = tuple(problem.platform.slowest(group) for group in config.groups())
     return _shortfall(replace(problem, platform=replace(problem.platform, devices=devices), replicas=False))
 
@@ -226,11 +229,14 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
             found.append(f"with --weights {weights}")
     if problem.policy.optimizer != "sgd" and not problem.policy.offload and _fits(problem, offload=True):
         found.append("with --offload")
+    shareable = problem.most_replicas > 1 and memory_model.has_state(problem.policy)
+    if shareable and not problem.policy.zero and _fits(problem, zero=1):
+        found.append("with --zero 1")
     return found
 
 
-def _fits(problem: Problem, *, offload: bool) -> bool:
-    return possible(problem.with_policy(replace(problem.policy, offload=offload))) is not None
+def _fits(problem: Problem, **otherwise: Any) -> bool:
+    return possible(problem.with_policy(replace(problem.policy, **otherwise))) is not None
 
 
 def least_memory(problem: Problem) -> int | None:

@@ -240,6 +240,7 @@ def _state(plan: Plan) -> str:
         f"{policy.optimizer} in {policy.precision}"
         + ("" if policy.bytes_per_parameter is None else f", {policy.bytes_per_parameter} bytes a parameter")
         + (", state on the host" if policy.offload else "")
+        + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
     )
