@@ -252,12 +252,12 @@ def read_problem(
     if vertical_sync and weights not in ("stash", "latest"):
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    whole = read_profile(profile)
+    merge, whole = merging(granularity), read_profile(profile)
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
     where = replace(where, blocking=where.blocking or blocking_transfers)
     if reserve is not None:
         where = reserving(where, reserve, "--reserve")
-    chain = merging(granularity)(whole)
+    chain = merge(whole)
     if chain is not whole and where.devices[0].times is not None:
         raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
     if zero and no_replicas:
