@@ -188,6 +188,10 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"null|\+1|-1|doubled|huge|a number",
         "what an algorithm hoped for before scheduling is called claimed and judges nothing",
     ),
+    r"provenance\.alternatives(\..*|\[.*)?": (
+        r".*",
+        "what other weights and intervals take is the planner's own account",
+    ),
     r"provenance\.options(\..*|\[.*)?": (r".*", "options and the table of other grids are the planner's own account"),
     r"pattern\.operations\[\d+\]\.start_ns": (
         r"\+1|-1",

@@ -40,8 +40,9 @@ def test_plan_prints_period_throughput_bounds_gap_and_stages(profile: str, pipep
     assert "assumed: bandwidth 12 GB/s" in out
     assert "period      12.000 ms per microbatch, 83.33 microbatches/s = 333.3 samples/s, 2.00 times one GPU" in out
     assert "bound       12.000 ms for class contiguous with checkpointing of segments, any interval: optimal" in out
-    assert "bound       12.000 ms for class any with checkpointing of segments: optimal" in out
-    assert "2bw, one update every 3 microbatches" in out
+    assert "bound       12.000 ms for class any with checkpointing of segments, any interval: optimal" in out
+    assert "weights     2bw: two versions of them, gradients one update late" in out
+    assert "update      every 3 microbatches = 12 samples" in out
     assert "0-3 l0..l3" in out
 
 

@@ -289,7 +289,7 @@ def test_ring_all_reduce():
     assert time_model.ring_all_reduce_ns(0, 4, 10**9, 50) == 0
     assert time_model.ring_all_reduce_ns(8, 4, 10**9, 50) == 12 + 300  # 6 steps of 2 bytes
     many = np.array([0, 8], dtype=object)
-    assert time_model.sync_period_ns(Policy(), many, 4, 10**9, 50).tolist() == [0, 78]
+    assert time_model.sync_period_ns(Policy(accumulate=1), many, 4, 10**9, 50).tolist() == [0, 78]
 
 
 def test_overlapped_sums_and_steps_are_two_machines_in_a_row():

@@ -149,7 +149,8 @@ def test_bounds_on_patterns_prove_nothing_where_there_is_none_or_it_drains(weigh
 
 def test_what_the_planner_proves_can_be_derived_from_the_file(tmp_path):
     problem = Problem(read_profile(str(PROFILES / "vgg16-224-b32-v100.json")), Platform.flat(2, 6 * 10**9))
-    plans = [make_plan(replace(problem, replicas=False, checkpointing="none")).plan]
+    given = replace(problem, policy=Policy(accumulate=4), replicas=False, checkpointing="none")
+    plans = [make_plan(given).plan]
     assert [bound.allocation for bound in plans[0].lower_bounds] == ["contiguous", "one-special", "any"]
     for seed in range(40):
         rng = random.Random(seed)

@@ -103,7 +103,7 @@ def test_a_plan_says_what_shared_weights_cost_it() -> None:
     apart = make_plan(problem.with_policy(Policy("2bw")), "contiguous").evaluation.period_ns
     assert found.plan.provenance.other_weights == OtherWeights("2bw", apart)
     assert found.evaluation.period_ns == 4 * 3000
-    assert apart == 3000
+    assert 3000 <= apart <= 3003  # within 0.1% of updates at their limit
     free = problem.with_policy(Policy("2bw"))
     assert with_other_weights(make_plan(free), free).plan.provenance.other_weights is None
     alone = replace(problem, platform=Platform.flat(1, 10**6))
