@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 
-from pipeplan.cli.progress import ALIVE_S, NEWS_S, LiveLine
+from pipeplan.cli.progress import ALIVE_S, NEWS_S, PATIENT_S, LiveLine
 from pipeplan.planner.incumbent import Status
 
 
@@ -18,24 +18,24 @@ def test_in_a_pipe_lines_come_with_news_and_seldom_without() -> None:
     status, stream = Status("exact contiguous", floor_ns=2_000_000), io.StringIO()
     live = LiveLine(status, stream)
     began = time.perf_counter()
-    live.tick(began + 0.5)
+    live.tick(began + PATIENT_S / 2)
     assert stream.getvalue() == ""  # what is quick needs no progress
-    live.tick(began + 2)
+    live.tick(began + PATIENT_S)
     (line,) = stream.getvalue().splitlines()
     assert line.endswith(" s  exact contiguous: no plan yet, no plan is below 2.000 ms")
-    live.tick(began + 3)
+    live.tick(began + PATIENT_S + 1)
     status.phase, status.candidates = "local moves", 42
     live.best("best so far 3.000 ms, no plan is below 2.000 ms")
-    live.tick(began + 2 + NEWS_S / 2)
+    live.tick(began + PATIENT_S + NEWS_S / 2)
     assert len(stream.getvalue().splitlines()) == 1
-    live.tick(began + 3 + NEWS_S)
-    live.tick(began + 4 + NEWS_S)
+    live.tick(began + PATIENT_S + 1 + NEWS_S)
+    live.tick(began + PATIENT_S + 2 + NEWS_S)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[1].endswith("local moves, 42 candidates: best so far 3.000 ms, no plan is below 2.000 ms")
-    live.tick(began + 5 + NEWS_S + ALIVE_S)
+    live.tick(began + PATIENT_S + 3 + NEWS_S + ALIVE_S)
     assert len(stream.getvalue().splitlines()) == 3
-    assert live.spent().startswith("spent on exact contiguous 3.")
+    assert live.spent().startswith(f"spent on exact contiguous {PATIENT_S + 1:.1f} s, local moves ")
     assert live.spent().endswith("; 42 candidates")
 
 
