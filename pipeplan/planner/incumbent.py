@@ -46,13 +46,15 @@ class Status:
 class Settings:
     """How to schedule: the integer program's solver and its time limit for one allocation.
 
-    The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``progress`` receives a line at each
+    The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
+    there is a plan, the simplest ones are tried. ``progress`` receives a line at each
     improvement; ``status`` says at any time what is going on.
     """
 
     solver: Solver = "cbc"
     time_limit_s: float = 60.0
     gap: float = GAP
+    simplest: bool = True
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 
@@ -261,7 +263,8 @@ def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False
         return "interrupted"
     except OutOfTime:
         incumbent.stopped = incumbent.late = True
-    if incumbent.best is None and not dispensable and incumbent.expired:
+    wanted = incumbent.settings.simplest and not dispensable
+    if incumbent.best is None and wanted and incumbent.expired:
         incumbent.exhausted = _try_simplest(incumbent)
     return "time limit" if incumbent.stopped else None
 
