@@ -109,7 +109,7 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
         device = graph.resources[stage.resource].devices[0]
         uses[device] = DeviceUse(
             platform.devices[device].memory_bytes,
-            int(memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)),
+            graph.weights_bytes(s, kept),
             int(memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, count)),
             program.buffer_bytes(s),
             (count,),

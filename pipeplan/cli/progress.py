@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from ..planner.incumbent import Status
 
-QUIET_S = 1.0  # what takes less needs no progress
+QUIET_S = 1.0  # what takes less needs no progress on a terminal
+PATIENT_S = 5.0  # nor elsewhere
 POLL_S = 0.2
 NEWS_S = 2.0  # between two lines where they aren't redrawn, if anything is new
 ALIVE_S = 15.0  # and if nothing is
@@ -29,6 +30,7 @@ class LiveLine:
         self._status = status
         self._stream = sys.stderr if stream is None else stream
         self._redrawn = self._stream is not None and self._stream.isatty()
+        self._quiet_s = QUIET_S if self._redrawn else PATIENT_S
         self._best = ""
         self._began = self._ticked = self._wrote = time.perf_counter()
         self._shown: tuple[str, str] | None = None
@@ -49,7 +51,7 @@ class LiveLine:
         self._thread.join()
         now = time.perf_counter()
         self.tick(now, silent=True)
-        if now - self._began > QUIET_S:
+        if now - self._began > self._quiet_s:
             self._write(self.spent() if kind is None else "", last=True)
 
     def tick(self, now: float, silent: bool = False) -> None:
@@ -57,8 +59,7 @@ class LiveLine:
         phase = self._status.phase
         self._spent[phase] = self._spent.get(phase, 0.0) + now - self._ticked
         self._ticked = now
-        quiet = now - self._began < QUIET_S
-        if silent or quiet:
+        if silent or now - self._began < self._quiet_s:
             return
         news = (phase, self._best) != self._shown
         if self._redrawn or now - self._wrote > (NEWS_S if news else ALIVE_S) or self._shown is None:

@@ -26,7 +26,7 @@ class StageCost:
 
     Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
 
-    ``buffer_bytes`` are for messages to and from neighbours, and for gradients that wait for those of other stages.
+    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
@@ -50,6 +50,7 @@ class StageCost:
     saved_bytes: int = 0
     update_ns: int = 0
     update_share_ns: int = 0
+    waiting_bytes: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -153,6 +154,20 @@ class StageGraph:
             int(memory_model.versions(self.policy, max(1, n), self.resources[self.stages[s].resource].replicas))
             for s, n in held
         )
+
+    def weights_bytes(self, stage: int, kept: int) -> int:
+        """Return what a device holds of ``stage`` with ``kept`` versions of its weights, beside activations and
+        buffers: weights, gradients and optimizer state."""
+        cost = self.stages[stage]
+        replicas = self.resources[cost.resource].replicas
+        held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept, replicas)
+        return int(held) + cost.waiting_bytes
+
+    def host_bytes(self, stage: int) -> int:
+        """Return what a device has of ``stage`` in host memory."""
+        cost = self.stages[stage]
+        replicas = self.resources[cost.resource].replicas
+        return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas))
 
     @property
     def contiguous(self) -> bool:
@@ -290,9 +305,9 @@ def _stage_cost(
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
-        update = time_model.overlapped_ns(policy, update, time_model.step_ns(timed, start, stop, speed), parameters)
-    share = time_model.update_share_ns(policy, time_model.step_ns(timed, start, stop), r)
-    messages = 2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends
+        step = time_model.step_ns(timed, policy, start, stop, r, speed)
+        update = time_model.overlapped_ns(policy, update, step, parameters)
+    share = time_model.step_share_ns(timed, policy, start, stop, r)
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
         backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed),
@@ -300,7 +315,7 @@ def _stage_cost(
         parameters=parameters,
         kept_bytes=kept,
         peak_bytes=peak,
-        buffer_bytes=messages + int(memory_model.waiting_bytes(chain, policy, start, stop)),
+        buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
@@ -308,6 +323,7 @@ def _stage_cost(
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
+        waiting_bytes=int(memory_model.waiting_bytes(chain, policy, start, stop)),
     )
 
 
@@ -355,9 +371,10 @@ def _with_tied_sums(
         interval = policy.update_interval(max(stages[s].replicas for s in holders))
         for s in {parts[s].resource: s for s in sorted(holders)}.values():
             more, load = (
-                _ring_ns(platform, gradient, devices, n) - _ring_ns(platform, gradient, stages[s].devices, n)
+                _ring_ns(platform, gradient, devices, n) - own // (2 if policy.zero else 1)
                 for n in (1, interval)
-            )
+                for own in [_ring_ns(platform, gradient, stages[s].devices, n)]
+            )  # where replicas share the steps, they still gather the new weights
             part = replace(parts[s], update_ns=parts[s].update_ns + more)
             parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load)
     return parts

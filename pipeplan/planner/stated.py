@@ -21,6 +21,7 @@ from .explain import either, named, possible, round_up, uses_alone
 from .incumbent import Incumbent
 
 STATED = "stated"
+MOST_SAID = 3  # of what is wrong with stages
 Segments = tuple[tuple[int, int], ...]
 
 
@@ -39,7 +40,7 @@ def stated(
     if on is None:
         groups = _in_order(replicas, len(bounds) - 1, platform)
     elif replicas is None:
-        groups = _groups(on, len(bounds) - 1)
+        groups = _groups(on, len(bounds) - 1, platform)
     else:
         raise BadInput("--on: says how many GPUs each stage has; leave out --replicas")
     segments = _segments(recompute, chain)
@@ -50,7 +51,7 @@ def stated(
     drained = replace(problem.policy, weights="flush")  # which layers may be parted is the policy's rule, not a slip
     found = structure_violations(chain, platform, drained, stages) or _ruled_out(problem, stages)
     if found:
-        raise BadInput("; ".join(found))
+        raise BadInput("; ".join(found[:MOST_SAID]))
     yield Allocation(stages)
 
 
@@ -74,12 +75,12 @@ def why_not_stated(incumbent: Incumbent) -> str | None:
             )
     if not lacking:
         return None
-    remedies = [f"from {format_bytes(round_up(max(use.peak_bytes for _, use, _ in uses)))} per GPU"]
+    most = max(use.peak_bytes for _, use, _ in uses) + problem.platform.reserved_bytes
+    remedies = [f"from {format_bytes(round_up(most))} per GPU"]
     for other in ("each", "all"):
-        again = tuple(
-            replace(x, checkpoint=tuple(_inside(_segments(other, problem.chain), x.start, x.stop))) for x in stages
-        )
-        if all(use.peak_bytes <= use.memory_bytes for _, use, _ in uses_alone(problem, Allocation(again))):
+        segments = _segments(other, problem.chain)
+        again = Allocation(tuple(replace(x, checkpoint=_inside(segments, x.start, x.stop)) for x in stages))
+        if all(use.peak_bytes <= use.memory_bytes for _, use, _ in uses_alone(problem, again)):
             remedies.append(f"with --recompute {other}")
             break
     if possible(problem) is not None:
@@ -111,17 +112,18 @@ def _layer(name: str, chain: Chain) -> int:
         return places[0]
     if places:
         several = ", ".join(map(str, places[:5])) + (", .." if len(places) > 5 else "")
-        raise BadInput(f"--split: layers {several} are all called {shown(name)!r}; say counts of layers instead")
+        raise BadInput(f"--split: layers {several} are all called '{shown(name)}'; say counts of layers instead")
     near = get_close_matches(name[:SENTENCE], [layer.name for layer in chain.layers], 3, 0.5)
-    hint = f"; there is {either([repr(shown(x)) for x in near])}" if near else ""
-    raise BadInput(f"--split: no layer is called {shown(name)!r}{hint}")
+    quoted = [f"'{shown(x)}'" for x in near]
+    hint = f"; there is {either(quoted)}" if near else ""
+    raise BadInput(f"--split: no layer is called '{shown(name)}'{hint}")
 
 
 def _in_order(text: str | None, stages: int, platform: Platform) -> list[tuple[int, ...]]:
     """Return the devices of stages that take ``text`` replicas each from the platform's, in order."""
     counts = [1] * stages if text is None else [_number(word, "--replicas", text) for word in text.split(",")]
     if len(counts) != stages:
-        raise BadInput(f"--replicas: {shown(str(text))} are {len(counts)} counts, --split says {stages} stages")
+        raise BadInput(f"--replicas: {shown(str(text))} is for {len(counts)} of the stages, --split says {stages}")
     if 0 in counts:
         raise BadInput(f"--replicas: stage {counts.index(0)} has no GPU")
     if sum(counts) > len(platform):
@@ -134,13 +136,17 @@ def _in_order(text: str | None, stages: int, platform: Platform) -> list[tuple[i
     return [tuple(range(first, last)) for first, last in pairwise(ends)]
 
 
-def _groups(text: str, stages: int) -> list[tuple[int, ...]]:
+def _groups(text: str, stages: int, platform: Platform) -> list[tuple[int, ...]]:
+    """Return the devices of each stage that ``text`` names."""
     groups = []
-    for part in text.split("/"):
+    for s, part in enumerate(text.split("/")):
         ranges = [_range(word, "--on", text) for word in part.split(",")]
+        beyond = max(last for _, last in ranges)
+        if beyond >= len(platform):
+            raise BadInput(f"--on: stage {s} uses GPU {beyond}; the platform has GPUs 0 to {len(platform) - 1}")
         groups.append(tuple(device for first, last in ranges for device in range(first, last + 1)))
     if len(groups) != stages:
-        raise BadInput(f"--on: {shown(text)} names GPUs for {len(groups)} stages, --split says {stages}")
+        raise BadInput(f"--on: {shown(text)} names GPUs for {len(groups)} of the stages, --split says {stages}")
     return groups
 
 
@@ -184,16 +190,16 @@ def _range(word: str, place: str, text: str) -> tuple[int, int]:
     first, dash, last = word.partition("-")
     low = _number(first, place, text)
     high = _number(last, place, text) if dash else low
-    if high < low or high - low > 10**6:
-        raise BadInput(f"{place}: {shown(word)!r} is no range such as 0-3")
+    if high < low:
+        raise BadInput(f"{place}: '{shown(word)}' is no range such as 0-3")
     return low, high
 
 
 def _number(word: str, place: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,8}", word):
-        raise BadInput(f"{place}: {shown(word)!r} in {shown(text)} is no number")
+        raise BadInput(f"{place}: '{shown(word)}' in {shown(text)} is no number")
     return int(word)
 
 
 def _named(chain: Chain, layer: int) -> str:
-    return f"{shown(chain.layers[layer].name)!r} (layer {layer})"
+    return f"'{shown(chain.layers[layer].name)}' (layer {layer})"

@@ -15,8 +15,10 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..cost.stage_graph import StageCost
 from ..names import shown
+from ..partition.contiguous.orders import Orders
+from ..partition.cuts import legal_cuts
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Level, Platform, Weights
+from ..problem import Chain, Level, Platform, Problem, Weights
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -70,6 +72,14 @@ def bound_class(bound: Bound) -> str:
     return f"{bound.allocation}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
+def orders_sentence(plan: Plan) -> str | None:
+    """Return in which orders stages were given unequal devices, in words; None where there is but one."""
+    if len(set(plan.platform.devices)) == 1 or plan.provenance.algorithm not in ("auto", "contiguous"):
+        return None
+    cuts = legal_cuts(Problem(plan.chain, plan.platform, plan.policy))
+    return Orders.of(plan.platform, len(cuts)).sentence()
+
+
 def distance(bound: Bound, period_ns: int) -> str:
     """Return how far a period is above a bound, in words; of a bound that was only claimed, that nobody checked it."""
     return "claimed, not checked" if bound.claimed else f"gap {gap(period_ns, bound):.2%}"
@@ -101,8 +111,9 @@ def throughput(plan: Plan, result: Evaluation) -> str:
 
 def machine(platform: Platform) -> str:
     """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
-    memories = sorted({device.memory_bytes for device in platform.devices})
+    memories = sorted({device.memory_bytes + platform.reserved_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
+    memory += f" less {format_bytes(platform.reserved_bytes)} reserved" if platform.reserved_bytes else ""
     blocking = ", transfers block" if platform.blocking else ""
     return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{blocking}"
 
@@ -157,6 +168,9 @@ def print_plan(
         optimal = bound.period_ns == result.period_ns and not bound.claimed
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
+        orders = orders_sentence(plan) if bound.allocation == "contiguous" else None
+        if orders is not None:
+            out.print(f"devices     {orders}")
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         out.print(f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling")
@@ -224,7 +238,9 @@ def _state(plan: Plan) -> str:
     policy = plan.policy
     return (
         f"{policy.optimizer} in {policy.precision}"
+        + ("" if policy.bytes_per_parameter is None else f", {policy.bytes_per_parameter} bytes a parameter")
         + (", state on the host" if policy.offload else "")
+        + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from ..cost import memory_model
 from ..problem import Platform
 from .pattern import DeviceUse, unused
 from .timeline import Timeline
@@ -53,8 +52,7 @@ def _use(timeline: Timeline, lane: int, versions: Versions) -> DeviceUse:
     counts = tuple(held.get(s, 0) for s in stages)
     weights = 0
     for s, count in zip(stages, counts, strict=True):
-        stage, kept = graph.stages[s], versions(s, count)
-        weights += int(memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept))
+        weights += graph.weights_bytes(s, versions(s, count))
     peak = max(bytes_held for _, bytes_held in activation_steps(timeline, lane))
     return DeviceUse(memory, weights, peak, sum(map(program.buffer_bytes, stages)), counts)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..cost import memory_model
 from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
 from ..plan import OpKind, Pattern, TimedOp
@@ -127,7 +126,7 @@ def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource
         count = max(1, in_flight(graph, starts, period, s, starts[graph.position["F", s]]))
         counts.append(count)
         kept = graph.versions(s, count, of_first)
-        weights += memory_model.versioned_bytes(graph.policy, stage.weight_bytes, stage.parameters, kept)
+        weights += graph.weights_bytes(s, kept)
         buffers += stage.buffer_bytes
     instants = [starts[graph.position["F", s]] for s in stages]
     instants += [

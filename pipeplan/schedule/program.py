@@ -116,8 +116,7 @@ class Program:
 
     def buffer_bytes(self, stage: int) -> int:
         """Return the send and receive buffers of ``stage``, half for gradients: those of a batch are one message."""
-        buffers = self.graph.stages[stage].buffer_bytes
-        return buffers + buffers // 2 * (self.batch - 1)
+        return self.graph.stages[stage].buffer_bytes // 2 * (1 + self.batch)
 
     def stages_of(self, lane: int) -> list[int]:
         """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""

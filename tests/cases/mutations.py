@@ -221,6 +221,8 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"left out|a number|\+1|-1|doubled|null",
         "null is the default; sums of so few parameters are one chunk",
     ),
+    r"policy\.bytes_per_parameter": (r"left out", "null is the default"),
+    r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",
         "an update's share of a pass rounds to the same, and as many are in flight",

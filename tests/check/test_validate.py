@@ -6,6 +6,7 @@ import pytest
 from cases.changes import only, with_memory, with_op, with_policy, with_stage, with_stages, with_starts
 from cases.plans import graph_of
 
+from pipeplan.check.shared_weights import kept_together
 from pipeplan.check.validate import check, label, violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import InvalidPlan
@@ -304,3 +305,17 @@ def test_check_raises_with_every_violation():
 
 def test_labels():
     assert label(TimedOp("SEND_B", 3, 0, 1)) == "SEND_B of stage 3"
+
+
+def test_layers_that_share_weights_are_kept_together_where_stages_update_at_different_times():
+    layer = Layer("l", 1, 1, 4, 1)
+    chain = Chain("tied", (layer,) * 5, 1, tied=((1, 2), (0, 3)))
+    for weights in ("2bw", "flush"):
+        assert kept_together(chain, Policy(weights)) is None
+    for weights in ("stash", "latest"):
+        assert kept_together(replace(chain, tied=()), Policy(weights)) is None
+        said = kept_together(chain, Policy(weights))
+        assert said == (
+            "layers 0 (l) and 3 (l) (and 1 more pair) share weights and must stay in one stage under "
+            f"--weights {weights}"
+        )

@@ -119,7 +119,12 @@ def test_a_stated_configuration_is_evaluated_and_nothing_else(profile: str, tmp_
     code, _, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "1MB", "--split", "2,6")
     assert code == 1
     assert "stage 1 (layers 2 to 7 (l2 to l7)) on device 1 needs" in err
-    for more in (["--algorithm", "contiguous"], ["--effort", "quick"], ["--data-parallel", "2", "--batch", "8"]):
+    for more in (
+        ["--algorithm", "contiguous"],
+        ["--effort", "quick"],
+        ["--gap", "5%"],
+        ["--data-parallel", "2", "--batch", "8"],
+    ):
         code, _, err = pipeplan("plan", profile, *SMALL, "--split", "2,6", *more)
         assert code == 2
         assert f"--split searches nothing; leave out {more[0]}" in err

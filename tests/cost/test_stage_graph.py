@@ -8,7 +8,7 @@ from cases.plans import graph_of, greedy_pattern, random_plan
 from oracles.schedules import overlaps, peak_activations, unrolled, weights_table
 
 from pipeplan.cost import memory_model
-from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.cost.stage_graph import least_load_ns, stage_graph
 from pipeplan.plan import Pattern, Stage, TimedOp
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy
 from pipeplan.schedule.pattern import (
@@ -144,7 +144,7 @@ def test_every_cost_of_random_stages():
             assert (cost.kept_bytes, cost.peak_bytes) == (kept, peak)
             assert cost.weight_bytes == sum(x.weight_bytes for x in layers)
             assert cost.parameters == sum(x.parameter_count for x in layers)
-            step = sum(x.optimizer_ns for x in layers) * stage.replicas
+            step = sum(x.optimizer_ns for x in layers) * (1 if plan.policy.zero else stage.replicas)
             work = sum(x.backward_ns for x in layers) + again + -(-step // max(stage.replicas, plan.policy.accumulate))
             speed = min(plan.platform.devices[d].speed for d in stage.devices)
             assert cost.backward_ns == -(-work // speed)
@@ -286,9 +286,18 @@ def test_weights_in_several_stages_are_summed_over_all_their_devices_once_per_gr
     assert sum(updates(pair, shared)) == 0, "one device has both copies"
 
 
+def test_the_least_load_is_that_of_the_busiest_device_for_each_of_its_replicas():
+    wide = [Stage(0, 1, (0,)), Stage(1, 4, (1, 2))]
+    assert least_load_ns(CHAIN, FLAT, wide) == 51  # 102 ns of layers 1 to 3 over two devices
+    assert least_load_ns(CHAIN, FLAT, [Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 4, (0,))]) == 30 + 34 + 36
+    mixed = Platform((Device(10**6), Device(10**6, Fraction(1, 2)), Device(10**6)), FLAT.levels)
+    assert least_load_ns(CHAIN, mixed, wide) == 102
+
+
 def test_stages_without_times_have_no_floor():
     chain = Chain("still", (Layer("a", 0, 0, 5, 0),) * 2, 1)
-    assert stage_graph(chain, FLAT, Policy(), [Stage(0, 1, (0,)), Stage(1, 2, (1,))]).period_floor_ns == 0
+    stages = [Stage(0, 1, (0,)), Stage(1, 2, (1,))]
+    assert stage_graph(chain, FLAT, Policy(), stages).period_floor_ns == least_load_ns(chain, FLAT, stages) == 0
 
 
 def test_the_floor_is_reached_by_loads_alone():
@@ -351,4 +360,5 @@ def test_gradients_of_shared_weights_wait_in_all_stages_but_the_first():
     assert waiting(((0, 3), (1, 3)), bw) == [0, 100, 100]
     graph = stage_graph(replace(CHAIN, tied=((0, 3),)), FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
     bare = stage_graph(CHAIN, FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
-    assert [a.buffer_bytes - b.buffer_bytes for a, b in zip(graph.stages, bare.stages, strict=True)] == [0, 100]
+    assert [stage.waiting_bytes for stage in graph.stages] == [0, 100]
+    assert [graph.weights_bytes(s, 2) - bare.weights_bytes(s, 2) for s in (0, 1)] == [0, 100]

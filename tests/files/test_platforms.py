@@ -1,15 +1,22 @@
 """Platforms as JSON: as people write them, as they come back, and what is wrong with one."""
 
+import json
 import random
+import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from cases.chains import random_platform
-from cases.files import assert_refused, written
+from cases.files import POLICY, assert_refused, small_plan, written
 
+from pipeplan.errors import BadInput
 from pipeplan.files.forms import json_text
-from pipeplan.files.platforms import platform_form, platform_of, read_platform
-from pipeplan.problem import Device, Level, Platform
+from pipeplan.files.plans import load_plan, plan_text, read_plan
+from pipeplan.files.platforms import platform_form, platform_of, read_platform, reserving
+from pipeplan.files.profiles import profile_text
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Device, Level, Platform, Problem
 
 
 def test_platforms_come_back(tmp_path):
@@ -18,6 +25,9 @@ def test_platforms_come_back(tmp_path):
         platform = random_platform(
             rng, rng.randint(1, 6), memory=(0, 30), levels=True, latency=True, speeds=True, duplex=True
         )
+        if seed % 3 == 0:
+            platform = replace(platform.reserving(rng.randint(-9, -1)), reserved_bytes=0).reserving(1)
+            platform = replace(platform, blocking=rng.random() < 0.5)
         form = platform_form(platform)
         assert platform_of(form, "here") == platform
         text = json_text(form)
@@ -67,6 +77,9 @@ PLATFORM = {
 }
 
 BAD_PLATFORMS = {
+    "all reserved": (("reserve",), "8GB", "$.reserve: 8.00 GB is all that a GPU of 8.00 GB has"),
+    "bare reserve": (("reserve",), "8", "$.reserve: '8' has no unit; write 16GB or 16GiB"),
+    "text as blocking": (("blocking_transfers",), "no", "expected `bool`, got `str` - at `$.blocking_transfers`"),
     "no levels": (("levels",), ..., "missing required field `levels`"),
     "no links": (("levels", 1, "links"), 0, "$.levels[1].links: 0 is not between 1 and 4096"),
     "links everywhere": (
@@ -104,3 +117,70 @@ BAD_PLATFORMS = {
 @pytest.mark.parametrize("name", BAD_PLATFORMS)
 def test_bad_platforms(name, tmp_path):
     assert_refused(read_platform, tmp_path, PLATFORM, BAD_PLATFORMS[name])
+
+
+def own_profiles(tmp_path, **changed):
+    """Write a platform beside a profile that its second device names; return both and the network's own chain."""
+    chain = small_plan().chain
+    layers = tuple(replace(x, forward_ns=3 * x.forward_ns + i) for i, x in enumerate(chain.layers))
+    (tmp_path / "h100.json").write_text(profile_text(replace(chain, layers=layers, **changed)))
+    document = {
+        "memory": "16GB",
+        "levels": [{"count": 2, "bandwidth": "10GB/s"}],
+        "devices": [{}, {"profile": "h100.json", "speed": 2}],
+    }
+    return chain, layers, written(tmp_path, document)
+
+
+def test_devices_name_profiles_beside_the_platform_which_a_plan_then_has_by_itself(tmp_path):
+    chain, layers, path = own_profiles(tmp_path)
+    platform = read_platform(path, chain)
+    one, other = platform.devices
+    assert one.times.forward_ns == tuple(x.forward_ns for x in chain.layers)
+    assert other.times.forward_ns == tuple(x.forward_ns for x in layers)
+    assert (one.times.name, other.times.name, other.speed) == ("small", "h100.json", 2)
+    (tmp_path / "h100.json").unlink()
+    problem = Problem(chain, platform, POLICY, checkpointing="none")
+    plan = make_plan(problem, "contiguous").plan
+    file = tmp_path / "plan.json"
+    file.write_text(plan_text(plan))
+    loaded = load_plan(str(file))
+    assert loaded.platform == platform
+    assert plan_text(loaded) == file.read_text()
+    document = json.loads(file.read_text())
+    document["platform"]["times"][0]["forward_ns"][0] += 1
+    found = read_plan(written(tmp_path, document))[1]
+    assert any("lasts" in sentence or "take" in sentence or "gives" in sentence for sentence in found)
+    document["platform"]["times"][0]["forward_ns"].pop()
+    with pytest.raises(
+        BadInput, match=re.escape("$.platform: $.times[0].forward_ns: has 3 entries; the network has 4")
+    ):
+        read_plan(written(tmp_path, document))
+    document["platform"]["times"] = None
+    with pytest.raises(BadInput, match=re.escape("$.devices[0].profile: small is not among $.times")):
+        read_plan(written(tmp_path, document))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"layers": small_plan().chain.layers[:3]}, "has 3 layers; the network's profile has 4"),
+        ({"layers": tuple(replace(x, name=f"x{x.name}") for x in small_plan().chain.layers)}, "layer 0 is xl0 in"),
+        ({"microbatch": 2}, "is of microbatches of 2, the network's profile of 8"),
+    ],
+)
+def test_profiles_of_other_layers_are_refused(tmp_path, changed, told):
+    chain, _, path = own_profiles(tmp_path)
+    (tmp_path / "h100.json").write_text(profile_text(replace(chain, **changed)))
+    with pytest.raises(BadInput, match=re.escape("$.devices[1].profile: ") + ".*" + re.escape(told)):
+        read_platform(path, chain)
+    with pytest.raises(BadInput, match="not for this command"):
+        read_platform(path)
+
+
+def test_what_is_reserved_is_not_for_plans(tmp_path):
+    platform = read_platform(written(tmp_path, PLATFORM | {"reserve": "1.5GB"}))
+    assert [device.memory_bytes for device in platform.devices] == [14_500_000_000] * 3 + [6_500_000_000]
+    assert platform.reserved_bytes == 1_500_000_000
+    with pytest.raises(BadInput, match=r"--reserve: the platform reserves 1.50 GB already"):
+        reserving(platform, "1GB", "--reserve")

@@ -6,6 +6,7 @@ Nothing here shares a line with the searches it checks; only what a stage costs 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import combinations, groupby, pairwise, permutations, product
@@ -13,7 +14,7 @@ from math import ceil
 
 from pipeplan.cost import memory_model, time_model
 from pipeplan.plan import Stage
-from pipeplan.problem import Device, Platform, Problem
+from pipeplan.problem import Chain, Device, Platform, Problem
 
 
 def contiguous_optimum(problem: Problem, as_listed: bool = False) -> tuple[int, tuple[Stage, ...]] | None:
@@ -86,6 +87,28 @@ def _segments(start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
     for end in range(start + 1, stop + 1):
         for rest in _segments(end, stop):
             yield ((start, end), *rest)
+
+
+def slowest_of(chain: Chain, devices: Sequence[Device]) -> tuple[Chain, Fraction]:
+    """Return the chain with the layer times of the devices' own profiles, and how much faster they are than these.
+
+    Where profiles differ, each layer takes what it takes on the slowest device.
+    """
+    owns = [device.times for device in devices if device.times is not None]
+    speed = min(device.speed for device in devices)
+    same = len(set(owns)) == 1
+    layers = []
+    for i, layer in enumerate(chain.layers):
+
+        def worst(column: int, i: int = i) -> int:
+            if same:
+                return owns[0].columns[column][i]
+            return max(ceil(own.columns[column][i] / x.speed) for own, x in zip(owns, devices, strict=True))
+
+        forward, backward, weight_part, step = map(worst, range(4))
+        times = {"forward_ns": forward, "backward_ns": backward, "backward_weight_ns": weight_part}
+        layers.append(replace(layer, optimizer_ns=step, **times))
+    return replace(chain, layers=tuple(layers)), speed if same else Fraction(1)
 
 
 class ContiguousJudge:
@@ -218,6 +241,8 @@ class ContiguousJudge:
         chain, platform, policy = self.problem.chain, self.problem.platform, self.problem.policy
         i, j = stage.start, stage.stop
         speed = min(platform.devices[d].speed for d in stage.devices)
+        if platform.devices[0].times is not None:
+            chain, speed = slowest_of(chain, [platform.devices[d] for d in stage.devices])
         kept, peak, recompute = memory_model.activations(chain, i, j, stage.checkpoint)
         work = time_model.forward_ns(chain, i, j, speed)
         work += time_model.backward_ns(chain, policy, i, j, recompute, len(stage.devices), speed)

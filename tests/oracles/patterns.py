@@ -48,7 +48,7 @@ def pattern_starts(graph: StageGraph, period: int) -> list[int] | None:
     fixed = [0] * len(graph.resources)
     for stage in graph.stages:
         weights = memory_model.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, 1)
-        fixed[stage.resource] += weights + stage.buffer_bytes
+        fixed[stage.resource] += weights + stage.waiting_bytes + stage.buffer_bytes
     starts: list[int] = []
 
     def hopeless(end: int) -> bool:

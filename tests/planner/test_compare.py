@@ -34,4 +34,6 @@ def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
     assert [cell.period_ns for cell in rows[3].cells] == [34, 30]
     assert [cell.algorithm for cell in rows[3].cells] == ["gpipe", "balance"]
     assert {cell.seconds for row in rows for cell in row.cells} == {1.0}
+    assert not any(cell.data_parallel for row in rows for cell in row.cells)
+    assert next(compare(pair(800), [2], [800], ["data-parallel"], clock=lambda: 0.0)).cells[0].data_parallel
     assert (rows[3].bound_ns, rows[3].best_ns) == (30, 30)

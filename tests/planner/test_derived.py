@@ -12,6 +12,7 @@ import pytest
 from cases.chains import random_chain, random_platform
 from cases.files import CHAIN, edited, written
 
+from pipeplan.deadline import Deadline, OutOfTime
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
@@ -108,6 +109,15 @@ def test_a_forged_bound_is_refuted_with_both_numbers(slow, tmp_path):
     assert not any(bound.claimed for bound in again.lower_bounds)
     assert "ms (class contiguous with checkpointing of stages, this interval), gap 107.62%" in headline(again)
     assert derived(forged(slow, tmp_path, OPTIMUM_NS + 1))[1]
+
+
+def test_a_proof_that_is_cut_short_refutes_nothing(slow, tmp_path, pipeplan):
+    plan = forged(slow, tmp_path, OPTIMUM_NS + 1)
+    with pytest.raises(OutOfTime):
+        derived(plan, Deadline(lambda: 0.0))
+    code, out, err = pipeplan("check", written(tmp_path, plan_text(plan)), "--bounds", "--time-limit", "1ns")
+    assert (code, out) == (1, "")
+    assert err.endswith(": the time limit came before its claimed bounds were derived; but for them it is valid\n")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ def instance(seed: int) -> GridProblem:
     )
     policy = Policy("flush", None, rng.choice(("sgd", "adam")), coarsening=rng.choice((None, None, 1)))
     problem = Problem(chain, platform, policy, checkpointing="segments")
+    if seed % 4 == 2:
+        policy = replace(policy, zero=1)
     offloads = (False, True) if policy.optimizer == "adam" else (False,)
     return GridProblem(problem, profiles([chain]), rng.choice((2, 4, 6, 8)), (1, 2), offloads)
 
@@ -218,6 +220,8 @@ def test_the_work_bound_counts_sums_and_steps():
     assert work_bound(asked, GridConfig(1, 1, 1)) == (16 * 48 + 320) * MS
     assert work_bound(asked, GridConfig(1, 4, 1)) == (4 * 48 + 320 + 12_000) * MS  # 2 * 3/4 * 8 GB
     assert work_bound(asked, GridConfig(2, 2, 1)) == (8 * 48 + 320 + 8_000) * MS // 2
+    mixed = replace(asked, problem=asked.problem.with_policy(Policy("flush", precision="mixed")))
+    assert work_bound(mixed, GridConfig(1, 4, 1)) == (4 * 48 + 320 + 6_000) * MS  # half as many bytes
     together = replace(asked, problem=asked.problem.with_policy(Policy("flush", coarsening=1)))
     assert work_bound(together, GridConfig(1, 4, 1)) == (4 * 48 + 12_000) * MS
     fast = replace(together, problem=replace(together.problem, platform=Platform.flat(4, 200 * GB, 10**12)))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from cases.chains import random_chain
+from cases.classes import figures, instance, worse
 from oracles.any_class import optimum
 
 from pipeplan.check.bounds import any_bound
@@ -17,8 +18,10 @@ from pipeplan.deadline import Deadline
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
+from pipeplan.partition.local_search import local_search
 from pipeplan.partition.madpipe.exact import one_special_bound
-from pipeplan.planner.incumbent import Settings
+from pipeplan.plan import Allocation, Stage
+from pipeplan.planner.incumbent import Settings, Status
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
@@ -137,3 +140,35 @@ def test_quick_effort_is_exact_contiguous() -> None:
     plan = make_plan(uneven(), settings=HIGHS, effort="quick").plan
     assert plan.allocation.contiguous
     assert plan.lower_bounds[0].allocation == "contiguous"
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4])
+def test_a_class_of_plans_is_never_worse_than_one_that_it_contains(seed: int) -> None:
+    """More of them, and brute force: scripts/checks/classes.py."""
+    found = figures(instance(seed, most_layers=3))
+    assert any(found.values())
+    assert list(worse(found)) == []
+
+
+def test_the_search_stops_within_the_gap_and_goes_on_without_one() -> None:
+    looked = {}
+    for gap in (0.0, 0.5):
+        status = Status()
+        planned = make_plan(uneven(), settings=replace(HIGHS, gap=gap, status=status))
+        looked[gap] = status.candidates
+        assert planned.plan.provenance.options["gap"] == gap
+        assert planned.evaluation.period_ns <= (1 + gap) * any_bound(uneven()).period_ns
+        assert status.floor_ns == any_bound(uneven()).period_ns
+    assert looked[0.5] == 1  # the contiguous plan is a third above
+    assert looked[0.0] > 1
+
+
+def test_local_moves_end_where_none_can_pay() -> None:
+    asked: list[Allocation] = []
+
+    def hopeless(allocation: Allocation) -> None:
+        asked.append(allocation)
+
+    start = Allocation((Stage(0, 3, (0,)), Stage(3, 5, (1,))))
+    looked = local_search(uneven(), start, hopeless, lambda _: False, 10**6, lambda: False, patience=30)
+    assert len(asked) <= looked < 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
 from cases.chains import published, random_chain
 
 from pipeplan.check.validate import violations
+from pipeplan.deadline import Deadline
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.plan import Plan, ScheduleKind
 from pipeplan.planner.plan import make_plan
@@ -113,15 +115,15 @@ REFUSED = {
     "too many stages": ({"split": "1,1,1,1,2"}, "5 stages take 5 GPUs, the platform has 4; --on says"),
     "too many replicas": ({"split": "3,3", "replicas": "3,2"}, "--replicas: 2 stages take 5 GPUs, the platform has 4"),
     "no replica": ({"split": "3,3", "replicas": "0,2"}, "--replicas: stage 0 has no GPU"),
-    "other counts": ({"split": "3,3", "replicas": "1"}, "--replicas: 1 are 1 counts, --split says 2 stages"),
+    "other counts": ({"split": "3,3", "replicas": "1"}, "--replicas: 1 is for 1 of the stages, --split says 2"),
     "both": ({"split": "3,3", "replicas": "1,1", "on": "0/1"}, "leave out --replicas"),
     "no number": ({"split": "3,3", "on": "0/x"}, "--on: 'x' in 0/x is no number"),
     "backwards": ({"split": "3,3", "on": "0/3-1"}, "--on: '3-1' is no range such as 0-3"),
-    "endless range": ({"split": "3,3", "on": "0/1-99999999"}, "--on: '1-99999999' is no range"),
-    "other groups": ({"split": "3,3", "on": "0/1/2"}, "--on: 0/1/2 names GPUs for 3 stages, --split says 2"),
+    "endless range": ({"split": "3,3", "on": "0/1-99999999"}, "--on: stage 1 uses GPU 99999999; .* GPUs 0 to 3"),
+    "other groups": ({"split": "3,3", "on": "0/1/2"}, "--on: 0/1/2 names GPUs for 3 of the stages, --split says 2"),
     "device twice": ({"split": "3,3", "on": "0,0/1"}, r"stage 0 lists a device twice: \[0, 0\]"),
     "shared in part": ({"split": "3,3", "on": "0,1/1"}, r"device groups \[0, 1\] and \[1\] overlap"),
-    "no such device": ({"split": "3,3", "on": "0/4"}, "stage 1 uses device 4; the platform has devices 0 to 3"),
+    "no such device": ({"split": "3,3", "on": "0/4"}, "--on: stage 1 uses GPU 4; the platform has GPUs 0 to 3"),
     "no such layer": ({"split": "3,3", "recompute": "4-6"}, "layer 6 is none of the network's, which are 0 to 5"),
     "segments out of order": ({"split": "3,3", "recompute": "4,0-1"}, "layer 0 comes after 4; say the ranges in order"),
 }
@@ -178,3 +180,10 @@ def test_a_published_profile_as_pipedream_splits_it() -> None:
     plan = plan_of(Problem(chain, platform, Policy("stash")), f"31,{len(chain) - 31}", replicas="15,1")
     assert [stage.replicas for stage in plan.allocation.stages] == [15, 1]
     assert violations(plan) == []
+
+
+def test_no_other_stages_take_the_place_of_stated_ones_when_time_is_up() -> None:
+    late = replace(FOUR, deadline=Deadline.within(-1))
+    assert shape(plan_of(late, "2,4", on="0/0")) == [(0, 2, (0,)), (2, 6, (0,))]  # one microbatch at a time, if need be
+    with pytest.raises(Infeasible, match="the time limit left no time to schedule the stated stages"):
+        plan_of(late.with_policy(Policy("flush")), "2,4", "message-driven")

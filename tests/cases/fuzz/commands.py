@@ -29,6 +29,9 @@ AMOUNTS = {
     "TIME": ["5us", "0", "1ms", "2s", "100ns", "0.5s", "1e9s", "-1s", "5", "1h", "2N", "N", "2", "1.5"],
     "N,..": ["1", "1,2,4", "8", "4-6", "0", "1-4096", "2-1", "1,,2", "3,3"],
     "COUNTS": ["1", "2,4", "1-4", "0", "2-1", "5000", "1,,2", "2,2", "-1-2"],
+    "COUNTS|NAMES": ["4,4", "2,2,2,2", "1,3", "8", "3,3,2", "l4", "block1,block2", "0,8", "4,,4", "99999999,1"],
+    "GPUS": ["0/1", "0/1/0", "1/0", "0,1/2-3", "0/0", "0/9", "0,0/1", "/", "0-99999999/1"],
+    "all|none|each|LAYERS": ["all", "0-3", "each", "none", "0-1,4", "4,0", "3-1", "99999999", "0-"],
     "auto|N": ["auto", "1", "2", "4", "0", "4097", "auto1"],
     "N|none": ["none", "1", "2", "8", "0", "None"],
     "K|all": ["all", "1", "2", "0"],
@@ -163,7 +166,7 @@ class Commands:
         before = snapshot(self.folder)
         outcome = called(case.arguments, self.folder, case.data)
         after = snapshot(self.folder)
-        named = [word.partition("=")[2] if word.startswith("--") else word for word in case.arguments]
+        named = [*case.arguments, *(word.partition("=")[2] for word in case.arguments)]
         found = faults(outcome, before, after, (), [*OUTPUTS, *named], "--debug" in case.arguments)
         found += written_faults(outcome, case.arguments, self.folder)
         for path in set(after) - set(before):
