@@ -80,7 +80,7 @@ def test_replicas_share_the_optimizers_state(policy, replicas, device, host):
 def test_replicas_share_the_optimizers_steps():
     """A step of 12 ns every 8 microbatches costs each of them 12 / 8 ns, on however many replicas; without, r times."""
     chain = Chain("c", (Layer("a", 0, 100, 400, 0, optimizer_ns=12),), 0)
-    for accumulate, replicas, whole, shared in [(8, 1, 2, 2), (8, 4, 6, 2), (8, 12, 12, 1), (None, 3, 12, 4)]:
+    for accumulate, replicas, whole, shared in [(8, 1, 2, 2), (8, 4, 6, 2), (8, 12, 12, 1), (1, 3, 12, 4)]:
         policy = Policy(accumulate=accumulate)
         assert time_model.backward_ns(chain, policy, 0, 1, replicas=replicas) == 100 + whole
         assert time_model.backward_ns(chain, replace(policy, zero=1), 0, 1, replicas=replicas) == 100 + shared
