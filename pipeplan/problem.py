@@ -245,12 +245,14 @@ class Platform:
     """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
 
     At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing.
+    ``reserved_bytes`` of each device are for others: its ``memory_bytes`` are without them.
     """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
     full_duplex: bool = False
     blocking: bool = False
+    reserved_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -259,6 +261,11 @@ class Platform:
     def flat(count: int, memory_bytes: int, bandwidth: int = 12 * 10**9, latency_ns: int = 0) -> Platform:
         """Return ``count`` equal devices on one level; the default 12 GB/s is PCIe 3 x16 (MadPipe section 5.1)."""
         return Platform((Device(memory_bytes),) * count, (Level(count, bandwidth, latency_ns),))
+
+    def reserving(self, size: int) -> Platform:
+        """Return the platform with ``size`` bytes less of every device's memory, for others."""
+        devices = tuple(replace(x, memory_bytes=x.memory_bytes - size) for x in self.devices)
+        return replace(self, devices=devices, reserved_bytes=self.reserved_bytes + size)
 
     @cached_property
     def unit_sizes(self) -> tuple[int, ...]:
@@ -346,6 +353,7 @@ Weights = Literal["flush", "2bw", "stash", "latest"]
 Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
 Checkpointing = Literal["none", "stages", "segments"]
+Zero = Literal[0, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +367,11 @@ class Policy:
     ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
     With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
+    ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
+    optimizer's state; None: what ``optimizer`` and ``precision`` say.
+    With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
+    keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
+    looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
     """
 
     weights: Weights = "2bw"
@@ -369,6 +382,13 @@ class Policy:
     vertical_sync: bool = False
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
+    bytes_per_parameter: int | None = None
+    zero: Zero = 0
+    pipelines: int = 1
+
+    def sharers(self, replicas: int) -> int:
+        """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
+        return replicas * self.pipelines if self.zero else 1
 
     @property
     def drains(self) -> bool:
@@ -410,6 +430,11 @@ class Problem:
     checkpointing: Checkpointing = "stages"
     deadline: Deadline = NEVER
     tied: Literal["apart", "together", "free"] = "apart"
+
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas that a stage may have."""
+        return len(self.platform) if self.replicas else 1
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

@@ -25,9 +25,13 @@ YOUNG_S = 60.0  # a younger folder may still be about to be locked
 def scratch_folder() -> Iterator[Path]:
     """Make a folder in ``TMPDIR`` that is there within the ``with`` alone."""
     _sweep(tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, open(Path(name, LOCK), "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(name)
+    name = tempfile.mkdtemp(prefix=PREFIX)
+    try:
+        with open(Path(name, LOCK), "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)
 
 
 @cache

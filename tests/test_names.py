@@ -124,9 +124,16 @@ def test_a_message_keeps_its_beginning_and_its_end(tmp_path: Path, plan: str, pi
 
 
 def test_a_terminal_without_the_letters_gets_their_codes(tmp_path: Path) -> None:
-    profile = written(tmp_path, PROFILE | {"name": "é模"})
-    line = [sys.executable, "-m", "pipeplan", "plan", profile, *SMALL]
+    """Those of JSON, so that documents stay what they are; what comes in is UTF-8, as in every file."""
+    profile = Path(written(tmp_path, PROFILE | {"name": "é模😀"}))
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(line, capture_output=True, env=environment, timeout=SECONDS)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.startswith(b"\\xe9\\u6a21: 8 layers")
+
+    def said(*more: str) -> bytes:
+        line = [sys.executable, "-m", "pipeplan", "plan", "-", *SMALL, *more]
+        with profile.open("rb") as file:
+            done = subprocess.run(line, stdin=file, capture_output=True, env=environment, timeout=SECONDS)
+        assert (done.returncode, done.stderr) == (0, b"")
+        return done.stdout
+
+    assert said().startswith(rb"\u00e9\u6a21\ud83d\ude00: 8 layers")
+    assert json.loads(said("--json"))["profile"]["name"] == "é模😀"

@@ -47,8 +47,10 @@ def overstated(bound: Bound, derived_ns: int) -> list[str]:
 def work_ns(problem: Problem) -> Fraction:
     """Return U: the least time that one microbatch takes in all on devices of speed 1, without recomputation."""
     sums = problem.chain.sums
-    # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step
-    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.update_interval())
+    # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step, and
+    # where they share it, no more, however many there are: more than accumulate of them make updates rarer
+    fewest = problem.most_replicas if problem.policy.zero else 1
+    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.update_interval(fewest))
     if problem.policy.coarsening is not None:  # overlaps with all-reduces
         step = Fraction(0)
     return int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + step
@@ -124,7 +126,7 @@ class _Menu:
             for size, lifetime, rest, price in items
             if size and lifetime > rest and price is not None
         ]
-        offers.sort(key=lambda offer: Fraction(offer[0], offer[1]) if offer[1] else Fraction(2**100), reverse=True)
+        offers.sort(key=_ratio, reverse=True)
         self._savings = [0, *accumulate(saving for saving, _ in offers)]
         self._prices = [0, *accumulate(price for _, price in offers)]
 
@@ -135,6 +137,12 @@ class _Menu:
             return Fraction(self._savings[-1])
         share = (idle - self._prices[whole]) / (self._prices[whole + 1] - self._prices[whole])
         return self._savings[whole] + share * (self._savings[whole + 1] - self._savings[whole])
+
+
+def _ratio(offer: tuple[int, int]) -> int:
+    """Return saving / price, in units so small that no two ratios of prices up to a day are taken for one."""
+    saving, price = offer
+    return (saving << 128) // price if price else 1 << 512
 
 
 def _cases(problem: Problem) -> list[_Case]:

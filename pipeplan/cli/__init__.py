@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import gc
 import io
+import json
 import signal
 import sys
 import traceback
@@ -35,6 +37,7 @@ COMMANDS = {
     "schema": ("schema", "Print the JSON Schema of a file."),
 }
 INTERRUPTED = 130
+ESCAPED = "pipeplan-escaped"  # what to do with letters that an output lacks
 TRACEBACK = "pipeplan.traceback"  # in the meta of contexts: whether --debug asks for it
 
 
@@ -79,8 +82,11 @@ def group() -> None:
 
 def main() -> NoReturn:
     """Run the ``pipeplan`` command; the one place where errors become exit codes."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter gets its code
-        sys.stdout.reconfigure(errors="backslashreplace")
+    codecs.register_error(ESCAPED, _escaped)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # where a letter is lacking it gets its code
+        sys.stdout.reconfigure(errors=ESCAPED)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # - is a file like others, whatever the terminal speaks
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
         code = group.main(standalone_mode=False)
         sys.stdout.flush()
@@ -111,6 +117,12 @@ def main() -> NoReturn:
         code = ended.exit_code
     gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Return letters as JSON escapes them, which a reader of text knows as well."""
+    assert isinstance(error, UnicodeEncodeError), "only what is written is escaped"
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _as_text(error: click.ClickException) -> click.ClickException:

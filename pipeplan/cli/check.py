@@ -6,15 +6,17 @@ import json
 
 import click
 
-from ..errors import InvalidPlan
-from .options import JSON, PLAN
+from ..deadline import Deadline, OutOfTime
+from ..errors import InvalidPlan, PipeplanError
+from .options import GIVE_UP, JSON, PLAN
 
 
 @click.command()
 @PLAN
 @click.option("--bounds", is_flag=True, help="Derive claimed lower bounds anew, too, which takes as long as planning.")
+@GIVE_UP
 @JSON
-def command(plan: str, bounds: bool, as_json: bool) -> None:
+def command(plan: str, bounds: bool, deadline: Deadline, as_json: bool) -> None:
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
     Its order is also proved free of deadlock with blocking sends and receives. Of its lower bounds, those whose proof
@@ -28,11 +30,17 @@ def command(plan: str, bounds: bool, as_json: bool) -> None:
     from ..report.tables import bound_figures, headline
     from ..schedule.deadlock import plan_deadlock
 
-    loaded, found = read_plan(plan)
-    if not found:
-        found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
+    with deadline.insist():
+        loaded, found = read_plan(plan)
+        if not found:
+            found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
     if bounds and not found:
-        loaded, found = derived(loaded)
+        try:
+            with deadline.insist():
+                loaded, found = derived(loaded, deadline)
+        except OutOfTime as late:
+            late_bounds = "the time limit came before its claimed bounds were derived; but for them it is valid"
+            raise PipeplanError(f"{plan}: {late_bounds}") from late
     if as_json:
         figures = [] if found else bound_figures(loaded)
         click.echo(json.dumps({"valid": not found, "violations": found, "lower_bounds": figures}, indent=1))

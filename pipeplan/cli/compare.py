@@ -22,11 +22,11 @@ from .options import (
     JSON,
     SOLVER,
     Output,
-    deadline_of,
     parse_counts,
     problem_options,
     read_problem,
     refuse_two_documents,
+    time_limit,
 )
 
 if TYPE_CHECKING:
@@ -47,14 +47,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 @GAP
 @SOLVER
 @click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
-@click.option(
-    "--time-limit",
-    "deadline",
-    metavar="TIME",
-    callback=deadline_of,
-    is_eager=True,
-    help="Stop after this long, such as 600s, with the cases that are done.",
-)
+@time_limit("Stop after this long, such as 600s, with the cases that are done.")
 @JSON
 def command(
     algorithms: str,
@@ -92,7 +85,7 @@ def command(
         raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
     if total > FEW_CASES:
         click.echo(searches, err=True)
-    problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{memories[0]}B"}, deadline=deadline)
+    problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{min(memories)}B"}, deadline=deadline)
     rows: list[OnePlatform] = []
     began = time.perf_counter()
     settings = Settings(solver, gap=GAP_OF_AUTO if gap is None else gap)  # type: ignore[arg-type]  # click checked it

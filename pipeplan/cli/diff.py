@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..deadline import Deadline
 from ..problem import Platform, Problem
 from ..units import parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON, Output, refuse_two_documents
+from .options import DEFAULT_BANDWIDTH, JSON, MOST_COUNT, Count, Output, refuse_two_documents, time_limit
 
 if TYPE_CHECKING:
     from ..planner.matching import Match
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("one", metavar="A")
 @click.argument("other", metavar="B")
 @click.option("--plan", metavar="FILE", help="A plan made from A: does it hold for B?")
-@click.option("--gpus", type=click.IntRange(1, 2**20), help="Instead of --plan: plan A for so many equal GPUs.")
+@click.option("--gpus", type=Count(most=MOST_COUNT), help="Instead of --plan: plan A for so many equal GPUs.")
 @click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
 @click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
 @click.option(
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
 @click.option("--recalibrated", type=Output(), help="Plan and trace: write the profile scaled to measured times.")
+@time_limit("With --gpus: stop searching after this long, such as 30s, with the best plan so far.")
 @JSON
 def command(
     one: str,
@@ -45,6 +47,7 @@ def command(
     match: Match,
     every: bool,
     recalibrated: str | None,
+    deadline: Deadline,
     as_json: bool,
 ) -> None:
     """Compare profile B with profile A, layer by layer; exit 1 when the plan doesn't hold for B.
@@ -85,7 +88,7 @@ def command(
         from ..planner.plan import make_plan
 
         platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
-        loaded = make_plan(Problem(before, platform)).plan
+        loaded = make_plan(Problem(before, platform, deadline=deadline)).plan
     if loaded is not None:
         chain, stages = matching_chain(loaded, before, after), None
         if len(chain) != len(loaded.chain):

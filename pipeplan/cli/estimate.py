@@ -17,6 +17,7 @@ from .options import DEFAULT_BANDWIDTH, JSON, Number, Share
 
 if TYPE_CHECKING:
     from ..papers.transformer import Grid
+    from ..problem import Zero
     from ..zoo.sizes import Transformer
 
 COUNT = click.IntRange(1, 10**6)
@@ -45,6 +46,7 @@ LEAST_SHARE = 1e-4
     help="Layers from one checkpoint to the next.  [default: Myelin's rule, near the root of --layers]",
 )
 @click.option("--offload", is_flag=True, help="Keep optimizer state in host memory.")
+@click.option("--zero", type=click.IntRange(0, 1), default=0, help="1: the pipelines share optimizer state (ZeRO-1).")
 @click.option(
     "--bucket-size",
     type=click.IntRange(1, 10**12),
@@ -75,6 +77,7 @@ def command(
     limit: int | None,
     ac: str | None,
     offload: bool,
+    zero: Zero,
     bucket_size: int,
     gpu: str | None,
     mem: str | None,
@@ -115,7 +118,7 @@ def command(
         name=model or "transformer",
         model=network,
         grid=grid,
-        policy=replace(MIXED, offload=offload, bucket_parameters=bucket_size, accumulate=grid.microbatches),
+        policy=replace(MIXED, offload=offload, bucket_parameters=bucket_size, accumulate=grid.microbatches, zero=zero),
         memory_bytes=memory,
         bandwidth=parse_bandwidth(bandwidth or DEFAULT_BANDWIDTH, "--bandwidth"),
         peak=flops,

@@ -118,19 +118,22 @@ def deadline_of(_: click.Context, option: click.Parameter, text: str | None) -> 
     return NEVER if text is None else Deadline.within(parse_time(text, option.opts[0]) / 1e9)
 
 
-TIME_LIMIT = click.option(
-    "--time-limit",
-    "deadline",
-    metavar="TIME",
-    callback=deadline_of,
-    is_eager=True,
-    help="Stop searching after this long, such as 30s, with the best so far.",
-)
+def time_limit(what: str) -> Callable[[Command], Command]:
+    """Return the option --time-limit, the ``deadline`` of a command, with what it stops; it counts from the start."""
+    return click.option(
+        "--time-limit", "deadline", metavar="TIME", callback=deadline_of, default=None, is_eager=True, help=what
+    )
+
+
+GIVE_UP = time_limit("Give up after this long, such as 30s.")
 
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
     "profile": click.argument("profile", metavar="PROFILE"),
     "gpus": click.option("--gpus", type=click.IntRange(1, MOST_COUNT), help="Number of equal GPUs."),
     "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
+    "reserve": click.option(
+        "--reserve", metavar="SIZE", help="Memory of each GPU that is not for plans: CUDA's, fragments, such as 2GB."
+    ),
     "bandwidth": click.option(
         "--bandwidth",
         metavar="RATE",
@@ -177,6 +180,19 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         default=None,
         help="Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]",
     ),
+    "bytes_per_parameter": click.option(
+        "--bytes-per-parameter",
+        type=Count(1, 1000),
+        help="Weights, gradient and optimizer state as another engine holds them, such as 18.  "
+        "[default: by --optimizer and --precision]",
+    ),
+    "zero": click.option(
+        "--zero",
+        type=click.IntRange(0, 1),
+        default=0,
+        show_default=True,
+        help="1: the replicas of a stage share its optimizer state and steps (ZeRO-1).",
+    ),
     "no_replicas": click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
     "checkpointing": click.option(
         "--checkpointing",
@@ -200,6 +216,7 @@ def read_problem(
     profile: str,
     gpus: int | None,
     mem: str | None,
+    reserve: str | None,
     bandwidth: str | None,
     latency: str | None,
     platform: str | None,
@@ -208,6 +225,8 @@ def read_problem(
     optimizer: str,
     precision: str,
     offload: bool | None,
+    bytes_per_parameter: int | None,
+    zero: int,
     checkpointing: Checkpointing | None,
     no_checkpointing: bool,
     *,
@@ -223,21 +242,32 @@ def read_problem(
 
     ``segments`` says whether segments of layers may be recomputed where the user didn't say what may.
     """
+    from ..files.platforms import reserving
     from ..files.profiles import read_profile
 
     if no_checkpointing and checkpointing not in (None, "none"):
         raise click.UsageError(f"--no-checkpointing and --checkpointing {checkpointing} contradict each other")
+    if offload and bytes_per_parameter is not None:
+        raise click.UsageError("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
     if vertical_sync and weights not in ("stash", "latest"):
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    whole = read_profile(profile)
+    merge, whole = merging(granularity), read_profile(profile)
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
     where = replace(where, blocking=where.blocking or blocking_transfers)
-    chain = merging(granularity)(whole)
+    if reserve is not None:
+        where = reserving(where, reserve, "--reserve")
+    chain = merge(whole)
     if chain is not whole and where.devices[0].times is not None:
         raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
+    if zero and no_replicas:
+        raise click.UsageError("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
+    if zero and bytes_per_parameter is not None:
+        raise click.UsageError("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
     every = _microbatches(accumulate, batch, chain.microbatch)
-    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync)  # type: ignore[arg-type]  # click checked them
+    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero)  # type: ignore[arg-type]  # click checked them
+    if bytes_per_parameter is not None:
+        policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
     if chain.microbatch == 1 and not profile.endswith(".json"):
         assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
     return Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline), assumptions

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..names import SENTENCE, shown
-from .options import JSON, TIME_LIMIT, Output
+from .options import JSON, Output, time_limit
 
 if TYPE_CHECKING:
     from ..planner.incumbent import Settings
@@ -23,7 +23,8 @@ OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as J
 
 def search_options(command: Command) -> Command:
     """Add the options of :func:`search`."""
-    return TIME_LIMIT(OUTPUT(JSON(command)))
+    limited = time_limit("Stop searching after this long, such as 30s, with the best so far.")
+    return limited(OUTPUT(JSON(command)))
 
 
 def search(

@@ -10,7 +10,19 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_unknown, whole_microbatches
+from ..deadline import Deadline
+from .options import (
+    GIVE_UP,
+    JSON,
+    PLAN,
+    SEED,
+    Count,
+    Output,
+    Share,
+    refuse_two_documents,
+    refuse_unknown,
+    whole_microbatches,
+)
 
 MOST_RUNS = 10**4
 
@@ -46,6 +58,7 @@ MOST_RUNS = 10**4
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")
 @click.option("-o", "--output", type=Output(), help="Also draw the run: .svg, .png or .pdf.")
 @click.option("--trace", type=Output(), help="Also write a Chrome trace, which ui.perfetto.dev opens.")
+@GIVE_UP
 @JSON
 def command(
     plan: str,
@@ -59,6 +72,7 @@ def command(
     as_text: bool,
     output: str | None,
     trace: str | None,
+    deadline: Deadline,
     as_json: bool,
     weight_keeps: float | None,
     batch: int | None,
@@ -83,23 +97,24 @@ def command(
     refuse_two_documents(as_json, trace=trace)
     if as_text and as_json:
         raise click.UsageError("say either --text or --json")
-    loaded = load_plan(plan)
-    names = names or (own_schedule(loaded),)
-    if batch is not None:
-        options["batch"] = whole_microbatches(batch, loaded.chain.microbatch)
+    if (len(set(names)) > 1 or "all" in names) and (as_text or output or trace):
+        raise BadInput("--text, --output and --trace show one schedule; name only one")
     if weight_keeps is not None:
         options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
     refused: list[Refused] = []
-    chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
-    if len(chosen) == 1:
-        simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
-    else:
-        simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
-    if jitter is not None:
-        first = seed * MOST_RUNS  # so that two seeds share no run
-        simulations = _shaken(simulations, jitter, range(first, first + runs))
-    if len(chosen) > 1 and (as_text or output or trace):
-        raise BadInput("--text, --output and --trace show one schedule; name only one")
+    with deadline.insist():
+        loaded = load_plan(plan)
+        names = names or (own_schedule(loaded),)
+        if batch is not None:
+            options["batch"] = whole_microbatches(batch, loaded.chain.microbatch)
+        chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
+        if len(chosen) == 1:
+            simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
+        else:
+            simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
+        if jitter is not None:
+            first = seed * MOST_RUNS  # so that two seeds share no run
+            simulations = _shaken(simulations, jitter, range(first, first + runs))
     if output is not None:
         from ..report.figures import save_timeline
 

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 NAMES = ("split", "replicas", "on", "recompute")
-SEARCH = ("algorithm", "effort", "data_parallel")  # how to search
+SEARCH = ("algorithm", "effort", "gap", "data_parallel")  # how to search
 
 
 def stated_options(command: Command) -> Command:

@@ -1,7 +1,8 @@
 """How many bytes do ``layers[start:stop]`` take on a device? Weights in all their versions, and activations.
 
 The one memory model. Its unit is a stage on one of its replicas: weights, gradient and optimizer state once, and
-activations for each microbatch in flight, that is, between its forward and its backward. Every function takes integers
+activations for each microbatch in flight, that is, between its forward and its backward. With ZeRO-1 a replica has
+its share of the optimizer state alone. Every function takes integers
 or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and the validator compute the
 same numbers from the same lines. Rules: ALGORITHMS section 3.
 """
@@ -94,35 +95,53 @@ def weights_bytes(
     replicas: int = 1,
 ) -> IntLike:
     """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak."""
-    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight, replicas))
+    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight, replicas), replicas)
 
 
-def versioned_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike) -> IntLike:
+def versioned_bytes(
+    policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike, replicas: int = 1
+) -> IntLike:
     """Device bytes of ``kept`` versions of the weights, of gradient and optimizer state (ALGORITHMS section 3, table).
 
     In mixed precision versions and gradient take 2 bytes per parameter, the state holds fp32 weights and gradient
-    beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time.
+    beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time. With ``zero`` the
+    state is that of the largest share of ``replicas``; versions and gradient are whole on each. Where the policy has
+    ``bytes_per_parameter`` they are all of that for one version.
     """
     copy = gradient_bytes(policy, weight_bytes, parameters)
-    return kept * copy + copy + _state(policy, weight_bytes, parameters, on_device=True)
-
-
-def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
-    """Host bytes of the state that ``offload`` moves off the device: fp32 weights and optimizer state (12 per parameter
-    for mixed Adam, whose fp32 gradient exists for one bucket only)."""
-    if not policy.offload:
-        return 0
-    per_copy = 4 * parameters if policy.precision == "mixed" else weight_bytes
-    copies = _STATE_FACTOR[policy.optimizer] + (1 if policy.precision == "mixed" else 0)
-    return copies * per_copy
-
-
-def _state(policy: Policy, weight_bytes: IntLike, parameters: IntLike, on_device: bool) -> IntLike:
+    if policy.bytes_per_parameter is not None:
+        return policy.bytes_per_parameter * parameters + (kept - 1) * copy
     mixed = policy.precision == "mixed"
     copies = _STATE_FACTOR[policy.optimizer] + (2 if mixed else 0)
-    if policy.offload and on_device:
-        return copies * 4 * plain(np.minimum(parameters, policy.bucket_parameters))
-    return copies * (4 * parameters if mixed else weight_bytes)
+    if policy.offload:
+        own = ceil_div(parameters, policy.sharers(replicas))
+        state = copies * 4 * plain(np.minimum(own, policy.bucket_parameters))
+    else:
+        state = copies * _state_copy(policy, weight_bytes, parameters, replicas)
+    return kept * copy + copy + state
+
+
+def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int = 1) -> IntLike:
+    """Host bytes of the state that ``offload`` moves off the device: fp32 weights and optimizer state (12 per parameter
+    for mixed Adam, whose fp32 gradient exists for one bucket only); with ``zero`` the share of one of ``replicas``."""
+    if not policy.offload:
+        return 0
+    copies = _STATE_FACTOR[policy.optimizer] + (1 if policy.precision == "mixed" else 0)
+    return copies * _state_copy(policy, weight_bytes, parameters, replicas)
+
+
+def has_state(policy: Policy) -> bool:
+    """Whether the optimizer keeps anything beside weights and gradient."""
+    return bool(_STATE_FACTOR[policy.optimizer]) or policy.precision == "mixed"
+
+
+def _state_copy(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int) -> IntLike:
+    """Bytes of one number of the state for every parameter that the replica with most of them steps.
+
+    Shares are whole numbers of 4 bytes.
+    """
+    whole = 4 * parameters if policy.precision == "mixed" else weight_bytes
+    return plain(np.minimum(whole, 4 * ceil_div(whole, 4 * policy.sharers(replicas))))
 
 
 def held_bytes(kept: IntLike, peak: IntLike, in_flight: IntLike) -> IntLike:

@@ -16,9 +16,9 @@ rule is the project's own (ALGORITHMS sections 1 and 11.1); MadPipe takes each l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, wraps
+from functools import cached_property, wraps
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -72,12 +72,14 @@ class TensorFacts:
             tuple(undeclared_bytes),
         )
 
-    def roots(self, start: int) -> list[int]:
-        """Return the tensor in whose storage each one lies in a range that starts at ``start``; what was made before
-        enters by itself."""
-        root: list[int] = []
-        for t, parent in enumerate(self.parents):
-            root.append(t if t <= start or parent < 0 else root[parent])
+    def roots(self, start: int, tensors: Iterable[int] | None = None) -> dict[int, int]:
+        """Return the tensor in whose storage each of ``tensors`` (None: all) lies in a range that starts at ``start``.
+
+        What was made before enters by itself. The tensors are in order, each behind what it is a view of.
+        """
+        root: dict[int, int] = {}
+        for t in range(len(self.parents)) if tensors is None else tensors:
+            root[t] = t if t <= start or self.parents[t] < 0 else root[self.parents[t]]
         return root
 
 
@@ -94,7 +96,7 @@ class ChainStorages:
     @cached_property
     def root(self) -> Ints:
         """The tensor in whose storage each tensor lies, the network whole."""
-        return np.array(self.facts.roots(0), dtype=np.int64)
+        return np.array([*self.facts.roots(0).values()], dtype=np.int64)
 
     @cached_property
     def storage(self) -> Ints:
@@ -164,8 +166,11 @@ class ChainStorages:
 
     def undeclared(self, start: IntLike, stop: IntLike) -> IntLike:
         """Bytes of :meth:`inner` that are taken for the input, as the first layer doesn't say what it keeps."""
-        own = np.minimum(np.array((*self.facts.undeclared_bytes, 0), dtype=np.int64), self._sizes)
-        return own[start] * (np.asarray(stop) > start)
+        return self._undeclared[start] * (np.asarray(stop) > start)
+
+    @cached_property
+    def _undeclared(self) -> Ints:
+        return np.minimum(np.array((*self.facts.undeclared_bytes, 0), dtype=np.int64), self._sizes)
 
     def keeps_input(self, start: IntLike, stop: IntLike) -> IntLike:
         """Whether the range keeps the storage of the tensor that enters it."""
@@ -214,9 +219,31 @@ class ChainStorages:
         return tuple(least)
 
 
+class _Ranges:
+    """A table ``[start, stop]`` of all ranges of ``count`` layers, summed up from what each layer adds to which."""
+
+    def __init__(self, count: int) -> None:
+        self._steps = np.zeros((count + 2, count + 1), dtype=np.int64)
+
+    def add(self, starts: range, layer: int, size: int) -> None:
+        """Let ``layer`` add ``size`` to the ranges that begin in ``starts`` and hold it."""
+        if starts:
+            self._steps[starts.start, layer + 1] += size
+            self._steps[starts.stop, layer + 1] -= size
+
+    def sums(self, most: Sequence[int] | None = None) -> Ints:
+        """Return the table; ``most`` bounds what each layer adds to one range."""
+        table = self._steps[:-1]
+        for start in range(1, len(table)):
+            table[start] += table[start - 1]  # far quicker than np.cumsum along the columns
+        if most is not None:
+            np.minimum(table, np.array((0, *most), dtype=np.int64), out=table)
+        return np.cumsum(table, axis=1, out=table)
+
+
 @dataclass(frozen=True)
 class DagStorages:
-    """What ranges of layers keep in a DAG: tables ``[start, stop]``, O(1) a question, O(L) array steps a tensor."""
+    """What ranges of layers keep in a DAG: tables ``[start, stop]``, O(1) a question."""
 
     facts: TensorFacts
 
@@ -224,7 +251,7 @@ class DagStorages:
     def _trees(self) -> list[list[int]]:
         """Tensors that lie in one storage, the network whole, in order."""
         home: dict[int, list[int]] = {}
-        for t, root in enumerate(self.facts.roots(0)):
+        for t, root in self.facts.roots(0).items():
             home.setdefault(root, []).append(t)
         return list(home.values())
 
@@ -239,14 +266,14 @@ class DagStorages:
     @cached_property
     def _tables(self) -> tuple[Ints, Ints]:
         """What ranges keep of tensors that enter, and of tensors made in them."""
-        count, roots = len(self.facts.kept), cache(self.facts.roots)
-        entering, made = (np.zeros((count + 1, count + 1), dtype=np.int64) for _ in range(2))
+        count = len(self.facts.kept)
+        entering, made = _Ranges(count), _Ranges(count)
         for tree in self._trees:
             if not any(self._keepers[t] for t in tree):
                 continue
             bounds = sorted({0, *(t for t in tree if t), count})  # tensor t, made by layer t - 1, enters from t on
             for low, high in pairwise(bounds):
-                root = roots(low)
+                root = self.facts.roots(low, tree)
                 groups: dict[int, set[int]] = {}
                 for t in tree:
                     groups.setdefault(root[t], set()).update(k for k in self._keepers[t] if k >= low)
@@ -255,9 +282,9 @@ class DagStorages:
                     table, size = (entering, self.facts.sizes[t]) if enters else (made, self.facts.storages[t])
                     begin = low
                     for keeper in sorted(keepers):  # the first keeper behind the start counts
-                        table[begin : min(keeper + 1, high), keeper + 1] += size
+                        table.add(range(begin, min(keeper + 1, high)), keeper, size)
                         begin = max(begin, keeper + 1)
-        return np.cumsum(entering, axis=1), np.cumsum(made, axis=1)
+        return entering.sums(), made.sums()
 
     @cached_property
     def _private(self) -> Ints:
@@ -280,19 +307,16 @@ class DagStorages:
 
     @cached_property
     def _undeclared(self) -> Ints:
-        count = len(self.facts.kept)
-        table = np.zeros((count + 1, count + 1), dtype=np.int64)
-        claimed = {t for t, keepers in enumerate(self._keepers) if keepers}
-        for start in range(count if any(self.facts.undeclared_bytes) else 0):
-            seen = set(claimed)
-            for layer in range(start, count):
-                if self.facts.undeclared_bytes[layer]:
-                    new = {t for t in self.facts.reads[layer] if t <= start} - seen
-                    seen |= new
-                    size = sum(self.facts.sizes[t] for t in new)
-                    table[start, layer + 1] += min(size, self.facts.undeclared_bytes[layer])
-        sums: Ints = np.cumsum(table, axis=1)
-        return sums
+        if not any(self.facts.undeclared_bytes):
+            return np.broadcast_to(np.int64(0), (len(self.facts.sizes),) * 2)
+        table = _Ranges(len(self.facts.kept))
+        last: dict[int, int] = {}  # layer that reads a tensor which no layer says that it keeps
+        for layer, unsaid in enumerate(self.facts.undeclared_bytes):
+            for t in self.facts.reads[layer] if unsaid else ():
+                if not self._keepers[t]:  # taken for the input of the first one behind the start
+                    table.add(range(max(t, last.get(t, -1) + 1), layer + 1), layer, self.facts.sizes[t])
+                    last[t] = layer
+        return table.sums(self.facts.undeclared_bytes)
 
     def undeclared(self, start: IntLike, stop: IntLike) -> IntLike:
         """Bytes of :meth:`inner` that are taken for the input, as layers don't say what they keep."""
@@ -375,19 +399,18 @@ def inner_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
 
 
 @_once
-def _entering(chain: Chain) -> Ints | None:
-    """Return the table ``[start, stop]`` of distinct bytes read in ``layers[start:stop]`` from before it; None for a
-    chain."""
+def _entering(chain: Chain) -> Ints:
+    """Return the table ``[start, stop]`` of distinct bytes read in ``layers[start:stop]`` from before it; of a chain
+    ``[start]``."""
     if chain.edges is None:
-        return None
-    count = len(chain.layers)
-    table = np.zeros((count + 1, count + 1), dtype=np.int64)
+        return np.array(chain.cut_bytes, dtype=np.int64)
+    table = _Ranges(len(chain.layers))
     for tensor, (size, readers) in enumerate(zip(chain.tensor_bytes, chain.readers, strict=True)):
         previous = tensor - 1  # its producer, then each earlier reader: the first reader inside pays
         for reader in readers:
-            table[previous + 1 : reader + 1, reader + 1] += size
+            table.add(range(previous + 1, reader + 1), reader, size)
             previous = reader
-    return np.cumsum(table, axis=1)
+    return table.sums()
 
 
 def entering_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
@@ -396,4 +419,4 @@ def entering_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     What a recomputed segment keeps. In a DAG it is less than the cut by the tensors that only pass through.
     """
     table = _entering(chain)
-    return plain(np.asarray(chain.cut_bytes, dtype=np.int64)[start] if table is None else table[start, stop])
+    return plain(table[start] if chain.edges is None else table[start, stop])

@@ -156,10 +156,18 @@ class StageGraph:
         )
 
     def weights_bytes(self, stage: int, kept: int) -> int:
-        """Return what ``kept`` versions of a stage's weights take on a device, with gradients and optimizer state."""
+        """Return what a device holds of ``stage`` with ``kept`` versions of its weights, beside activations and
+        buffers: weights, gradients and optimizer state."""
         cost = self.stages[stage]
-        held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept)
+        replicas = self.resources[cost.resource].replicas
+        held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept, replicas)
         return int(held) + cost.waiting_bytes
+
+    def host_bytes(self, stage: int) -> int:
+        """Return what a device has of ``stage`` in host memory."""
+        cost = self.stages[stage]
+        replicas = self.resources[cost.resource].replicas
+        return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas))
 
     @property
     def contiguous(self) -> bool:
@@ -297,8 +305,9 @@ def _stage_cost(
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
-        update = time_model.overlapped_ns(policy, update, time_model.step_ns(timed, start, stop, speed), parameters)
-    share = time_model.update_share_ns(policy, time_model.step_ns(timed, start, stop), r)
+        step = time_model.step_ns(timed, policy, start, stop, r, speed)
+        update = time_model.overlapped_ns(policy, update, step, parameters)
+    share = time_model.step_share_ns(timed, policy, start, stop, r)
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
         backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed),
@@ -362,9 +371,10 @@ def _with_tied_sums(
         interval = policy.update_interval(max(stages[s].replicas for s in holders))
         for s in {parts[s].resource: s for s in sorted(holders)}.values():
             more, load = (
-                _ring_ns(platform, gradient, devices, n) - _ring_ns(platform, gradient, stages[s].devices, n)
+                _ring_ns(platform, gradient, devices, n) - own // (2 if policy.zero else 1)
                 for n in (1, interval)
-            )
+                for own in [_ring_ns(platform, gradient, stages[s].devices, n)]
+            )  # where replicas share the steps, they still gather the new weights
             part = replace(parts[s], update_ns=parts[s].update_ns + more)
             parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load)
     return parts

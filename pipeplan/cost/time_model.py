@@ -62,7 +62,7 @@ def backward_ns(
 ) -> IntLike:
     """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step."""
     total = chain.sums.backward_ns
-    update = update_share_ns(policy, step_ns(chain, start, stop), replicas)
+    update = step_share_ns(chain, policy, start, stop, replicas)
     return scaled(plain(total[stop] - total[start]) + recompute_ns + update, speed)
 
 
@@ -85,25 +85,37 @@ def backward_weight_ns(
 ) -> IntLike:
     """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
     total = chain.sums.backward_weight_ns
-    update = update_share_ns(policy, step_ns(chain, start, stop), replicas)
+    update = step_share_ns(chain, policy, start, stop, replicas)
     return scaled(plain(total[stop] - total[start]) + update, speed)
 
 
-def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1) -> IntLike:
-    """What a microbatch's backward is charged of an update that takes each of ``replicas`` replicas ``update_ns``.
+def step_share_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1) -> IntLike:
+    """What a microbatch's backward through ``layers[start:stop]`` is charged of the optimizer's step.
+
+    With ``zero`` a replica's step is that of its share, so that all replicas together make one.
+    """
+    total = chain.sums.optimizer_ns
+    return update_share_ns(policy, plain(total[stop] - total[start]), replicas, policy.sharers(replicas))
+
+
+def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1, sharers: int = 1) -> IntLike:
+    """What a microbatch's backward is charged of an update that takes ``replicas`` replicas ``update_ns`` each, or so
+    long for all ``sharers`` of it together.
 
     Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
     microbatch pays ``replicas / update_interval`` of a step; nothing where steps overlap with all-reduces.
     """
     if policy.coarsening is not None:
         return 0
-    return ceil_div(update_ns * replicas, policy.update_interval(replicas))
+    return ceil_div(update_ns * replicas, policy.update_interval(replicas) * sharers)
 
 
-def step_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
-    """Time of one optimizer step on ``layers[start:stop]``."""
+def step_ns(
+    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int, speed: Fraction = Fraction(1)
+) -> IntLike:
+    """Time that one of ``replicas`` takes for its part of an optimizer step on ``layers[start:stop]``."""
     total = chain.sums.optimizer_ns
-    return scaled(plain(total[stop] - total[start]), speed)
+    return scaled(ceil_div(plain(total[stop] - total[start]), policy.sharers(replicas)), speed)
 
 
 def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: int) -> int:
@@ -130,7 +142,9 @@ def ring_all_reduce_ns(
     """Return the time in which a ring of r ``replicas`` sums ``size`` bytes, rounded up; 0 for no bytes.
 
     2(r-1) steps, each a transfer of a part in r: 2(r-1)/r * bytes / bandwidth + 2(r-1) * latency. What each of so many
-    microbatches has to leave for it, where it is ``shared_by`` several.
+    microbatches has to leave for it, where it is ``shared_by`` several. Half of the steps scatter the sum, half gather
+    it; with ``zero`` the optimizer steps between the two, and the second half moves new weights instead, as many bytes
+    (of 16 bits in mixed precision).
     """
     steps = 2 * (replicas - 1)
     waiting = (size != 0) * np.array(steps * latency_ns * replicas * bandwidth, dtype=object)

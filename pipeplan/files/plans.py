@@ -6,7 +6,7 @@ recomputed.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -27,10 +27,12 @@ EmbeddedProfile = msgspec.defstruct("EmbeddedProfile", [("digest", str)], bases=
 EmbeddedProfile.__doc__ = "A profile inside a plan, with the SHA-256 of its own JSON."
 PolicyFile = form(
     Policy,
-    optional=("bucket_parameters", "coarsening"),
+    [field.name for field in fields(Policy) if field.name != "pipelines"],
+    optional=("bucket_parameters", "coarsening", "bytes_per_parameter", "zero"),
     accumulate=Positive,
     bucket_parameters=Positive,
     coarsening=Positive | None,
+    bytes_per_parameter=Positive | None,
 )
 StageFile = form(Stage, optional=(), checkpoint=tuple[tuple[int, int], ...] | None)
 ScheduleFile = form(

@@ -12,7 +12,7 @@ import msgspec
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Device, LayerTimes, Level, Platform
-from ..units import exact_bandwidth, exact_bytes, exact_time, parse_bandwidth, parse_bytes, parse_time
+from ..units import exact_bandwidth, exact_bytes, exact_time, format_bytes, parse_bandwidth, parse_bytes, parse_time
 from .forms import Count, Text, converted, form, read_json
 from .profile_rules import check_chain
 from .profiles import read_profile
@@ -60,6 +60,7 @@ class PlatformFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     devices: list[DeviceFile] | None = None
     blocking_transfers: bool = False
     times: list[LayerTimesFile] | None = None  # type: ignore[valid-type]  # a form
+    reserve: str | None = None
 
 
 def read_platform(path: str, chain: Chain | None = None) -> Platform:
@@ -114,7 +115,18 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         devices.append(Device(memory, speed))
     own = _own_times(form, entries, place, chain, folder)
     devices = [replace(device, times=times) for device, times in zip(devices, own, strict=True)]
-    return Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers)
+    platform = Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers)
+    return platform if form.reserve is None else reserving(platform, form.reserve, f"{place}: $.reserve")
+
+
+def reserving(platform: Platform, text: str, place: str) -> Platform:
+    """Return the platform of which a size such as ``2GB`` of each GPU is reserved; errors start with ``place``."""
+    size, least = parse_bytes(text, place), min(device.memory_bytes for device in platform.devices)
+    if platform.reserved_bytes:
+        raise BadInput(f"{place}: the platform reserves {format_bytes(platform.reserved_bytes)} already")
+    if size >= least > 0:
+        raise BadInput(f"{place}: {format_bytes(size)} is all that a GPU of {format_bytes(least)} has")
+    return platform.reserving(size)
 
 
 def _own_times(
@@ -168,6 +180,8 @@ def _check_times(times: LayerTimes, chain: Chain, here: str) -> None:
 
 def platform_form(platform: Platform) -> PlatformFile:
     """Return the file form of a platform; one ``memory`` when all devices are equal and of speed 1."""
+    reserve = exact_bytes(platform.reserved_bytes) if platform.reserved_bytes else None
+    platform = platform.reserving(-platform.reserved_bytes)
     levels = [
         LevelFile(x.count, exact_bandwidth(x.bandwidth), exact_time(x.latency_ns) if x.latency_ns else None, x.links)
         for x in platform.levels
@@ -177,7 +191,9 @@ def platform_form(platform: Platform) -> PlatformFile:
         LayerTimesFile(x.name, *x.columns) for x in dict.fromkeys(x.times for x in platform.devices) if x is not None
     ]
     if all(device == first for device in platform.devices) and first.speed == 1 and not own:
-        return PlatformFile(levels, exact_bytes(first.memory_bytes), platform.full_duplex, None, platform.blocking)
+        return PlatformFile(
+            levels, exact_bytes(first.memory_bytes), platform.full_duplex, None, platform.blocking, None, reserve
+        )
     return PlatformFile(
         levels,
         None,
@@ -192,4 +208,5 @@ def platform_form(platform: Platform) -> PlatformFile:
         ],
         platform.blocking,
         own or None,
+        reserve,
     )

@@ -10,6 +10,7 @@ from ..problem import Chain, Layer
 
 MOST_LAYERS = 20_000
 MOST_EDGES = 200_000
+MOST_LAYERS_WITH_EDGES = 4_000  # what all of their ranges keep stands in tables, which take half a gigabyte
 LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it times thousands of versions or speeds
 
 
@@ -48,6 +49,10 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
             )
     if not any(layer.forward_ns + layer.backward_ns for layer in chain.layers):
         raise BadInput(f"{place}: all forward and backward times are 0; there is nothing to plan")
+    if chain.edges is not None and len(chain) > MOST_LAYERS_WITH_EDGES:
+        raise BadInput(
+            f"{place}: $.edges: {len(chain)} layers with edges; up to {MOST_LAYERS_WITH_EDGES} can be planned"
+        )
     _check_pairs(f"{place}: $.edges", chain.edges or (), len(chain))
     _check_pairs(f"{place}: $.tied", chain.tied, len(chain))
     read = sum(size * max(len(r), 1) for size, r in zip(chain.tensor_bytes, chain.readers, strict=True))

@@ -190,7 +190,7 @@ def even_share(model: Transformer, grid: Grid, policy: Policy) -> Memory:
     parameters = ceil_div(model.parameters, grid.inter)
     layers = max(stage_layers(model.layers, grid.inter))
     activations = activation_bytes(model, layers, grid, min(grid.pipeline_limit, grid.microbatches))
-    return _memory(policy, parameters, activations, 0)
+    return _memory(policy, grid.data, parameters, activations, 0)
 
 
 def stage_memories(model: Transformer, grid: Grid, policy: Policy) -> list[Memory]:
@@ -216,15 +216,16 @@ def stage_memories(model: Transformer, grid: Grid, policy: Policy) -> list[Memor
             parameters += 0 if model.tied and first else model.table_parameters
             activations += tokens * (4 * model.hidden + 4 * model.vocabulary)
         cuts = (not first) + (not last)
-        found.append(_memory(policy, parameters, activations, 2 * cuts * output_bytes(model, grid.microbatch)))
+        buffers = 2 * cuts * output_bytes(model, grid.microbatch)
+        found.append(_memory(policy, grid.data, parameters, activations, buffers))
     return found
 
 
 def remedies(model: Transformer, grid: Grid, policy: Policy, memory_bytes: int) -> list[str]:
     """Return the single changes after which every stage fits into ``memory_bytes``, in words; more memory always does.
 
-    Another ac, offload, both, and the next number of stages that keeps the GPUs and the microbatches of the batch whole
-    (with ac as it is, or the lightest).
+    Another ac, state shared by the pipelines, offload, with another ac too, and the next number of stages that keeps
+    the GPUs and the microbatches of the batch whole (with ac as it is, or the lightest).
     """
 
     def peak(tried: Grid, under: Policy) -> int:
@@ -240,6 +241,8 @@ def remedies(model: Transformer, grid: Grid, policy: Policy, memory_bytes: int) 
     if fitting:
         least = "" if light.checkpoint == max(fitting) else f" ({light.checkpoint} takes the least)"
         found.append(f"ac = {max(fitting)}{least}")
+    if not policy.zero and peak(grid, replace(policy, zero=1)) <= memory_bytes:
+        found.append("--zero 1")
     if not policy.offload:
         offloaded = replace(policy, offload=True)
         if peak(grid, offloaded) <= memory_bytes:
@@ -258,11 +261,12 @@ def remedies(model: Transformer, grid: Grid, policy: Policy, memory_bytes: int) 
     return found
 
 
-def _memory(policy: Policy, parameters: int, activations: int, buffers: int) -> Memory:
-    """Return the bytes of ``parameters`` parameters under ``policy`` (one version of weights) and of activations."""
+def _memory(policy: Policy, replicas: int, parameters: int, activations: int, buffers: int) -> Memory:
+    """Return the bytes of ``parameters`` parameters under ``policy`` (one version of weights), which ``replicas`` have,
+    and of activations."""
     size = 4 * parameters
     gradient = int(gradient_bytes(policy, size, parameters))
-    state = int(weights_bytes(policy, size, parameters, 1)) - 2 * gradient
+    state = int(weights_bytes(policy, size, parameters, 1, replicas)) - 2 * gradient
     return Memory(
         weights_bytes=gradient,
         gradient_bytes=gradient,
@@ -270,7 +274,7 @@ def _memory(policy: Policy, parameters: int, activations: int, buffers: int) -> 
         bucket_bytes=state if policy.offload else 0,
         activation_bytes=activations,
         buffer_bytes=buffers,
-        host_bytes=int(host_bytes(policy, size, parameters)),
+        host_bytes=int(host_bytes(policy, size, parameters, replicas)),
     )
 
 

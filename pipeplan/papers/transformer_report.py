@@ -72,6 +72,7 @@ def estimate_figures(question: Question) -> dict[str, Any]:
         "checkpointing": _checkpointing(model, grid),
         "memory": {
             "offload": policy.offload,
+            "zero": policy.zero,
             "limit_bytes": limit,
             "fits": fits,
             "peak_bytes": peak_bytes,
@@ -140,7 +141,8 @@ def print_estimate(question: Question, figures: dict[str, Any], assumptions: Seq
         out.print(f"assumed: {assumption}")
     out.print()
     state = f"state on the host, {policy.bucket_parameters:,} parameters at a time" if policy.offload else "no offload"
-    out.print(f"memory      mixed precision, Adam, {state}; {_recomputed(grid)}")
+    shared = f", state shared by {_count(grid.data, 'pipeline')}" if policy.zero else ""
+    out.print(f"memory      mixed precision, Adam, {state}{shared}; {_recomputed(grid)}")
     out.print(_table(question, figures["memory"], out.width))
     out.print(
         Text("GB on one GPU; even share: Myelin's rule; stages: with embedding, head, logits and messages", "dim")

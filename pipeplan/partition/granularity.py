@@ -23,7 +23,7 @@ def articulation_cuts(chain: Chain) -> tuple[int, ...]:
     """
     count, facts = len(chain), storages(chain).facts
     crossing = np.zeros(count + 2, dtype=np.int64)
-    for tensor, (root, readers) in enumerate(zip(facts.roots(0), chain.readers, strict=True)):
+    for tensor, (root, readers) in enumerate(zip(facts.roots(0).values(), chain.readers, strict=True)):
         if readers and (facts.sizes[tensor] or facts.storages[root]):
             crossing[tensor] += 1
             crossing[readers[-1] + 1] -= 1

@@ -57,12 +57,18 @@ def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: IntL
     return memory_model.weights_bytes(problem.policy, size, count, in_flight, replicas) + waiting + buffers
 
 
-def version_counts(problem: Problem) -> range:
-    """Return the replica counts between which the weight versions of a stage differ, the last for all beyond it.
+def memory_counts(problem: Problem) -> range:
+    """Return the replica counts between which a stage's weights, gradient and state differ in bytes, the last for all
+    beyond it.
 
-    See :func:`..cost.memory_model.versions`: more replicas than microbatches between updates keep as many as two.
+    Replicas may share the optimizer's state, and each needs other versions of the weights: see
+    :func:`..cost.memory_model.versions`, more replicas than microbatches between updates keep as many as two.
     """
     policy = problem.policy
-    if not problem.replicas or not memory_model.versions_grow(policy):
+    if not problem.replicas:
+        return range(1, 2)
+    if policy.zero and memory_model.has_state(policy):
+        return range(1, len(problem.platform) + 1)
+    if not memory_model.versions_grow(policy):
         return range(1, 2)
     return range(1, min(len(problem.platform), max(2, policy.update_interval())) + 1)

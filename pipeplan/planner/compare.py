@@ -71,11 +71,11 @@ def compare(
     All have one interval between updates in a row: the problem's, or the largest that one of them decides on where it
     is open. ``clock`` gives CPU seconds.
     """
-    level = problem.platform.levels[0]
+    level, reserved = problem.platform.levels[0], problem.platform.reserved_bytes
     for count in gpus:
         for memory in memories:
             platform = replace(
-                problem.platform, devices=(Device(memory),) * count, levels=(replace(level, count=count),)
+                problem.platform, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
             )
             here = replace(problem, platform=platform)
             yield _row(here, algorithms, clock, settings, effort)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..check.bounds import bounded, overstated
+from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
 from ..partition.madpipe.exact import one_special_bound
 from ..plan import Bound, Plan
@@ -26,24 +27,28 @@ def _one_special(problem: Problem) -> int | None:
 PROOFS: dict[str, Callable[[Problem], int | None]] = {"contiguous": _contiguous, "one-special": _one_special}
 
 
-def derived(plan: Plan) -> tuple[Plan, list[str]]:
+def derived(plan: Plan, deadline: Deadline = NEVER) -> tuple[Plan, list[str]]:
     """Return ``plan`` with none of its bounds merely claimed, and a sentence for each claim that cannot be derived.
 
-    It takes as long as planning did. Bounds of narrower classes are on periods of patterns that never drain.
+    It takes as long as planning did; OutOfTime at the ``deadline``. Bounds of narrower classes are on periods of
+    patterns that never drain.
     """
     found = []
     for bound in plan.lower_bounds:
         if bound.claimed:
-            found += _refuted(plan, bound)
+            found += _refuted(plan, bound, deadline)
     return replace(plan, lower_bounds=tuple(replace(bound, claimed=False) for bound in plan.lower_bounds)), found
 
 
-def _refuted(plan: Plan, bound: Bound) -> list[str]:
+def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     kind = kind_of(plan)
     claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
     if kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
-    proved = PROOFS[bound.allocation](bounded(plan, bound))
+    proved = PROOFS[bound.allocation](replace(bounded(plan, bound), deadline=deadline))
     if proved is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
-    return overstated(bound, proved)
+    found = overstated(bound, proved)
+    if found:
+        deadline.check()  # where it ended the search, more may follow than was proved by then
+    return found

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..check.evaluate import evaluate_simulated, fits
 from ..check.shared_weights import kept_together
+from ..cost import memory_model
 from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
@@ -96,7 +98,7 @@ def why_not_admitted(
     if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
         remedies += [f"with --accumulate {smaller}"] if smaller else []
-    remedies.append(f"from {format_bytes(round_up(use.peak_bytes))} per GPU")
+    remedies.append(f"from {format_bytes(round_up(use.peak_bytes + problem.platform.reserved_bytes))} per GPU")
     held = ", ".join(map(str, use.in_flight))
     return (
         f"no plan fits {schedule.kind}: {'even ' if admitted.limit == 1 else ''}with {count}{size} admitted, "
@@ -141,6 +143,7 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
     """Return what the lightest of the ``unfit`` configurations of a grid lacks, on one pipeline of slowest devices."""
     config = min(unfit, key=lambda c: (c.microbatch, not c.offload))
     problem = asked.of(config)
+    problem = problem.with_policy(replace(problem.policy, pipelines=config.pipelines))
     devices = tuple(problem.platform.slowest(group) for group in config.groups())
     return _shortfall(replace(problem, platform=replace(problem.platform, devices=devices), replicas=False))
 
@@ -213,7 +216,7 @@ def named(problem: Problem, stage: Stage) -> str:
 def _remedies(problem: Problem, least: int | None) -> list[str]:
     found = []
     if least is not None:
-        found.append(f"from {format_bytes(round_up(least))} per GPU")
+        found.append(f"from {format_bytes(round_up(least + problem.platform.reserved_bytes))} per GPU")
     gpus = fewest_gpus(problem)
     if gpus is not None:
         found.append(f"with {gpus} GPUs")
@@ -226,11 +229,14 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
             found.append(f"with --weights {weights}")
     if problem.policy.optimizer != "sgd" and not problem.policy.offload and _fits(problem, offload=True):
         found.append("with --offload")
+    shareable = problem.most_replicas > 1 and memory_model.has_state(problem.policy)
+    if shareable and not problem.policy.zero and _fits(problem, zero=1):
+        found.append("with --zero 1")
     return found
 
 
-def _fits(problem: Problem, *, offload: bool) -> bool:
-    return possible(problem.with_policy(replace(problem.policy, offload=offload))) is not None
+def _fits(problem: Problem, **otherwise: Any) -> bool:
+    return possible(problem.with_policy(replace(problem.policy, **otherwise))) is not None
 
 
 def least_memory(problem: Problem) -> int | None:

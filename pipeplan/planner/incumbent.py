@@ -46,13 +46,15 @@ class Status:
 class Settings:
     """How to schedule: the integer program's solver and its time limit for one allocation.
 
-    The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``progress`` receives a line at each
+    The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
+    there is a plan, the simplest ones are tried. ``progress`` receives a line at each
     improvement; ``status`` says at any time what is going on.
     """
 
     solver: Solver = "cbc"
     time_limit_s: float = 60.0
     gap: float = GAP
+    simplest: bool = True
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 
@@ -83,8 +85,8 @@ class Incumbent:
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
     ``stopped`` says whether a clock cut anything short, so that another run might find more, ``late`` whether that was
-    the caller's. Searches leave the lower bounds that they prove in ``bounds``, and that of class ``any`` in
-    ``floor_ns``, for the progress lines.
+    the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave the lower bounds that they
+    prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Incumbent:
         self.rejected: Allocation | None = None
         self._excess_bytes = 0  # of ``rejected``, with limits
         self.broken: str | None = None
-        self.stopped = self.late = False
+        self.stopped = self.late = self.exhausted = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
@@ -253,24 +255,29 @@ def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False
     most.
     """
     try:
-        propose(incumbent)
+        with incumbent.problem.deadline.insist():
+            propose(incumbent)
     except KeyboardInterrupt:
         if incumbent.best is None and not dispensable:
             raise
         return "interrupted"
     except OutOfTime:
         incumbent.stopped = incumbent.late = True
-    if incumbent.best is None and not dispensable and incumbent.expired:
-        _try_simplest(incumbent)
+    wanted = incumbent.settings.simplest and not dispensable
+    if incumbent.best is None and wanted and incumbent.expired:
+        incumbent.exhausted = _try_simplest(incumbent)
     return "time limit" if incumbent.stopped else None
 
 
-def _try_simplest(incumbent: Incumbent) -> None:
-    """Try what is found without a search, for some time behind the deadline."""
+def _try_simplest(incumbent: Incumbent) -> bool:
+    """Try what is found without a search, for some time behind the deadline; return whether that was enough for all."""
     limited = incumbent.problem
     incumbent.problem = replace(limited, deadline=limited.deadline.later(GRACE_S - limited.deadline.remaining_s()))
-    with suppress(OutOfTime):
+    incumbent.seen.clear()  # the last one may have been cut short
+    with suppress(OutOfTime), incumbent.problem.deadline.insist():
         for allocation in simplest(limited):
             incumbent.try_(allocation)
             incumbent.problem.deadline.check()
+    enough = not incumbent.problem.deadline.passed
     incumbent.problem = limited
+    return enough

@@ -13,9 +13,9 @@ from typing import Any
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..partition.balance import balance
-from ..plan import Plan, Stage
+from ..plan import Plan, Schedule, Stage
 from ..problem import Platform, Policy, Problem
-from ..schedule.kinds import graph_of, kind_of, shown_microbatches
+from ..schedule.kinds import endless, graph_of, kind_of, shown_microbatches, too_long
 from ..schedule.nf1b import DEFAULT_BATCH
 from ..schedule.program import Program, unroll
 from ..schedule.registry import loop, schedules
@@ -46,15 +46,31 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
             raise BadInput(
                 "the plan has no pattern; name a schedule" + (f" such as {own}, its own" if own != "pattern" else "")
             )
-        return unroll(graph_of(plan), plan.pattern, microbatches)
+        graph = graph_of(plan)
+        _refuse_endless(graph, microbatches)
+        return unroll(graph, plan.pattern, microbatches)
     if schedule == own_schedule(plan):
         given = {"limit": plan.schedule.limit, **given}
     if "batch" in entry.options:
         given["batch"] = mini_batch(plan, schedule, options)
     chunks = given.pop("chunks", 2)
-    return entry.build(
-        schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 1)), microbatches, **given
-    )
+    graph = schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 1))
+    _refuse_endless(graph, microbatches)
+    if entry.steady is not None:  # which is found in a run that the limit makes longer
+        limited = Schedule(schedule, given["batch"], given.get("limit"))  # type: ignore[arg-type]  # such are kinds
+        _refuse(too_long(len(graph.operations), limited))
+    return entry.build(graph, microbatches, **given)
+
+
+def _refuse_endless(graph: StageGraph, microbatches: int) -> None:
+    """Raise BadInput where a run takes too many steps."""
+    what = f"{microbatches} microbatches on {len(graph.stages)} stages"
+    _refuse(endless(microbatches * len(graph.operations), what))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise BadInput(reason)
 
 
 def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:

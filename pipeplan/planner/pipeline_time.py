@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ..cost import memory_model
 from ..cost.stage_graph import StageGraph, stage_graph, updates_end_ns
 from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
@@ -110,8 +109,7 @@ class _PipelineRun:
         for s, stage in enumerate(graph.stages):
             if lane in self.lanes[stage.resource]:
                 most = self.most[s][self.lanes[stage.resource].index(lane)]
-                weights = memory_model.weights_bytes(graph.policy, stage.weight_bytes, stage.parameters, most)
-                total += weights + stage.buffer_bytes
+                total += graph.weights_bytes(s, graph.versions(s, most, most)) + stage.buffer_bytes
         return total
 
     def _simulate(self, microbatches: int, limit: int) -> None:

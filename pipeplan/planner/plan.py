@@ -63,6 +63,8 @@ def make_plan(
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
     settings, options = settings or Settings(), dict(options or {})
+    if algorithm == STATED:
+        settings = replace(settings, simplest=False)
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
     propose = _proposer(algorithm, options, effort)
@@ -111,15 +113,19 @@ def _why_none(incumbent: Incumbent, algorithm: str) -> str:
 
 def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
+    if incumbent.late and algorithm == STATED:
+        return "the time limit left no time to schedule the stated stages"
     if incumbent.late:
-        return "the time limit ended the search before it found a plan that fits; the simplest ones don't"
+        rest = "; the simplest ones don't" if incumbent.exhausted else ", and left no time for the simplest ones"
+        return f"the time limit ended the search before it found a plan that fits{rest}"
     try:
-        reason = why_not_stated(incumbent) if algorithm == STATED else None
-        if reason is not None:
-            return reason
-        if incumbent.limits is not None:
-            return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
-        return why_infeasible(problem, incumbent.rejected, incumbent.broken)
+        with problem.deadline.insist():
+            reason = why_not_stated(incumbent) if algorithm == STATED else None
+            if reason is not None:
+                return reason
+            if incumbent.limits is not None:
+                return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
+            return why_infeasible(problem, incumbent.rejected, incumbent.broken)
     except OutOfTime:
         return "no plan was found that fits; the time limit left no time to say what would help"
 

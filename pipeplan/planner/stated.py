@@ -75,12 +75,12 @@ def why_not_stated(incumbent: Incumbent) -> str | None:
             )
     if not lacking:
         return None
-    remedies = [f"from {format_bytes(round_up(max(use.peak_bytes for _, use, _ in uses)))} per GPU"]
+    most = max(use.peak_bytes for _, use, _ in uses) + problem.platform.reserved_bytes
+    remedies = [f"from {format_bytes(round_up(most))} per GPU"]
     for other in ("each", "all"):
-        again = tuple(
-            replace(x, checkpoint=tuple(_inside(_segments(other, problem.chain), x.start, x.stop))) for x in stages
-        )
-        if all(use.peak_bytes <= use.memory_bytes for _, use, _ in uses_alone(problem, Allocation(again))):
+        segments = _segments(other, problem.chain)
+        again = Allocation(tuple(replace(x, checkpoint=_inside(segments, x.start, x.stop)) for x in stages))
+        if all(use.peak_bytes <= use.memory_bytes for _, use, _ in uses_alone(problem, again)):
             remedies.append(f"with --recompute {other}")
             break
     if possible(problem) is not None:

@@ -111,8 +111,9 @@ def throughput(plan: Plan, result: Evaluation) -> str:
 
 def machine(platform: Platform) -> str:
     """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
-    memories = sorted({device.memory_bytes for device in platform.devices})
+    memories = sorted({device.memory_bytes + platform.reserved_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
+    memory += f" less {format_bytes(platform.reserved_bytes)} reserved" if platform.reserved_bytes else ""
     blocking = ", transfers block" if platform.blocking else ""
     return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{blocking}"
 
@@ -237,7 +238,9 @@ def _state(plan: Plan) -> str:
     policy = plan.policy
     return (
         f"{policy.optimizer} in {policy.precision}"
+        + ("" if policy.bytes_per_parameter is None else f", {policy.bytes_per_parameter} bytes a parameter")
         + (", state on the host" if policy.offload else "")
+        + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
     )

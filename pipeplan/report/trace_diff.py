@@ -61,7 +61,8 @@ def comparison(plan: Plan, run: MeasuredRun) -> Comparison:
     operations = []
     for s, (stage, cost, found) in enumerate(zip(plan.allocation.stages, graph.stages, run.stages, strict=True)):
         device = plan.platform.slowest(stage.devices)
-        step = int(step_ns(plan.chain.timed(device.times), stage.start, stage.stop, device.speed))
+        timed = plan.chain.timed(device.times)
+        step = int(step_ns(timed, plan.policy, stage.start, stage.stop, stage.replicas, device.speed))
         operations += [
             _operation("F", s, cost.forward_ns, found.forward_ns),
             _operation("B", s, cost.backward_ns - cost.update_share_ns, found.backward_ns),

@@ -22,12 +22,14 @@ ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank ended early: the user's input, its own failure, its death, or the loss of another rank."""
+    """Why a rank ended early: the user's input, its own failure, its death, or the loss of another rank, of which
+    ``peers`` are those that it might be, as far as that is known."""
 
     rank: int
     kind: Kind
     message: str
     trace: str = ""
+    peers: tuple[int, ...] = ()
 
     def error(self) -> PipeplanError:
         """Return the exception for the user; the rank's own traceback is a note on it."""
@@ -46,7 +48,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if isinstance(error, BadInput | InvalidPlan):
         return Failure(rank, "input", str(error), trace)
     if isinstance(error, PeerLost):
-        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace)
+        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace, error.peers)
     what = str(error) if isinstance(error, PipeplanError) else said(error)
     return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
 
@@ -63,19 +65,26 @@ def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
     """Tell the other ranks of ``failure`` through ``store``, which keeps the first root cause, and return that.
 
     A rank that merely lost another one waits ``grace_s`` for the other's reason. If no rank of the ``world`` has one,
-    those that were not heard of at all are named.
+    those that were not heard of at all are named: those of them that somebody has lost, if there are any, as others may
+    only wait for ranks that wait, too.
     """
     key = "failure"
     try:
-        store.set(_lost(failure.rank), "")
+        store.set(_lost(failure.rank), json.dumps(failure.peers))
         if failure.kind != "lost":
             store.compare_set(key, "", json.dumps(asdict(failure)))
         elif not _comes(store, key, grace_s):
-            silent = "; ".join(f"rank {r} doesn't answer" for r in range(world) if not store.check([_lost(r)]))
+            heard = [rank for rank in range(world) if store.check([_lost(rank)])]
+            missed = {peer for rank in heard for peer in json.loads(store.get(_lost(rank)))}
+            silent = [rank for rank in range(world) if rank not in heard]
+            silent = [rank for rank in silent if rank in missed] or silent
             if silent:
-                message = f"{silent}: {failure.message}"
+                message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
                 store.compare_set(key, "", json.dumps(asdict(replace(failure, message=message))))
-        return Failure(**json.loads(store.get(key))) if store.check([key]) else failure
+        if not store.check([key]):
+            return failure
+        root = Failure(**json.loads(store.get(key)))
+        return replace(root, peers=tuple(root.peers))
     except RuntimeError:  # the store has gone too
         return failure
 

@@ -92,6 +92,8 @@ class Job:
         half_type(self.plan, options.half)
         if policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
+        if policy.zero and self.sums:
+            check_elementwise(self.make_optimizer, "sharing its state between replicas (--zero 1)")
         coarsening = policy.coarsening if options.coarsening is None else options.coarsening
         if coarsening:
             check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")

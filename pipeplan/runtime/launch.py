@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from ..plan import Plan
 from ..scratch import scratch_folder
 from .device import kind_of
 from .failure import Failure, failure_of, root_cause, told
+from .inbox import Gone, Inbox
 from .job import LEAST_TIMEOUT_S, Job, job_of
 from .launcher import Launcher
 from .lowering.instructions import sentence
@@ -36,6 +37,7 @@ from .model.user_code import RAISED
 from .options import RunOptions
 from .own_processes import (
     LOOK_S,
+    QuietWatch,
     StopWatch,
     context_of,
     is_here,
@@ -224,7 +226,8 @@ def _outcome(
 ) -> RunReport:
     """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure.
 
-    A rank that is stopped for ``timeout_s`` has failed, whether others wait for it or not.
+    A rank that is stopped for ``timeout_s`` has failed, whether others wait for it or not. So have all when, once they
+    are at work, none has gone on for somewhat longer than that.
     """
 
     def place(rank: int) -> str:
@@ -233,28 +236,27 @@ def _outcome(
 
     failures: list[Failure] = []
     report: RunReport | None = None
-    silent = dict(enumerate(pipes))
+    inbox, silent = Inbox(pipes), set(range(len(pipes)))
     deadline: float | None = None
-    stopped = StopWatch()
+    stopped, quiet, heard = StopWatch(), QuietWatch(), 0
     while silent and (deadline is None or time.monotonic() < deadline):
-        ready = wait(list(silent.values()), LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
+        news = inbox.next(LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
         failures += [
             Failure(rank, "died", f"rank {rank} has been stopped for {seconds:g} s{place(rank)}")
             for rank, seconds in stopped.look({rank: processes[rank].pid for rank in silent}).items()
             if seconds >= timeout_s
         ]
-        for rank, pipe in list(silent.items()):
-            if pipe not in ready:
+        heard += news is not None
+        if quiet.look((heard, *progress)) >= timeout_s + GRACE_S and max(progress) >= 0:
+            failures.append(Failure(min(silent), "lost", f"nothing has happened for {timeout_s + GRACE_S:g} s"))
+        if news is not None and news[0] in silent:
+            rank, message = news
+            if isinstance(message, list):
+                for step in message:
+                    hear(step)
                 continue
-            try:
-                message: Failure | RunReport | list[StepDone] | None = pipe.recv()
-                if isinstance(message, list):
-                    for step in message:
-                        hear(step)
-                    continue
-                del silent[rank]
-            except EOFError:
-                del silent[rank]
+            silent.discard(rank)
+            if isinstance(message, Gone):
                 processes[rank].join()
                 how = _how(processes[rank].exitcode)
                 message = Failure(rank, "died", f"rank {rank} died{place(rank)}: {how}")
@@ -269,9 +271,9 @@ def _outcome(
     if failures:
         root = root_cause(failures)
         if root.kind == "lost" and silent:
-            still = [rank for rank in silent if is_stopped(processes[rank].pid)]
+            still = [rank for rank in sorted(silent) if is_stopped(processes[rank].pid)]
             what = "is stopped" if still else "doesn't answer"
-            hung = "; ".join(f"rank {rank} {what}{place(rank)}" for rank in still or silent)
+            hung = "; ".join(f"rank {rank} {what}{place(rank)}" for rank in still or sorted(silent))
             root = Failure(root.rank, "lost", f"{hung}: {root.message}", root.trace)
         raise root.error()
     assert report is not None, "rank 0 reports when no rank has failed"
@@ -353,6 +355,20 @@ def _torchrun_store() -> Any:
     return dist.PrefixStore(f"pipeplan/{restart}", store)  # type: ignore[attr-defined]  # not exported, as above
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Tell why this rank failed before torchrun, which has heard of another that died, ends it; it kills those that
+    take too long."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def _run_under_torchrun(
     job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None
 ) -> RunReport | None:
@@ -398,10 +414,11 @@ def _run_under_torchrun(
         raise
     except RAISED as error:
         failure = failure_of(rank, error)
-        if not stores and os.environ.get(AGENTS_STORE) == "True":  # it failed before the ranks met, and others may wait
-            stores.append(_torchrun_store())
-        for store in stores:
-            failure = told(failure, store, world, GRACE_S)
+        with _undisturbed():
+            if not stores and os.environ.get(AGENTS_STORE) == "True":  # the ranks hadn't met, and others may wait
+                stores.append(_torchrun_store())
+            for store in stores:
+                failure = told(failure, store, world, GRACE_S)
         raise failure.error() from error
     finally:
         for stop in stops:

@@ -7,14 +7,20 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any, Final
 
+from ..scratch import PREFIX, scratch_folder
+
 LOOK_S: Final = 1.0
+LONGEST_SOCKET: Final = 104  # characters of its path, on the least generous system
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 OURS: Final = "pipeplan"  # the variable's value where we have set it
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -25,11 +31,31 @@ def context_of(kind: str) -> Any:
 
     Those on CPUs are forked from a server that has imported what takes seconds; CUDA doesn't survive a fork.
     """
+    _swept_if_killed()
     if kind == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preloaded"])
     return context
+
+
+@cache
+def _swept_if_killed() -> None:
+    """Let multiprocessing keep its sockets, for as long as this process is there, in a folder that others sweep.
+
+    Unless it has one of its own already, or there is no room for more in the path of a socket.
+    """
+    room = len(tempfile.gettempdir()) + len(f"/{PREFIX}12345678/pymp-12345678/listener-12345678") < LONGEST_SOCKET
+    if multiprocessing.current_process()._config.get("tempdir") is not None or not room:  # type: ignore[attr-defined]
+        return
+    held = ExitStack()
+    folder, usual = held.enter_context(scratch_folder()), tempfile.tempdir
+    Finalize(None, held.close, exitpriority=-1000)  # behind its own, which removes what is inside
+    tempfile.tempdir = str(folder)
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 @contextmanager
@@ -87,6 +113,23 @@ class StopWatch:
             still = [rank for rank, pid in processes.items() if is_stopped(pid)]
             self._found = Counter({rank: self._found[rank] + 1 for rank in still})
         return {rank: count * LOOK_S for rank, count in self._found.items()}
+
+
+class QuietWatch:
+    """For how long has nothing changed, as far as we were not stopped ourselves?"""
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._found = 0  # how often in a row
+        self._looked = time.monotonic()
+
+    def look(self, state: Hashable) -> float:
+        """Return the seconds for which ``state`` has been the same; looks every :data:`LOOK_S`."""
+        if state != self._state:
+            self._state, self._found, self._looked = state, 0, time.monotonic()
+        elif time.monotonic() >= self._looked + LOOK_S:
+            self._found, self._looked = self._found + 1, time.monotonic()
+        return self._found * LOOK_S
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -147,6 +147,8 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
         ),
     )
     if job.options.save is not None:
+        for runner in runners.values():
+            runner.versions.assemble()
         trained = trained_state(rank, rank.first_of, runners)
         everybodys = gathered(rank.number, {key: value.cpu() for key, value in trained.items()})
         if everybodys is not None:

@@ -43,6 +43,7 @@ from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
 from .training.optimizers import schedule_maker
 from .training.rank import Rank
+from .training.shards import Sharing
 from .training.stage import StageModule
 from .training.stage_optimizer import BucketBuffers
 from .training.state import restore
@@ -222,8 +223,12 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         bucket = job.bucket_of(s, lowered.graph.stages[s].parameters)
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
         group, replicas, added = meeting.groups.get(s), rank.stage(s).replicas, copies_added(lowered, s, ties)
-        waits = bool(tied) and lowered.waits(s)
-        keeping = Keeping(masters, bucket, plan.policy.offload, group is not None, tied, waits, buffers, states.note)
+        waits, sharing = bool(tied) and lowered.waits(s), None
+        if group is not None and plan.policy.zero:
+            sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group)
+        keeping = Keeping(
+            masters, bucket, plan.policy.offload, group is not None, tied, waits, sharing, buffers, states.note
+        )
         runners[s] = _stage_module(job, rank, s, activations, meeting.recorder, keeping)
         versions = runners[s].versions
         updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)

@@ -22,7 +22,7 @@ from .simulate import simulate
 from .steady import SteadyRun, steady_nf1b
 from .timeline import Timeline
 
-MOST_JUDGED = 10**7  # steps of a run that a plan is judged by, which take minutes
+MOST_STEPS = 4 * 10**6  # of one simulated run: they take a gigabyte, and half a minute
 Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
 
 
@@ -213,10 +213,12 @@ def too_long(operations: int, schedule: Schedule) -> str | None:
     judged = KINDS[schedule.kind].judged
     if judged is None:
         return None
-    steps, what = judged(schedule, operations)
-    if steps <= MOST_JUDGED:
-        return None
-    return f"{what} would take {steps} steps to simulate; plans of up to {MOST_JUDGED} are judged"
+    return endless(*judged(schedule, operations))
+
+
+def endless(steps: int, what: str) -> str | None:
+    """Return in words that ``what`` is not simulated, in so many steps, or None where they are few enough."""
+    return f"{what} would take {steps} steps; up to {MOST_STEPS} are simulated" if steps > MOST_STEPS else None
 
 
 def graph_of(plan: Plan) -> StageGraph:

@@ -1,17 +1,17 @@
 """Break runs in every way there is, on 2 and on 4 ranks, and judge how each one ends and whether it can be resumed.
 
-    python scripts/checks/faults.py [--launcher own] [--launcher torchrun] [--fault NAME]... [--plan NAME]...
+    python scripts/checks/faults.py [--launcher own]... [--fault NAME]... [--plan NAME]... [--turns]
 
 A row of the table is a fault, a plan, a launcher and the rank that it happens to. The run must end with exit code 1
-and one sentence that names the rank; no traceback, process, socket or file in TMPDIR may be left; and a second run
-must go on from the newest checkpoint to the very losses of an undisturbed run. Prints a line for each row, and at the
+and one sentence that names the rank, or, where it may start its ranks again, with exit code 0; no traceback, process,
+socket or file in TMPDIR may be left; and a second run must go on from the newest checkpoint to the very losses of an
+undisturbed run. ``--turns`` takes about 20 minutes; all rows take hours. Prints a line for each row, and at the
 end how many failed, which is the exit code.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import current_process
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -321,25 +321,27 @@ def spec(text: str | None) -> ModelSpec:
     return ModelSpec(f"faults:build{end}", f"faults:data{end}")
 
 
-def by_own_launcher(plan: Plan, text: str, folder: Path) -> tuple[int, str]:
+def by_own_launcher(plan: Plan, text: str, folder: Path, restarts: int = 0) -> tuple[int, str]:
     """Run ``plan`` with a fault by pipeplan's own launcher; return exit code and sentence."""
     try:
-        run_plan(plan, spec(text), options(folder))
+        run_plan(plan, spec(text), options(folder, max_restarts=restarts))
     except PipeplanError as error:
         return error.exit_code, str(error)
     return 0, ""
 
 
-def by_torchrun(plan: Plan, text: str, folder: Path) -> tuple[int, str]:
+def by_torchrun(plan: Plan, text: str, folder: Path, restarts: int = 0) -> tuple[int, str]:
     """Run ``plan`` with a fault under torchrun; return exit code and the sentences of the ranks, if they are one."""
     file = folder.parent / "plan.json"
     file.write_text(plan_text(plan))
     model = spec(text)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={len(plan.platform)}", "-m", "pipeplan", "run", str(file), "--model", model.build,
+        f"--nproc-per-node={len(plan.platform)}", f"--max-restarts={restarts}",
+        "-m", "pipeplan", "run", str(file), "--model", model.build,
         "--data", str(model.data), "--steps", str(STEPS), "--lr", "0.01", "--checkpoint", str(folder),
         "--checkpoint-every", str(EVERY), "--timeout", f"{TIMEOUT_S:g}s", "--device", "cpu",
+        *(["--resume"] if restarts else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     lines = done.stderr.splitlines()
@@ -351,7 +353,26 @@ def by_torchrun(plan: Plan, text: str, folder: Path) -> tuple[int, str]:
     return done.returncode, " AND ".join(dict.fromkeys([*said, *ours]))
 
 
-LAUNCHERS = {"own": by_own_launcher, "torchrun": by_torchrun}
+@dataclass(frozen=True)
+class Launch:
+    """How a run is started; one that ``restarts`` itself has to end well, and is tried with ``faults`` alone."""
+
+    run: Callable[[Plan, str, Path], tuple[int, str]]
+    restarts: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows to try with it."""
+        return [row for row in ROWS if not self.restarts or (row.what, row.place) in RESTARTED]
+
+
+RESTARTED = {("kill", "meeting"), ("kill", "forward"), ("kill", "update"), ("hang", "backward"), ("raise", "forward")}
+LAUNCHERS = {
+    "own": Launch(by_own_launcher),
+    "torchrun": Launch(by_torchrun),
+    "own, again": Launch(partial(by_own_launcher, restarts=1), True),
+    "torchrun, again": Launch(partial(by_torchrun, restarts=1), True),
+}
 
 
 def ranks_left() -> list[str]:
@@ -380,16 +401,17 @@ def judged(row: Row, plan: Plan, launcher: str, rank: int, whole: list[float], f
     before = left_over()
     text = f"{row.what},{row.place},{rank},{row.at},{folder}".encode().hex()
     began = time.monotonic()
-    code, said = LAUNCHERS[launcher](plan, text, folder / "checkpoints")
+    start = LAUNCHERS[launcher]
+    code, said = start.run(plan, text, folder / "checkpoints")
     seconds = time.monotonic() - began
     words = row.own if launcher == "own" and row.own is not None else row.words
     last = plan.allocation.stages[-1].devices
     words = words.replace("{rank}", str(rank)).replace("{last}", f"({'|'.join(map(str, last))})")
     if not (folder / "happened").exists():
         yield "the fault did not happen"
-    if code != 1:
+    if code != (0 if start.restarts else 1):
         yield f"exit code {code}"
-    if not re.match(words, said) or "\n" in said or " AND " in said:
+    if not start.restarts and (not re.match(words, said) or "\n" in said or " AND " in said):
         yield f"said {said!r}"
     if left := ranks_left():
         yield f"left processes {left}"
@@ -403,6 +425,12 @@ def judged(row: Row, plan: Plan, launcher: str, rank: int, whole: list[float], f
         yield "other losses after it was resumed"
 
 
+def _in_turn(turn: int, row: Row, made: dict[str, Plan]) -> Plan:
+    """Return the plan for a row when each has but one, of those that it can happen to."""
+    able = [plan for plan in made.values() if victims(row, plan)]
+    return able[turn % len(able)]
+
+
 def main() -> int:
     """Run the table, or the part of it that is asked for; return how many rows failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -410,6 +438,7 @@ def main() -> int:
     parser.add_argument("--fault", action="append", help="such as kill or kill/send")
     parser.add_argument("--plan", action="append")
     parser.add_argument("--one-rank", action="store_true", help="of those that a fault can happen to, the last alone")
+    parser.add_argument("--turns", action="store_true", help="each fault once by each launcher, on the plans in turn")
     asked = parser.parse_args()
     made = plans()
     failed = rows = 0
@@ -429,11 +458,15 @@ def main() -> int:
             undisturbed = run_plan(plan, spec(None), options(Path(home) / "whole", MORE_STEPS))
             shutil.rmtree(Path(home) / "whole")
             assert undisturbed is not None
-            for launcher, row in itertools.product(asked.launcher or LAUNCHERS, ROWS):
+            for launcher, (turn, row) in (
+                (name, x) for name in asked.launcher or LAUNCHERS for x in enumerate(LAUNCHERS[name].rows)
+            ):
                 label = f"{row.what}/{row.place}"
+                if asked.turns and plan is not _in_turn(turn, row, made):
+                    continue
                 if asked.fault and not {label, row.what} & set(asked.fault):
                     continue
-                for rank in victims(row, plan)[-1 if asked.one_rank else 0 :]:
+                for rank in victims(row, plan)[-1 if asked.one_rank or asked.turns else 0 :]:
                     folder = Path(home) / "row"
                     (folder / "checkpoints").mkdir(parents=True)
                     start = time.monotonic()
@@ -442,7 +475,7 @@ def main() -> int:
                     rows, failed = rows + 1, failed + bool(wrong)
                     verdict = "; ".join(wrong) or "ok"
                     seconds = time.monotonic() - start
-                    print(f"{name:12} {launcher:9} {label:16} rank {rank}  {seconds:5.1f} s  {verdict}", flush=True)
+                    print(f"{name:12} {launcher:15} {label:16} rank {rank}  {seconds:5.1f} s  {verdict}", flush=True)
     print(json.dumps({"rows": rows, "failed": failed, "seconds": round(time.monotonic() - began)}))
     return failed
 

@@ -64,6 +64,10 @@ def varied_problem(seed: int) -> Problem:
     )
     spare = rng.choice((0, 0, 5, 10, 20, 40, 60))
     larger = tuple(replace(x, memory_bytes=x.memory_bytes + spare) for x in problem.platform.devices)
+    if maybe(0.3):  # replicas share what they keep and do to update
+        policy = replace(policy, zero=1, optimizer=rng.choice(("sgd", "adam", "adam")))
+        timed = (replace(x, optimizer_ns=rng.choice((0, 2, 9))) for x in chain.layers)
+        chain = replace(chain, layers=tuple(timed))
     return replace(problem, chain=chain, policy=policy, platform=replace(problem.platform, devices=larger))
 
 

@@ -188,6 +188,10 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"null|\+1|-1|doubled|huge|a number",
         "what an algorithm hoped for before scheduling is called claimed and judges nothing",
     ),
+    r"provenance\.alternatives(\..*|\[.*)?": (
+        r".*",
+        "what other weights and intervals take is the planner's own account",
+    ),
     r"provenance\.options(\..*|\[.*)?": (r".*", "options and the table of other grids are the planner's own account"),
     r"pattern\.operations\[\d+\]\.start_ns": (
         r"\+1|-1",
@@ -217,6 +221,8 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"left out|a number|\+1|-1|doubled|null",
         "null is the default; sums of so few parameters are one chunk",
     ),
+    r"policy\.bytes_per_parameter": (r"left out", "null is the default"),
+    r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",
         "an update's share of a pass rounds to the same, and as many are in flight",

@@ -103,7 +103,7 @@ def greedy_pattern(rng: random.Random, graph: StageGraph, period: int, slack: fl
 
 def random_policy(rng: random.Random, weights: tuple[str, ...] = WEIGHTS) -> Policy:
     """Return a random policy whose ``accumulate`` is decided."""
-    return Policy(
+    policy = Policy(
         weights=rng.choice(weights),
         accumulate=rng.randint(1, 8),
         optimizer=rng.choice(("sgd", "momentum", "adam")),
@@ -112,6 +112,7 @@ def random_policy(rng: random.Random, weights: tuple[str, ...] = WEIGHTS) -> Pol
         vertical_sync=rng.random() < 0.3,
         bucket_parameters=rng.choice((1, 16 * 10**6)),
     )
+    return replace(policy, zero=int(policy.update_interval() % 3 == 0))
 
 
 def random_plan(

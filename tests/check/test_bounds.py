@@ -30,6 +30,10 @@ def test_perfectly_shared_work():
     assert work_ns(Problem(stepping, mixed, Policy(accumulate=8))) == 18 + Fraction(20, 8)
     assert work_ns(Problem(stepping, mixed, Policy(accumulate=1))) == 38
     assert 18 < work_ns(Problem(stepping, mixed, Policy())) < Fraction(181, 10)  # at any interval
+    by_both = work_ns(Problem(stepping, mixed, Policy(accumulate=1, zero=1)))
+    assert by_both == 18 + Fraction(20, 2)  # once every 2 microbatches
+    assert work_ns(Problem(stepping, mixed, Policy(accumulate=1, zero=1), replicas=False)) == 38
+    assert work_ns(Problem(stepping, mixed, Policy(accumulate=8, zero=1))) == 18 + Fraction(20, 8)
 
 
 def test_the_largest_layer():
@@ -178,6 +182,10 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
         )
         if seed % 2:
             problem = activations_bind(rng, problem)
+        if seed % 6 > 3:
+            sharing = replace(problem.policy, optimizer="adam", accumulate=seed % 4 or None, zero=1)
+            layers = tuple(replace(x, optimizer_ns=7 * (i + 1)) for i, x in enumerate(problem.chain.layers))
+            problem = replace(problem, policy=sharing, chain=replace(problem.chain, layers=layers))
         patterns = (
             best_one_f_one_b_star(stage_graph(problem.chain, problem.platform, problem.policy, stages))
             for stages in allocations(problem)

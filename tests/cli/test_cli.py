@@ -40,8 +40,9 @@ def test_plan_prints_period_throughput_bounds_gap_and_stages(profile: str, pipep
     assert "assumed: bandwidth 12 GB/s" in out
     assert "period      12.000 ms per microbatch, 83.33 microbatches/s = 333.3 samples/s, 2.00 times one GPU" in out
     assert "bound       12.000 ms for class contiguous with checkpointing of segments, any interval: optimal" in out
-    assert "bound       12.000 ms for class any with checkpointing of segments: optimal" in out
-    assert "2bw, one update every 3 microbatches" in out
+    assert "bound       12.000 ms for class any with checkpointing of segments, any interval: optimal" in out
+    assert "weights     2bw: two versions of them, gradients one update late" in out
+    assert "update      every 3 microbatches = 12 samples" in out
     assert "0-3 l0..l3" in out
 
 
@@ -118,7 +119,12 @@ def test_a_stated_configuration_is_evaluated_and_nothing_else(profile: str, tmp_
     code, _, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "1MB", "--split", "2,6")
     assert code == 1
     assert "stage 1 (layers 2 to 7 (l2 to l7)) on device 1 needs" in err
-    for more in (["--algorithm", "contiguous"], ["--effort", "quick"], ["--data-parallel", "2", "--batch", "8"]):
+    for more in (
+        ["--algorithm", "contiguous"],
+        ["--effort", "quick"],
+        ["--gap", "5%"],
+        ["--data-parallel", "2", "--batch", "8"],
+    ):
         code, _, err = pipeplan("plan", profile, *SMALL, "--split", "2,6", *more)
         assert code == 2
         assert f"--split searches nothing; leave out {more[0]}" in err

@@ -1,5 +1,6 @@
 import itertools
 import random
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -11,7 +12,9 @@ from oracles.schedules import emulated_activations, weights_table
 
 from pipeplan.cost import memory_model, time_model
 from pipeplan.cost.saved import storages
-from pipeplan.problem import Chain, Layer, Policy
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.plan import Stage
+from pipeplan.problem import Chain, Layer, Platform, Policy
 
 PHI = 12 * 10**9 // 6  # parameters of one of six stages of a 12 billion parameter model
 
@@ -52,6 +55,53 @@ def test_myelin_memory():
     assert memory_model.weights_bytes(offload, 4 * 10**6, 10**6, 1) == 20 * 10**6  # a stage smaller than the bucket
 
 
+@pytest.mark.parametrize(
+    ("policy", "replicas", "device", "host"),
+    [  # of 100 parameters; the largest share of 3 replicas has 34 of them
+        (Policy("flush", optimizer="adam"), 3, 400 + 400 + 8 * 34, 0),
+        (Policy("2bw", optimizer="adam"), 4, 2 * 400 + 400 + 8 * 25, 0),
+        (Policy("stash", 5, optimizer="momentum"), 3, 4 * 400 + 400 + 4 * 34, 0),  # versions are whole on each
+        (Policy("flush", optimizer="sgd"), 3, 800, 0),
+        (Policy("flush", optimizer="adam", precision="mixed"), 3, 200 + 200 + 16 * 34, 0),
+        (Policy("2bw", optimizer="sgd", precision="mixed"), 200, 3 * 200 + 8, 0),  # some have nothing
+        (Policy("flush", optimizer="adam", precision="mixed", offload=True, bucket_parameters=30), 3,
+         400 + 16 * 30, 12 * 34),
+        (Policy("flush", optimizer="adam", offload=True, bucket_parameters=60), 3, 800 + 8 * 34, 8 * 34),
+    ],
+)  # fmt: skip
+def test_replicas_share_the_optimizers_state(policy, replicas, device, host):
+    shared = replace(policy, zero=1)
+    assert memory_model.weights_bytes(shared, 400, 100, 4, replicas) == device
+    assert memory_model.host_bytes(shared, 400, 100, replicas) == host
+    alone = [memory_model.weights_bytes(x, 400, 100, 4, 1) for x in (policy, shared)]
+    assert alone[0] == alone[1] == memory_model.weights_bytes(shared, np.array([400]), np.array([100]), 4, 1)[0]
+
+
+def test_replicas_share_the_optimizers_steps():
+    """A step of 12 ns every 8 microbatches costs each of them 12 / 8 ns, on however many replicas; without, r times."""
+    chain = Chain("c", (Layer("a", 0, 100, 400, 0, optimizer_ns=12),), 0)
+    for accumulate, replicas, whole, shared in [(8, 1, 2, 2), (8, 4, 6, 2), (8, 12, 12, 1), (None, 3, 12, 4)]:
+        policy = Policy(accumulate=accumulate)
+        assert time_model.backward_ns(chain, policy, 0, 1, replicas=replicas) == 100 + whole
+        assert time_model.backward_ns(chain, replace(policy, zero=1), 0, 1, replicas=replicas) == 100 + shared
+    overlapped = Policy("flush", 8, coarsening=1, zero=1)
+    assert time_model.step_ns(chain, overlapped, 0, 1, 5, Fraction(2)) == 2  # 12 / 5 rounded up, twice as fast
+
+
+def test_sharing_moves_as_many_bytes():
+    """Half a ring scatters the sum and half gathers the weights, but for what is summed over other stages too."""
+    layers = (Layer("a", 1, 2, 4000, 4), Layer("b", 1, 2, 8000, 4), Layer("c", 1, 2, 4000, 4))
+    chain = Chain("c", layers, 4, tied=((0, 2),))
+    stages = [Stage(0, 2, (0, 1)), Stage(2, 3, (2,))]
+    times = {}
+    for zero in (0, 1):
+        graph = stage_graph(chain, Platform.flat(3, 10**6, 10**9), Policy("flush", 4, zero=zero), stages)
+        times[zero] = [stage.update_ns for stage in graph.stages]
+    ring = 4000 * 2 * 2 // 3 + 1  # of the tied weights over all three
+    assert times[0] == [8000 + ring, ring]
+    assert times[1] == [8000 + ring + 2000, ring]
+
+
 def test_offload_of_fp32_state():
     policy = Policy("2bw", optimizer="adam", offload=True, bucket_parameters=10)
     assert memory_model.weights_bytes(policy, 400, 100, 3) == 3 * 400 + 2 * 4 * 10
@@ -61,15 +111,16 @@ def test_offload_of_fp32_state():
 
 def test_weights_equal_the_table_for_every_policy_and_as_arrays():
     sizes = np.array([0, 4, 40, 400])
-    for weights, optimizer, precision, offload, sync, bucket in itertools.product(
+    for weights, optimizer, precision, offload, sync, bucket, zero in itertools.product(
         ("flush", "2bw", "stash", "latest"),
         ("sgd", "momentum", "adam"),
         ("fp32", "mixed"),
         (False, True),
         (False, True),
         (1, 50),
+        (0, 1),
     ):
-        policy = Policy(weights, 4, optimizer, precision, offload, sync, bucket)
+        policy = Policy(weights, 4, optimizer, precision, offload, sync, bucket, zero=zero)
         for g, r in itertools.product((1, 2, 5), (1, 2, 3, 6)):
             expected = [weights_table(policy, int(w), int(w) // 4, g, r) for w in sizes]
             assert [memory_model.weights_bytes(policy, int(w), int(w) // 4, g, r) for w in sizes] == expected
@@ -238,7 +289,7 @@ def test_ring_all_reduce():
     assert time_model.ring_all_reduce_ns(0, 4, 10**9, 50) == 0
     assert time_model.ring_all_reduce_ns(8, 4, 10**9, 50) == 12 + 300  # 6 steps of 2 bytes
     many = np.array([0, 8], dtype=object)
-    assert time_model.sync_period_ns(Policy(), many, 4, 10**9, 50).tolist() == [0, 78]
+    assert time_model.sync_period_ns(Policy(accumulate=1), many, 4, 10**9, 50).tolist() == [0, 78]
 
 
 def test_overlapped_sums_and_steps_are_two_machines_in_a_row():
@@ -258,7 +309,7 @@ def test_steps_that_overlap_are_not_charged_to_backwards():
     chain = Chain("one", (Layer("a", 1, 2, 4, 0, optimizer_ns=100),), 0)
     assert time_model.backward_ns(chain, Policy("flush", 4), 0, 1) == 27
     assert time_model.backward_ns(chain, Policy("flush", 4, coarsening=1), 0, 1) == 2
-    assert time_model.step_ns(chain, 0, 1, Fraction(3)) == 34
+    assert time_model.step_ns(chain, Policy(), 0, 1, 4, Fraction(3)) == 34
 
 
 def test_the_largest_gradient_is_the_inverse_of_the_sync_period():
@@ -270,6 +321,15 @@ def test_the_largest_gradient_is_the_inverse_of_the_sync_period():
         assert time_model.sync_period_ns(policy, most, r, bandwidth, latency) <= period
         assert time_model.sync_period_ns(policy, most + 1, r, bandwidth, latency) > period
     assert memory_model.largest_synced_gradient(Policy(), 0, 1, 1) >= 10**18
+
+
+def test_another_engines_bytes_per_parameter_are_those_of_one_version():
+    for weights, extra in (("flush", 0), ("2bw", 1), ("stash", 3)):
+        policy = Policy(weights, optimizer="adam", precision="mixed", bytes_per_parameter=18)
+        assert memory_model.weights_bytes(policy, 400, 100, 4) == 18 * 100 + extra * 200
+    assert (
+        memory_model.weights_bytes(Policy("flush", bytes_per_parameter=5), np.array([400]), np.array([100]), 1) == 500
+    )
 
 
 def test_gradients_are_half_in_mixed_precision():

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from cases.files import CHAIN, edited, more, small_plan, written
-from cases.plans import random_plan, random_simulated_plan
+from cases.plans import graph_of, random_plan, random_simulated_plan
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
@@ -68,6 +68,28 @@ def test_plans_without_a_pattern_come_back_byte_for_byte_and_edits_are_noticed(k
         del edited["schedule"]["limit"]
         path.write_text(json.dumps(edited))
         assert any("schedule.limit is missing" in sentence for sentence in read_plan(str(path))[1])
+
+
+def test_who_shares_the_optimizers_state_is_said_and_what_that_takes_is_counted_anew(tmp_path):
+    plan = replace(small_plan(), chain=replace(CHAIN, layers=tuple(replace(x, optimizer_ns=0) for x in CHAIN.layers)))
+    plan = replace(plan, pattern=best_one_f_one_b_star(graph_of(plan)))
+    policy = replace(plan.policy, zero=1)
+    plan, shared = (
+        replace(x, lower_bounds=(any_bound(Problem(x.chain, x.platform, x.policy)),))
+        for x in (plan, replace(plan, policy=policy))
+    )
+    document = json.loads(plan_text(shared))
+    assert document["policy"]["zero"] == 1
+    assert "pipelines" not in document["policy"]
+    assert read_plan(written(tmp_path, document)) == (shared, [])
+    own = [use["weights_bytes"] for use in json.loads(plan_text(plan))["devices"]]
+    less = 2 * 200 // 2  # half of Adam's state for 200 bytes of weights
+    assert [use["weights_bytes"] for use in document["devices"]] == [own[0], own[1] - less, own[2] - less]
+    for value in (0, ...):  # files from before it was there, too
+        found = read_plan(written(tmp_path, edited(document, ("policy", "zero"), value)))[1]
+        assert f"devices[1].weights_bytes is {own[1] - less}; the stages and starts give {own[1]}" in found
+    with pytest.raises(BadInput, match=r"\$\.policy\.zero"):
+        read_plan(written(tmp_path, edited(document, ("policy", "zero"), 2)))
 
 
 def test_another_limit_gives_other_figures(tmp_path):

@@ -13,7 +13,7 @@ from cases.files import POLICY, assert_refused, small_plan, written
 from pipeplan.errors import BadInput
 from pipeplan.files.forms import json_text
 from pipeplan.files.plans import load_plan, plan_text, read_plan
-from pipeplan.files.platforms import platform_form, platform_of, read_platform
+from pipeplan.files.platforms import platform_form, platform_of, read_platform, reserving
 from pipeplan.files.profiles import profile_text
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Device, Level, Platform, Problem
@@ -25,6 +25,9 @@ def test_platforms_come_back(tmp_path):
         platform = random_platform(
             rng, rng.randint(1, 6), memory=(0, 30), levels=True, latency=True, speeds=True, duplex=True
         )
+        if seed % 3 == 0:
+            platform = replace(platform.reserving(rng.randint(-9, -1)), reserved_bytes=0).reserving(1)
+            platform = replace(platform, blocking=rng.random() < 0.5)
         form = platform_form(platform)
         assert platform_of(form, "here") == platform
         text = json_text(form)
@@ -74,6 +77,9 @@ PLATFORM = {
 }
 
 BAD_PLATFORMS = {
+    "all reserved": (("reserve",), "8GB", "$.reserve: 8.00 GB is all that a GPU of 8.00 GB has"),
+    "bare reserve": (("reserve",), "8", "$.reserve: '8' has no unit; write 16GB or 16GiB"),
+    "text as blocking": (("blocking_transfers",), "no", "expected `bool`, got `str` - at `$.blocking_transfers`"),
     "no levels": (("levels",), ..., "missing required field `levels`"),
     "no links": (("levels", 1, "links"), 0, "$.levels[1].links: 0 is not between 1 and 4096"),
     "links everywhere": (
@@ -170,3 +176,11 @@ def test_profiles_of_other_layers_are_refused(tmp_path, changed, told):
         read_platform(path, chain)
     with pytest.raises(BadInput, match="not for this command"):
         read_platform(path)
+
+
+def test_what_is_reserved_is_not_for_plans(tmp_path):
+    platform = read_platform(written(tmp_path, PLATFORM | {"reserve": "1.5GB"}))
+    assert [device.memory_bytes for device in platform.devices] == [14_500_000_000] * 3 + [6_500_000_000]
+    assert platform.reserved_bytes == 1_500_000_000
+    with pytest.raises(BadInput, match=r"--reserve: the platform reserves 1.50 GB already"):
+        reserving(platform, "1GB", "--reserve")

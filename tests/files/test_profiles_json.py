@@ -83,6 +83,7 @@ BAD_PROFILES = {
     "edge to itself": (("edges", 0), [1, 1], "must name an earlier layer first"),
     "edge negative": (("edges", 0), [-1, 1], "edges[0]: [-1, 1] names a layer that is not there"),
     "edge of three": (("edges", 0), [0, 1, 2], "expected `array` of length 2 - at `$.edges[0]`"),
+    "edges of too many": (("layers",), PROFILE["layers"] * 1001, "$.edges: 4004 layers with edges; up to 4000 can be"),
     "tied outside": (("tied", 0), [0, 9], "tied[0]: [0, 9] names a layer that is not there"),
     "tied back": (("tied", 0), [3, 0], "tied[0]: [3, 0] must name an earlier layer first"),
 }  # fmt: skip

@@ -69,12 +69,19 @@ def weights_table(
     stashed = max(spans)
     kept = {"flush": 1, "2bw": 2, "stash": stashed, "latest": stashed if policy.vertical_sync else 1}
     versions = kept[policy.weights]
+
+    def share(elements: int) -> int:
+        """Deal the elements out to the replicas that share; return the most that one gets."""
+        return max(len(range(rank, elements, replicas)) for rank in range(replicas)) if policy.zero else elements
+
     if policy.precision == "mixed":
         per_parameter = {"sgd": 8, "momentum": 12, "adam": 16}[policy.optimizer]
-        state = per_parameter * (min(parameters, policy.bucket_parameters) if policy.offload else parameters)
+        own = share(parameters)
+        state = per_parameter * (min(own, policy.bucket_parameters) if policy.offload else own)
         return versions * 2 * parameters + 2 * parameters + state
     copies = {"sgd": 0, "momentum": 1, "adam": 2}[policy.optimizer]
-    state = copies * (4 * min(parameters, policy.bucket_parameters) if policy.offload else weight_bytes)
+    whole = min(weight_bytes, 4 * share((weight_bytes + 3) // 4))
+    state = copies * (4 * min(share(parameters), policy.bucket_parameters) if policy.offload else whole)
     return versions * weight_bytes + weight_bytes + state
 
 

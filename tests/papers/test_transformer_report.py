@@ -10,6 +10,8 @@ import pytest
 from cases.patience import SECONDS
 from conftest import Command
 
+from pipeplan.zoo.sizes import TRANSFORMERS
+
 TABLE_2 = ["--model", "myelin-12b", "--gpus", "48", "--inter", "6", "--microbatch", "8", "--batch", "16384"]
 OWN = ["--layers", "4", "--hidden", "64", "--heads", "4", "--sequence", "32", "--vocabulary", "100"]
 
@@ -58,6 +60,21 @@ def test_json_has_every_class_of_bytes(pipeplan: Command) -> None:
     assert figures["time"]["days"] == pytest.approx(112.2, abs=0.1)
     assert figures["checkpointing"]["paper_ac"] == 8
     assert pipeplan("estimate", *TABLE_2, "--offload", "--mem", "16GB", "--peak", "125", "--json")[1] == out
+
+
+def test_pipelines_share_the_optimizers_state(pipeplan: Command) -> None:
+    arguments = ["estimate", *TABLE_2, "--ac", "4", "--mem", "32GB"]
+    code, alone, _ = pipeplan(*arguments)
+    assert code == 1
+    assert "feasible    with 48.34 GB of memory, or --zero 1, or offload, or 12 stages x 4" in alone
+    code, shared, _ = pipeplan(*arguments, "--zero", "1")
+    assert code == 0
+    assert "mixed precision, Adam, no offload, state shared by 8 pipelines; a checkpoint every 4 layers" in shared
+    assert "fits        17.73 GB of 32.00 GB at most" in shared
+    parameters = -(-TRANSFORMERS["myelin-12b"].parameters // 6)
+    offloaded = json.loads(pipeplan(*arguments, "--offload", "--zero", "1", "--json")[1])["memory"]["even_share"]
+    assert offloaded["host_bytes"] == 12 * -(-parameters // 8)
+    assert offloaded["bucket_bytes"] == 16 * 16 * 10**6
 
 
 def test_80_columns_show_every_figure(pipeplan: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -160,6 +163,64 @@ def test_a_long_chain_is_planned_within_its_limit():
     plan = make_plan(Problem(Chain("long", layers, 10), Platform.flat(64, 10**9), deadline=Deadline.within(1.0))).plan
     assert time.monotonic() - began < 60
     assert plan.provenance.solver_status == "time limit"
+
+
+def loses_one_alarm() -> None:
+    with suppress(OutOfTime):
+        while True:
+            pass
+    while True:
+        pass
+
+
+def cleans_up(cleaned: list[bool]) -> None:
+    try:
+        raise KeyboardInterrupt
+    finally:
+        time.sleep(1.0)
+        cleaned.append(True)
+
+
+def test_what_never_asks_is_ended_wherever_it_is():
+    """Even where one alarm is lost, as in a destructor; and no alarm is left for what comes after."""
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    with pytest.raises(OutOfTime), Deadline.within(0.0).insist():
+        loses_one_alarm()
+    left, again = signal.setitimer(signal.ITIMER_REAL, *before)
+    assert 900 < left < 1000
+    assert again == 0.0
+    assert signal.signal(signal.SIGALRM, handler) not in (signal.SIG_DFL, handler)
+
+
+def test_an_alarm_disturbs_nobody_who_is_leaving():
+    """What cleans up behind an error that ends the command does so to its end."""
+    cleaned: list[bool] = []
+    with pytest.raises(KeyboardInterrupt), Deadline.within(0.0).insist():
+        cleans_up(cleaned)
+    assert cleaned
+
+
+def test_threads_have_no_alarm():
+    def insist() -> bool:
+        before = signal.getsignal(signal.SIGALRM)
+        with Deadline.within(0.0).insist():
+            return signal.getsignal(signal.SIGALRM) is before
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(insist).result()
+
+
+def test_a_search_that_never_asks_has_the_best_so_far(monkeypatch):
+    def endless(incumbent, effort):
+        incumbent.try_(next(contiguous(incumbent.problem)))
+        while True:
+            pass
+
+    monkeypatch.setattr("pipeplan.planner.plan.search", endless)
+    plan = make_plan(replace(small(), deadline=Deadline.within(1.0))).plan
+    assert plan.provenance.solver_status == "time limit"
+    assert violations(plan) == []
 
 
 def test_deadlines_are_no_part_of_what_is_asked():

@@ -12,6 +12,7 @@ import pytest
 from cases.chains import random_chain, random_platform
 from cases.files import CHAIN, edited, written
 
+from pipeplan.deadline import Deadline, OutOfTime
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
@@ -110,6 +111,15 @@ def test_a_forged_bound_is_refuted_with_both_numbers(slow, tmp_path):
     assert derived(forged(slow, tmp_path, OPTIMUM_NS + 1))[1]
 
 
+def test_a_proof_that_is_cut_short_refutes_nothing(slow, tmp_path, pipeplan):
+    plan = forged(slow, tmp_path, OPTIMUM_NS + 1)
+    with pytest.raises(OutOfTime):
+        derived(plan, Deadline(lambda: 0.0))
+    code, out, err = pipeplan("check", written(tmp_path, plan_text(plan)), "--bounds", "--time-limit", "1ns")
+    assert (code, out) == (1, "")
+    assert err.endswith(": the time limit came before its claimed bounds were derived; but for them it is valid\n")
+
+
 @pytest.mark.parametrize(
     ("claim", "sentence"),
     [
@@ -139,7 +149,8 @@ def test_bounds_on_patterns_prove_nothing_where_there_is_none_or_it_drains(weigh
 
 def test_what_the_planner_proves_can_be_derived_from_the_file(tmp_path):
     problem = Problem(read_profile(str(PROFILES / "vgg16-224-b32-v100.json")), Platform.flat(2, 6 * 10**9))
-    plans = [make_plan(replace(problem, replicas=False, checkpointing="none")).plan]
+    given = replace(problem, policy=Policy(accumulate=4), replicas=False, checkpointing="none")
+    plans = [make_plan(given).plan]
     assert [bound.allocation for bound in plans[0].lower_bounds] == ["contiguous", "one-special", "any"]
     for seed in range(40):
         rng = random.Random(seed)

@@ -62,6 +62,17 @@ def test_checkpointing_is_offered_when_it_helps() -> None:
     assert possible(Problem(chain, Platform.flat(1, 2 * GB))) is not None
 
 
+def test_sharing_the_optimizers_state_is_offered_when_it_helps() -> None:
+    """A layer of 1 GB takes 3 GB and 2 of state; 2 replicas that share it take 4 GB each."""
+    problem = Problem(heavy(1), Platform.flat(2, 4 * GB + 10**6), Policy(optimizer="adam"))
+    sentence = reason(problem)
+    assert sentence.endswith("or with --zero 1")
+    shared = make_plan(problem.with_policy(Policy(optimizer="adam", zero=1)), "contiguous").plan
+    assert shared.allocation.stages[0].replicas == 2
+    assert "--zero" not in reason(replace(problem, replicas=False))
+    assert "--zero" not in reason(replace(problem, platform=Platform.flat(2, 3 * GB)))
+
+
 def test_a_heuristic_that_cannot_run_points_to_one_that_can() -> None:
     problem = Problem(published("resnet50"), Platform.flat(4, 16 * GB))
     sentence = reason(problem, "pipedream")
@@ -92,7 +103,7 @@ def test_a_plan_says_what_shared_weights_cost_it() -> None:
     apart = make_plan(problem.with_policy(Policy("2bw")), "contiguous").evaluation.period_ns
     assert found.plan.provenance.other_weights == OtherWeights("2bw", apart)
     assert found.evaluation.period_ns == 4 * 3000
-    assert apart == 3000
+    assert 3000 <= apart <= 3003  # within 0.1% of updates at their limit
     free = problem.with_policy(Policy("2bw"))
     assert with_other_weights(make_plan(free), free).plan.provenance.other_weights is None
     alone = replace(problem, platform=Platform.flat(1, 10**6))

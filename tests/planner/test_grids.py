@@ -42,6 +42,8 @@ def instance(seed: int) -> GridProblem:
     )
     policy = Policy("flush", None, rng.choice(("sgd", "adam")), coarsening=rng.choice((None, None, 1)))
     problem = Problem(chain, platform, policy, checkpointing="segments")
+    if seed % 4 == 2:
+        policy = replace(policy, zero=1)
     offloads = (False, True) if policy.optimizer == "adam" else (False,)
     return GridProblem(problem, profiles([chain]), rng.choice((2, 4, 6, 8)), (1, 2), offloads)
 

@@ -13,11 +13,28 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.planner.other_schedules import balanced_stages, drains, program_of, schedule_stages
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps, in_flight, lane_use
 from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import simulate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "options"),
+    [
+        ("pattern", 10**6, {}),
+        ("gpipe", 10**6, {}),
+        ("nf1b", 10**6, {"batch": 10**6}),
+        ("nf1b", 64, {"limit": 10**6}),
+        ("message-driven", 10**6, {}),
+    ],
+)
+def test_endless_runs_are_refused_before_they_begin(schedule, microbatches, options):
+    plan = straight()
+    with pytest.raises(BadInput, match=r"would take \d+ steps; up to 4000000 are simulated"):
+        simulate_plan(plan, microbatches, schedule, options)
 
 
 @pytest.mark.parametrize("name", schedules())

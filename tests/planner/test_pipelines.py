@@ -132,13 +132,13 @@ def best_proposal(best: Split) -> Proposal:
 
 
 def test_the_best_is_simulated_in_full_at_the_end_and_dropped_where_it_does_not_fit_then() -> None:
-    """Of four alike pipelines one is simulated at first, for a part of a batch that is too long otherwise."""
+    """A part is simulated at first of a batch that is too long otherwise."""
     chain = random_chain(random.Random(2), 4)
-    problem = Problem(chain, Platform.flat(4, 10**6), Policy("flush", 2 * 1251))
-    pipelines = Pipelines(problem, [(0, 1), (2, 3)], 1251, limit=2)
+    problem = Problem(chain, Platform.flat(4, 10**6), Policy("flush", 2 * 2501))
+    pipelines = Pipelines(problem, [(0, 1), (2, 3)], 2501, limit=2)
     first = next(pipelines.try_(pipelines.probe(1)))
     pipelines.simulate_in_full()
-    assert pipelines.best == replace(first, result=batch_time(problem, first.stages, 1251, 2))
+    assert pipelines.best == replace(first, result=batch_time(problem, first.stages, 2501, 2))
     pipelines.best = first
     pipelines.problem = replace(problem, platform=Platform.flat(4, 1))
     pipelines.simulate_in_full()

@@ -162,7 +162,8 @@ def test_a_gpt_whose_head_is_its_embedding_becomes_a_pipeline(replicas: bool) ->
     found = make_plan(problem, "contiguous")
     assert found.evaluation.period_ns < 34_000_000
     assert gap(found.evaluation.period_ns, found.plan.lower_bounds[-1]) < 0.12
-    assert found.plan.lower_bounds[0].period_ns == found.evaluation.period_ns, "proved among contiguous plans"
+    assert found.plan.lower_bounds[0].allocation == "contiguous"
+    assert gap(found.evaluation.period_ns, found.plan.lower_bounds[0]) <= 0.001, "proved at any interval"
     graph = found.evaluation.graph
     (holders,) = graph.tied
     assert holders == (0, len(graph.stages) - 1)

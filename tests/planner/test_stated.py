@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
 from cases.chains import published, random_chain
 
 from pipeplan.check.validate import violations
+from pipeplan.deadline import Deadline
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.plan import Plan, ScheduleKind
 from pipeplan.planner.plan import make_plan
@@ -178,3 +180,10 @@ def test_a_published_profile_as_pipedream_splits_it() -> None:
     plan = plan_of(Problem(chain, platform, Policy("stash")), f"31,{len(chain) - 31}", replicas="15,1")
     assert [stage.replicas for stage in plan.allocation.stages] == [15, 1]
     assert violations(plan) == []
+
+
+def test_no_other_stages_take_the_place_of_stated_ones_when_time_is_up() -> None:
+    late = replace(FOUR, deadline=Deadline.within(-1))
+    assert shape(plan_of(late, "2,4", on="0/0")) == [(0, 2, (0,)), (2, 6, (0,))]  # one microbatch at a time, if need be
+    with pytest.raises(Infeasible, match="the time limit left no time to schedule the stated stages"):
+        plan_of(late.with_policy(Policy("flush")), "2,4", "message-driven")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,16 +16,17 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
 from cases import runtime as runtime_cases
-from cases.patience import fails_when_patient
+from cases.patience import SECONDS, fails_when_patient
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.failure import Failure, told
+from pipeplan.runtime.inbox import Gone, Inbox
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.own_processes import INTERFACES, LOOK_S, StopWatch, is_here, is_stopped, listen_here
+from pipeplan.runtime.own_processes import INTERFACES, LOOK_S, QuietWatch, StopWatch, is_here, is_stopped, listen_here
 from pipeplan.runtime.training.checkpoint import newest
 
 OPTIONS = {"steps": 6, "lr": 0.01}
@@ -108,6 +110,14 @@ def test_ranks_that_nothing_was_heard_of_are_named():
     assert told(Failure(2, "lost", "rank 2 lost another rank"), store, 3, 0.1) == first
 
 
+def test_of_silent_ranks_those_are_named_that_somebody_lost():
+    """Rank 0 waits for rank 1, which waits for rank 2, which has lost rank 3."""
+    store = dist.HashStore()
+    store.set("failed/1", "[2]")
+    lost = told(Failure(2, "lost", "rank 2 lost another rank", peers=(3,)), store, 4, 0.1)
+    assert lost.message == "rank 3 doesn't answer: rank 2 lost another rank"
+
+
 def test_a_reason_comes_before_a_loss():
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
@@ -138,6 +148,31 @@ def test_addresses_of_this_machine(monkeypatch):
     monkeypatch.setenv(INTERFACES[0], "eth7")
     listen_here()
     assert os.environ[INTERFACES[0]] == "eth7"
+
+
+def test_half_a_message_keeps_nobody_waiting():
+    readers, writers = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
+    inbox = Inbox(readers)
+    os.write(writers[0].fileno(), b"\0\0\1\0half")  # 4 of 256 bytes
+    writers[1].send("whole")
+    assert inbox.next(SECONDS) == (1, "whole")
+    assert inbox.next(0.1) is None
+    writers[0].close()
+    number, message = inbox.next(SECONDS)
+    assert (number, type(message)) == (0, Gone)
+    writers[1].close()
+
+
+def test_what_is_quiet_is_so_for_as_long_as_it_was_seen_to_be(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    watch = QuietWatch()
+    assert watch.look("at work") == 0.0
+    now[0] = LOOK_S
+    assert watch.look("at work") == LOOK_S
+    now[0] = 100 * LOOK_S  # for most of which nobody looked
+    assert watch.look("at work") == watch.look("at work") == 2 * LOOK_S
+    assert watch.look("further on") == 0.0
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for states in /proc")

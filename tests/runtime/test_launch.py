@@ -215,8 +215,10 @@ FAULTS = {
 }
 
 
-def faulty_plan(cut):
-    return plan_of(chain_of(runtime_cases.healthy, 4), [(0, cut, (0,)), (cut, 6, (1,))], weights="2bw")
+def faulty_plan(cut=None):
+    """Two stages, or without a cut one."""
+    chain = chain_of(runtime_cases.healthy, 4)
+    return plan_of(chain, [(0, 6, (0,))] if cut is None else [(0, cut, (0,)), (cut, 6, (1,))], weights="2bw")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -239,6 +241,16 @@ def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
 
     words = "rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost"
     fails_when_patient(run, RunFailed, words)
+
+
+def test_a_rank_that_hangs_alone_is_named_as_well():
+    """Where nobody waits for it the launcher does."""
+    model = ModelSpec("cases.faults:hanging", "cases.runtime:vectors")
+
+    def run(timeout_s):
+        run_plan(faulty_plan(), model, RunOptions(steps=20, lr=0.01, timeout_s=timeout_s))
+
+    fails_when_patient(run, RunFailed, "rank 0 doesn't answer in the forward of microbatch 4 on stage 0: nothing has")
 
 
 def test_a_microbatch_of_another_shape_fails_before_it_is_sent():

@@ -18,7 +18,7 @@ from pipeplan.errors import BadInput
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
-from pipeplan.schedule.kinds import MOST_JUDGED, graph_of, plan_program, plan_timeline, shown_microbatches, too_long
+from pipeplan.schedule.kinds import MOST_STEPS, graph_of, plan_program, plan_timeline, shown_microbatches, too_long
 from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.nf1b import nf1b
 from pipeplan.schedule.simulate import simulate
@@ -131,7 +131,7 @@ def test_each_broken_rule_has_its_sentence():
     assert "needs the mini-batches that it admits, at least 1" in said(schedule=replace(schedule, limit=0))[0]
     assert "schedule.microbatches is missing" in said(schedule=replace(schedule, microbatches=None))[0]
     (sentence,) = said(schedule=replace(schedule, limit=10**9))
-    assert sentence.endswith(f"to simulate; plans of up to {MOST_JUDGED} are judged")
+    assert sentence.endswith(f"steps; up to {MOST_STEPS} are simulated")
     (sentence,) = said(schedule=replace(schedule, microbatches=10**12), policy=replace(plan.policy, accumulate=10**12))
     assert f"mini-batches of {10**12} microbatches, {schedule.limit} admitted at once" in sentence
     assert said(schedule=replace(schedule, microbatches=count + 1)) == [
@@ -150,11 +150,11 @@ def test_each_broken_rule_has_its_sentence():
 @pytest.mark.parametrize("kind", ["flush", "message-driven"])
 def test_a_drained_mini_batch_too_long_to_simulate_is_refused(kind):
     operations = 14
-    most = MOST_JUDGED // operations
+    most = MOST_STEPS // operations
     assert too_long(operations, Schedule(kind, most, 3)) is None
     assert too_long(operations, Schedule(kind, most + 1, 3)) == (
-        f"a mini-batch of {most + 1} microbatches would take {(most + 1) * operations} steps to simulate; "
-        f"plans of up to {MOST_JUDGED} are judged"
+        f"a mini-batch of {most + 1} microbatches would take {(most + 1) * operations} steps; "
+        f"up to {MOST_STEPS} are simulated"
     )
     assert too_long(operations, Schedule("pattern")) is None
 

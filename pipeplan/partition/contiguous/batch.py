@@ -105,7 +105,8 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         platform.full_duplex,
         platform.blocking,
     )
-    policy = replace(problem.policy, accumulate=microbatches)  # a replica's share of a step is the same
+    # a replica's share of a step is the same, and of the optimizer's state
+    policy = replace(problem.policy, accumulate=microbatches, pipelines=len(groups[0]))
     one = replace(problem, platform=alone, policy=policy, replicas=False)
     slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
     found = tables_within(one, slack)
@@ -126,8 +127,8 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         sync = time_model.ring_all_reduce_ns(tables.gradients.astype(object), len(group), *path).astype(np.int64)
         if policy.coarsening is not None:
             slowest = platform.slowest(group)
-            timed = problem.chain.timed(slowest.times)
-            step = time_model.step_ns(timed, tables.cuts[:, None], tables.cuts[None, :], slowest.speed)
+            timed, start, stop = problem.chain.timed(slowest.times), tables.cuts[:, None], tables.cuts[None, :]
+            step = time_model.step_ns(timed, problem.policy, start, stop, len(group), slowest.speed)
             sync = np.maximum(sync, step)
         syncs.append(sync)
     return PipelineTables(

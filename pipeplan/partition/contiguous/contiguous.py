@@ -25,7 +25,7 @@ from ...problem import Device, Platform, Problem
 from ..cuts import spread_cuts
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
-from .options import NEVER
+from .options import NEVER, quickest_replicas
 from .orders import FEW, Order
 from .pareto import Resolution
 from .segments import LabelEffort, with_lowest_peaks, with_segments
@@ -299,11 +299,16 @@ def longest_period_ns(problem: Problem) -> int:
     chain = problem.chain.timed(slowest.times)
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
-    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, len(platform), slowest.speed)
+    replicas = 1 if problem.policy.zero else len(platform)  # with which steps take most
+    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, replicas, slowest.speed)
     transfers = (2 if platform.blocking else 1) * sum(
         2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1]
     )
     period = work + 3 * count + transfers  # each stage rounds up three times
+    if problem.policy.zero and problem.replicas:  # some fit on several replicas alone, which must sum their gradients
+        gradient = memory_model.gradient_of(chain, problem.policy, 0, count)
+        once = problem.policy.update_interval()
+        period += int(time_model.ring_all_reduce_ns(gradient, len(platform), *platform.paths[-1], shared_by=once))
     if sums_bound_periods(problem):
         period += longest_sums_ns(problem)
     return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
@@ -314,7 +319,8 @@ def _plain_delays(tables: StageTables) -> Ints:
     best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
     chain = tables.problem.chain.timed(best.times)
     end = np.int64(len(chain))
-    bare: Ints = time_model.work_ns(chain, policy, cuts, end, speed=best.speed)
+    replicas = quickest_replicas(tables.problem)
+    bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)
     return bare
 
 

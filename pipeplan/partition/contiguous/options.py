@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from ...cost.saved import saved_bytes
 from ...integers import IntLike, Ints
 from ...problem import Device, Problem
 from ..cuts import waits_ns
-from ..in_flight import in_flight_limit, version_counts
+from ..in_flight import in_flight_limit, memory_counts
 
 NEVER = 2**61  # ns; above every time, and two of them still fit into an int64
 
@@ -45,8 +46,8 @@ class StageOptions(Protocol):
         microbatches."""
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
-        """Return pairs (times, in-flight limits) of tables over pairs of cuts, with one replica, as lower bounds: no
-        stage is quicker, on any number of replicas, than the quickest pair whose limit allows what it holds."""
+        """Return pairs (times, in-flight limits) of tables over pairs of cuts as lower bounds: no stage is quicker, on
+        any number of replicas, than the quickest pair whose limit allows what it holds."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,16 @@ class FewOptions:
         option = next(o for o, limit in enumerate(limits) if in_flight <= limit[start, stop])
         return ((int(self.cuts[start]), int(self.cuts[stop])),) if option else ()
 
-    def relaxed(self) -> list[tuple[Ints, Ints]]:
-        """Return the options themselves, with one replica."""
-        return [(times[0], limits[0]) for times, limits in zip(self.times, self.limits, strict=True)]
+    def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
+        """Return the options themselves, each with the replicas that take least and with those that hold most."""
+        return self._relaxed
+
+    @cached_property
+    def _relaxed(self) -> list[tuple[Ints, Ints]]:
+        return [
+            (np.minimum(times[0], times[-1]), np.maximum.reduce(limits))  # times grow or shrink with the replicas
+            for times, limits in zip(self.times, self.limits, strict=True)
+        ]
 
 
 def with_replicas(tables: Sequence[Ints], start: int, stops: Ints, replicas: Ints) -> Ints:
@@ -135,10 +143,19 @@ def stage_times(problem: Problem, cuts: Ints, device: Device) -> tuple[tuple[Int
 
 
 def replica_counts(problem: Problem) -> range:
-    """Return the replica counts between which a stage's time differs: all, or one alone where it never does."""
-    policy = problem.policy
-    pays = policy.accumulate is not None and policy.coarsening is None and problem.replicas
-    return range(1, len(problem.platform) + 1) if pays and int(problem.chain.sums.optimizer_ns[-1]) > 0 else range(1, 2)
+    """Return the replica counts between which a stage's time differs: all, or one alone where it never does.
+
+    With shared steps it differs only where more replicas make updates rarer.
+    """
+    policy, most = problem.policy, problem.most_replicas
+    pays = policy.coarsening is None and int(problem.chain.sums.optimizer_ns[-1]) > 0
+    rarer = policy.update_interval(most) > policy.update_interval()
+    return range(1, most + 1) if pays and (rarer if policy.zero else policy.accumulate is not None) else range(1, 2)
+
+
+def quickest_replicas(problem: Problem) -> int:
+    """Return the number of replicas with which a microbatch pays least for optimizer steps."""
+    return problem.most_replicas if problem.policy.zero else 1
 
 
 def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints, ...], ...]:
@@ -147,7 +164,7 @@ def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints,
     options = []
     for kept, peak, _ in _choices(problem, start, stop):
         limits = []
-        for replicas in version_counts(problem):
+        for replicas in memory_counts(problem):
             problem.deadline.check()
             limit = in_flight_limit(problem, start, stop, kept, peak, memory, replicas)
             limit[stop <= start] = 0

@@ -17,10 +17,10 @@ from functools import lru_cache
 import numpy as np
 
 from ...cost import time_model
-from ...integers import Ints, ceil_div
+from ...integers import IntLike, Ints, ceil_div
 from ...problem import Chain, Device, LayerTimes, Problem
 from ..cuts import waits_ns
-from ..in_flight import fixed_bytes, in_flight_limit, version_counts
+from ..in_flight import fixed_bytes, in_flight_limit, memory_counts
 from .device_counts import device_counts
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .options import NEVER, Ranges, Work, replica_counts, with_replicas
@@ -146,7 +146,8 @@ def _caps(tables: StageTables, period: int, least_delay: Ints, times: LayerTimes
     if all(x.times == times for x in classes):
         together = sum((x.speed for x in platform.devices), Fraction(0))
         spare = np.minimum(spare, int(together * period) - int(work[-1]))
-    room = max(x.memory_bytes for x in platform.devices) - fixed_bytes(problem, start, stop, 1)
+    fixed = np.minimum.reduce([fixed_bytes(problem, start, stop, 1, replicas) for replicas in memory_counts(problem)])
+    room = max(x.memory_bytes for x in platform.devices) - fixed
     index = np.arange(len(cuts))
     possible = (index[None, :] > index[:, None]) & (index[None, :] <= counts.reach[:, None])
     possible &= (devices > 0) & (spare >= 0) & (room >= 0)
@@ -181,9 +182,9 @@ def _options_of(
     problem, cuts = tables.problem, tables.cuts
     memories = sorted({x.memory_bytes for x in devices})
     size = len(cuts)
-    counts = version_counts(problem)
+    counts = memory_counts(problem)
     times = {
-        (memory, replicas): np.full((size, size, groups + 2), NEVER, dtype=np.int64)
+        (memory, replicas): np.full((size, size, ceil_div(groups, replicas) + 2), NEVER, dtype=np.int64)
         for memory in memories
         for replicas in counts
     }
@@ -197,7 +198,7 @@ def _options_of(
         stops = index[labels.position[at]]
         for (memory, replicas), table in times.items():
             limit = _limits(problem, labels, at, memory, replicas)
-            np.minimum.at(table[i], (stops, np.minimum(limit, groups)), labels.cost[at])
+            np.minimum.at(table[i], (stops, np.minimum(limit, table.shape[2] - 2)), labels.cost[at])
     for table in times.values():
         table[:, :, 0] = NEVER  # labels that don't fit at all
         table[:] = np.minimum.accumulate(table[:, :, ::-1], axis=2)[:, :, ::-1]
@@ -238,7 +239,8 @@ class SegmentOptions:
     """How long the stages ``layers[cuts[i]:cuts[j]]`` take on devices of one class when any segments are recomputed.
 
     ``recompute[r][i, j, g]`` is the least recomputation (ns of the profiled device) while g microbatches are in flight
-    on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond. ``forward`` is in ns of
+    on each of r + 1 replicas, NEVER where they don't fit; the last g stands for all beyond, of which the more replicas
+    there are the fewer are asked for. ``forward`` is in ns of
     this class, with what blocks, ``backward[r]`` of the profiled device. The last r stands for all beyond.
     """
 
@@ -265,13 +267,14 @@ class SegmentOptions:
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
         """Return the least time of stages as a function of what they hold (see ``StageOptions``)."""
-        size, most = self.recompute[0].shape[1], self.recompute[0].shape[2] - 1
-        place = stops * (most + 1)
+        most: IntLike = self.recompute[0].shape[2] - 1
         if len(self.recompute) == 1:
-            table = self.recompute[0][start].reshape(-1)
+            table, place = self.recompute[0][start].reshape(-1), stops * (most + 1)
         else:
-            table = np.stack([table[start] for table in self.recompute]).reshape(-1)
-            place = place + (np.clip(replicas, 1, len(self.recompute)) - 1) * (size * (most + 1))
+            rows = [table[start].reshape(-1) for table in self.recompute]
+            table, which = np.concatenate(rows), np.clip(replicas, 1, len(rows)) - 1
+            most = np.array([table.shape[2] for table in self.recompute])[which] - 1
+            place = np.cumsum([0, *map(len, rows)])[which] + stops * (most + 1)
         forward = self.forward[start][stops]
         backward = with_replicas(self.backward, start, stops, replicas)
         speed = self.device.speed
@@ -305,13 +308,15 @@ def _options(
     waits = waits_ns(tables.problem, cuts)
     forward = forward + waits[:, None] + waits[None, :]
     recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in recomputations)
-    alone = recompute[0]
-    most = alone.shape[2] - 2
-    largest = np.argmax(alone[:, :, 1:] >= NEVER, axis=2)  # counts 1..largest fit
+    least, quickest = recompute[0].copy(), np.minimum(backward[0], backward[-1])  # on any number of replicas
+    for table in recompute[1:]:
+        np.minimum(least[:, :, : table.shape[2]], table, out=least[:, :, : table.shape[2]])
+    most = least.shape[2] - 2
+    largest = np.argmax(least[:, :, 1:] >= NEVER, axis=2)  # counts 1..largest fit
     options, low = [], 1
     while low <= most:
         high = min(most, low + low // 4)
-        time = _time(forward, backward[0], alone[:, :, low], device.speed)
+        time = _time(forward, quickest, least[:, :, low], device.speed)
         options.append((time, np.where(largest >= low, np.minimum(largest, high), 0)))
         low = high + 1
     return SegmentOptions(cuts, device, forward, backward, recompute, tuple(options), finder)

@@ -19,7 +19,7 @@ from ...cost import memory_model
 from ...integers import Ints, most_in_common
 from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
-from ..in_flight import version_counts
+from ..in_flight import memory_counts
 from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
 from .orders import Order, Orders
 
@@ -146,7 +146,7 @@ def _most_cuts(problem: Problem) -> int:
     """Return how many cuts the tables may be over, by their number and that of what is held while they are read."""
     platform = problem.platform
     paces, memories = {(x.speed, x.times) for x in platform.devices}, {x.memory_bytes for x in platform.devices}
-    tables = len(replica_counts(problem)) * len(paces) + len(version_counts(problem)) * len(memories)
+    tables = len(replica_counts(problem)) * len(paces) + len(memory_counts(problem)) * len(memories)
     return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 

@@ -101,8 +101,8 @@ def grid_problem(
     given = profiles(chains, fixed_ns)
     chosen = tuple(sorted(set(sizes or given.measured)))
     policy = replace(problem.policy, accumulate=None, coarsening=COARSENING if overlap else None)
-    has_state = policy.optimizer != "sgd" or policy.precision == "mixed"
-    offloads = (False, True) if offload is None and has_state else (bool(offload),)
+    either = offload is None and memory_model.has_state(policy) and policy.bytes_per_parameter is None
+    offloads = (False, True) if either else (bool(offload),)
     scaled = given.assumption(chosen)
     assumptions = [] if scaled is None else [scaled]
     assumptions.append(
@@ -183,14 +183,15 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     problem, count, p = time_model.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
-    passes, step = int(sums.forward_ns[-1] + sums.backward_ns[-1]), int(sums.optimizer_ns[-1])
+    passes = int(sums.forward_ns[-1] + sums.backward_ns[-1])
+    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.sharers(config.pipelines))
     overlaps = problem.policy.coarsening is not None
-    work = passes + (Fraction(0) if overlaps else Fraction(step, count))
+    work = passes + (Fraction(0) if overlaps else step / count)
     drain = work / (1 - Fraction(count - 1, count) ** p)
     gradient = int(memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1])))
     rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
     rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
     if overlaps:
-        rounds = max(rounds, Fraction(step) / speed)
+        rounds = max(rounds, step / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
     return ceil(max(drain / speed, (count * work / speed + rounds) / p, count * largest / speed))

@@ -43,11 +43,12 @@ def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal")
     """
     search = _Search(asked, settings)
     try:
-        search.probe()
-        search.deepen()
-        search.improve(EFFORTS[effort].steps)
-        search.settle()
-        search.bound()
+        with asked.problem.deadline.insist():
+            search.probe()
+            search.deepen()
+            search.improve(EFFORTS[effort].steps)
+            search.settle()
+            search.bound()
         stopped = "time limit" if search.late else None
     except OutOfTime:
         stopped = "time limit"
@@ -185,7 +186,7 @@ class _Search:
         end = self.asked.problem.deadline
         end = end.later(GRACE_S - end.remaining_s())
         flat = sorted((c for c in self.grids if c.stages == 1), key=lambda c: (-c.gpus, c.offload, -c.microbatch))
-        with suppress(OutOfTime):
+        with suppress(OutOfTime), end.insist():
             for config, how in product(flat, ways_to_recompute(self.asked.problem)):
                 end.check()
                 problem, group = replace(self.asked.of(config), deadline=end), config.groups()[0]

@@ -28,24 +28,34 @@ def added(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def shares(size: int, ranks: int, first: int = 0) -> list[int]:
+    """Return how many of ``size`` elements each of ``ranks`` adds up; those from ``first`` on have one more."""
+    share, more = divmod(size, ranks)
+    return [share + ((rank - first) % ranks < more) for rank in range(ranks)]
+
+
 class ChunkSum:
     """The sum of ``chunk`` over ``group``, in place: call :meth:`begin`, :meth:`turn`, :meth:`end` in this order.
 
-    Between them nothing waits. All ranks of the group call the methods of all chunks in one order.
+    Between them nothing waits. Who has use for its own share of the sum alone, and then something to give to all in its
+    place, calls :meth:`add` and :meth:`spread` instead of :meth:`turn`. All ranks of the group call the methods of all
+    chunks in one order, with one ``first`` for each chunk (:func:`shares`).
     """
 
-    def __init__(self, chunk: Tensor, group: Group) -> None:
+    def __init__(self, chunk: Tensor, group: Group, first: int = 0) -> None:
         self._chunk, self._group = chunk, group
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        share, more = divmod(chunk.numel(), self._ranks)
-        self._shares = [share + (rank < more) for rank in range(self._ranks)]
-        self._own = self._shares[self._rank]
-        self._parts = torch.empty(0)
+        self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._others = [other for other in dist.get_process_group_ranks(group) if other != dist.get_rank()]
+        self._shares = shares(chunk.numel(), self._ranks, first)
+        self._own = self._shares[rank]
+        begin = sum(self._shares[:rank])
+        self._place = slice(begin, begin + self._own)
+        self._parts = self._nothing = chunk.new_empty(0)
         self._work: Any = None
 
     def begin(self) -> None:
         """Send every rank its share of the chunk."""
-        self._parts = torch.empty(self._own * self._ranks, dtype=self._chunk.dtype, device=self._chunk.device)
+        self._parts = self._chunk.new_empty(self._own * self._ranks)
         self._exchange(self._parts, self._chunk, [self._own] * self._ranks, self._shares)
 
     def turn(self) -> None:
@@ -55,20 +65,31 @@ class ChunkSum:
         parts.copy_(added(parts.unbind()).to(parts.dtype, copy=True))
         self._exchange(self._chunk, self._parts, self._shares, [self._own] * self._ranks)
 
-    def end(self) -> None:
-        """Wait until the chunk is summed."""
+    def add(self) -> None:
+        """Wait for everybody's part of the own share and put their sum into it."""
         self._wait()
-        self._parts = torch.empty(0)
+        self._chunk[self._place].copy_(added(self._parts.view(self._ranks, self._own).unbind()))
+        self._parts = self._nothing
+
+    def spread(self) -> None:
+        """Send what the own share of the chunk has by now to all."""
+        self._parts = self._chunk[self._place].repeat(self._ranks)
+        self._exchange(self._chunk, self._parts, self._shares, [self._own] * self._ranks)
+
+    def end(self) -> None:
+        """Wait until the chunk is summed, or has what all have spread."""
+        self._wait()
+        self._parts = self._nothing
 
     @property
     def scratch(self) -> Tensor:
-        """What the sum needs beside the chunk, from :meth:`begin` to :meth:`end`: as much again."""
+        """What is needed beside the chunk while something is under way: as much again."""
         return self._parts
 
     def _exchange(self, into: Tensor, source: Tensor, coming: list[int], going: list[int]) -> None:
-        with exchanging(WHAT):
+        with exchanging(WHAT, *self._others):
             self._work = dist.all_to_all_single(into, source, coming, going, group=self._group, async_op=True)
 
     def _wait(self) -> None:
-        with exchanging(WHAT):
+        with exchanging(WHAT, *self._others):
             self._work.wait()

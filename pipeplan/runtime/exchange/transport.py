@@ -36,18 +36,25 @@ class Transport(Protocol):
 
 
 class PeerLost(PipeplanError):
-    """An exchange failed: the other rank has gone or doesn't answer. Seldom the cause, often the first symptom."""
+    """An exchange failed: the other rank has gone or doesn't answer. Seldom the cause, often the first symptom.
+
+    ``peers`` are those that it might be, as far as that is known.
+    """
+
+    def __init__(self, message: str, *peers: int) -> None:
+        super().__init__(message)
+        self.peers = peers
 
 
 @contextmanager
-def exchanging(what: str) -> Iterator[None]:
-    """Turn what gloo raises into PeerLost, which names the exchange."""
+def exchanging(what: str, *peers: int) -> Iterator[None]:
+    """Turn what gloo raises into PeerLost, which names the exchange and knows the ``peers``."""
     try:
         yield
     except RuntimeError as error:
         message = str(error).partition("\n")[0]
         _, _, plain = message.rpartition("] ") if message.startswith("[") else ("", "", message)
-        raise PeerLost(f"{what}: {plain}") from error
+        raise PeerLost(f"{what}: {plain}", *peers) from error
 
 
 class Sends:
@@ -60,7 +67,7 @@ class Sends:
         """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
         self._wait(send.edge)
         tensor = tensor.contiguous()
-        with exchanging(sentence(send)):
+        with exchanging(sentence(send), send.peer):
             work = dist.isend(tensor, send.peer, group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._sent[send.edge] = send, work, tensor
@@ -73,6 +80,6 @@ class Sends:
     def _wait(self, edge: Edge) -> None:
         if edge in self._sent:
             send, work, _ = self._sent[edge]
-            with exchanging(sentence(send)):
+            with exchanging(sentence(send), send.peer):
                 work.wait()
             del self._sent[edge]

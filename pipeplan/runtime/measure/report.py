@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...cost import memory_model
 from ...cost.stage_graph import StageGraph
 from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
@@ -215,7 +214,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
                 rank,
                 planned_bytes=uses[device].weights_bytes,
                 measured_bytes=measurements[rank].state_bytes,
-                planned_host_bytes=_host_bytes(graph, lowered.stages_of(rank)),
+                planned_host_bytes=sum(map(graph.host_bytes, lowered.stages_of(rank))),
                 measured_host_bytes=measurements[rank].host_bytes,
             )
             for rank, device in enumerate(lowered.devices)
@@ -224,12 +223,6 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         skipped=measurements[0].skipped,
         loss_scale=measurements[0].loss_scale,
         forgotten=sum(x.forgotten for x in measurements),
-    )
-
-
-def _host_bytes(graph: StageGraph, stages: Sequence[int]) -> int:
-    return sum(
-        memory_model.host_bytes(graph.policy, graph.stages[s].weight_bytes, graph.stages[s].parameters) for s in stages
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,25 +52,40 @@ def cut_into_buckets(weights: Sequence[Tensor], size: int | None, apart: int = 0
     begun: dict[torch.dtype, int] = {}
     buckets: list[Bucket] = []
     for dtype, is_apart in dict.fromkeys((weight.dtype, i >= first) for i, weight in enumerate(weights)):
-        own = [(i, x.numel()) for i, x in enumerate(weights) if x.dtype == dtype and (i >= first) == is_apart]
+        own = [Slice(i, 0, x.numel()) for i, x in enumerate(weights) if x.dtype == dtype and (i >= first) == is_apart]
         start = begun.get(dtype, 0)
-        total = begun[dtype] = start + sum(count for _, count in own)
-        limit = total - start if size is None else size
-        slices: list[Slice] = []
-        room = limit
-        for index, count in own:
-            position = 0
-            while position < count:
-                taken = min(room, count - position)
-                slices.append(Slice(index, position, position + taken))
-                position += taken
-                room -= taken
-                if not room:
-                    buckets.append(Bucket(dtype, tuple(slices), start, start + limit))
-                    start, slices, room = start + limit, [], limit
-        if slices:
-            buckets.append(Bucket(dtype, tuple(slices), start, total))
+        begun[dtype] = start + sum(span.size for span in own)
+        buckets += in_buckets(dtype, own, start, size)
     return tuple(buckets)
+
+
+def in_buckets(dtype: torch.dtype, pieces: Iterable[Slice], start: int, size: int | None) -> Iterator[Bucket]:
+    """Yield buckets of ``size`` elements (None: one of all) of ``pieces``, which lie in a row from ``start`` on."""
+    slices: list[Slice] = []
+    filled = 0
+    for piece in pieces:
+        position = piece.start
+        while position < piece.stop:
+            taken = piece.stop - position if size is None else min(size - filled, piece.stop - position)
+            slices.append(Slice(piece.index, position, position + taken))
+            position += taken
+            filled += taken
+            if filled == size:
+                yield Bucket(dtype, tuple(slices), start, start + filled)
+                start, slices, filled = start + filled, [], 0
+    if slices:
+        yield Bucket(dtype, tuple(slices), start, start + filled)
+
+
+def in_runs(buckets: Sequence[Bucket], most: int | None) -> list[list[int]]:
+    """Return the indices of ``buckets`` in runs of one type, up to ``most`` (None: any number) in each."""
+    runs: list[list[int]] = []
+    for index, bucket in enumerate(buckets):
+        if runs and buckets[runs[-1][0]].dtype == bucket.dtype and (most is None or len(runs[-1]) < most):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
 
 
 class FlatGradient:

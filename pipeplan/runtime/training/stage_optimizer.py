@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from .buckets import Bucket, Slice
 from .optimizers import MakeOptimizer, MakeSchedule
+from .shards import Rows, is_large
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -147,7 +148,7 @@ class WholeOptimizer:
             yield master.data, False
             if master.grad is not None:
                 yield master.grad, False
-            yield from ((value, False) for value in self.state_of(index).values() if _is_large(value))
+            yield from ((value, False) for value in self.state_of(index).values() if is_large(value))
 
 
 class BucketBuffers:
@@ -173,8 +174,9 @@ class BucketedOptimizer:
     """One step for each of ``buckets``; with ``offload`` masters of 16-bit weights and state on the host.
 
     The optimizer must be elementwise. It sees the slices of one bucket as its weights; what it remembers of them is
-    kept in tensors of the weights' shapes, so that no other bucket size makes a difference. Device memory beside
-    weights and gradient: one bucket of each thing that is on the host, and of the gradient in 32 bits.
+    kept in tensors of the weights' shapes, so that no other bucket size makes a difference, or of slices that replicas
+    share in ``rows``. Device memory beside weights and gradient: one bucket of each thing that is on the host, and of
+    the gradient in 32 bits.
     """
 
     def __init__(
@@ -187,6 +189,7 @@ class BucketedOptimizer:
         buckets: Sequence[Bucket],
         offload: bool,
         buffers: BucketBuffers,
+        rows: Rows | None = None,
     ) -> None:
         self.rates = rates
         self._masters, self._mixed, self._observed = list(masters), mixed, observed
@@ -199,8 +202,12 @@ class BucketedOptimizer:
         self._next: dict[int, dict[str, Any]] = {}  # counts, and what is new, of each weight after this update
         groups = self.rates.optimizer.param_groups if self.rates.optimizer else []
         self._group = {parameter: g for g, group in enumerate(groups) for parameter in group["params"]}
-        if offload and mixed:
-            for master in self._masters:
+        self._rows = rows
+        self._shapes = [master.shape if rows is None else (rows.sizes[i],) for i, master in enumerate(masters)]
+        for index, master in enumerate(self._masters if mixed else ()):
+            if rows is not None:
+                master.data = rows.taken(index, master.data)
+            if offload:
                 master.data = self._on_host(master.data)
         for index, master in enumerate(self._masters):  # some optimizers begin with a state
             self.restore_state(index, self.rates.optimizer.state.pop(master, {}) if self.rates.optimizer else {})
@@ -222,7 +229,7 @@ class BucketedOptimizer:
         for span in bucket.slices:
             gradient = gradients[span.index]
             master = self._masters[span.index]
-            parameter = nn.Parameter(self._fetched("weights", span.of(master.data), offset, self._mixed))
+            parameter = nn.Parameter(self._fetched("weights", self._master_of(span), offset, self._mixed))
             if gradient is not None:
                 found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
                 if self._mixed:
@@ -237,8 +244,7 @@ class BucketedOptimizer:
             offset += span.size
         self.rates.optimizer.step()
         for span, _, parameter in stepped:
-            master = self._masters[span.index]
-            _returned(span.of(master.data), parameter.data)
+            _returned(self._master_of(span), parameter.data)
             if self._mixed:
                 span.of(weights[span.index]).copy_(parameter.data)
             self._keep(span, self.rates.optimizer.state.get(parameter, {}))
@@ -247,8 +253,8 @@ class BucketedOptimizer:
     def _fetched_state(self, span: Slice, offset: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for key, value in self._state[span.index].items():
-            if _is_large(value):
-                state[key] = self._fetched(key, span.of(value), offset, True)
+            if is_large(value):
+                state[key] = self._fetched(key, self._place(span).of(value), offset, True)
             else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
@@ -259,14 +265,14 @@ class BucketedOptimizer:
         for key, value in state.items():
             if value is None:
                 continue
-            if not _is_large(value):
+            if not is_large(value):
                 after[key] = value
                 continue
             if key not in kept and key not in after:
-                shape = self._masters[span.index].shape
+                shape = self._shapes[span.index]
                 whole = torch.empty(shape, dtype=value.dtype, device=value.device if not self._offload else "meta")
                 after[key] = self._on_host(whole) if self._offload else whole
-            _returned(span.of(kept[key] if key in kept else after[key]), value)
+            _returned(self._place(span).of(kept[key] if key in kept else after[key]), value)
 
     def finish(self) -> None:
         """End an update: counts and the schedule go on."""
@@ -284,8 +290,8 @@ class BucketedOptimizer:
     def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
         """Let the optimizer remember ``state`` of the weight at ``index``."""
         for key, value in state.items():
-            if _is_large(value):
-                shaped = value.view(self._masters[index].shape)
+            if is_large(value):
+                shaped = value.view(self._shapes[index]) if self._rows is None else self._rows.taken(index, value)
                 self._state[index][key] = self._on_host(shaped) if self._offload else shaped.to(self._device)
             else:
                 self._state[index][key] = self.rates.at_home(key, value, self._device)
@@ -295,14 +301,21 @@ class BucketedOptimizer:
         for master in self._masters:
             yield master.data, self._offload and self._mixed
         for state in (*self._state, *self._next.values()):
-            yield from ((value, self._offload) for value in state.values() if _is_large(value))
+            yield from ((value, self._offload) for value in state.values() if is_large(value))
         if (
             self.rates.optimizer is not None
         ):  # one bucket of it while it is stepped, in the buffers but for the first time
             states = self.rates.optimizer.state.values()
             if self._offload:
-                yield from ((x, False) for state in states for x in state.values() if _is_large(x))
+                yield from ((x, False) for state in states for x in state.values() if is_large(x))
         yield from ((buffer, False) for buffer in self._buffers.tensors())
+
+    def _place(self, span: Slice) -> Slice:
+        return span if self._rows is None else self._rows.place(span)
+
+    def _master_of(self, span: Slice) -> Tensor:
+        place = self._place(span) if self._mixed else span  # otherwise it is the whole weight itself
+        return place.of(self._masters[span.index].data)
 
     def _fetched(self, name: str, home: Tensor, offset: int, moves: bool) -> Tensor:
         """Return ``home``, or its values in a buffer on the device where it isn't kept there."""
@@ -326,8 +339,3 @@ def _returned(home: Tensor, value: Tensor) -> None:
     """Bring ``value`` home unless it never left."""
     if home.data_ptr() != value.data_ptr():
         home.copy_(value, non_blocking=True)
-
-
-def _is_large(value: Any) -> bool:
-    """Whether an entry of an optimizer's state has an element for each of the weight's, and isn't a count."""
-    return isinstance(value, Tensor) and value.dim() > 0

@@ -29,7 +29,10 @@ def model_state(rank: Rank, stages: Iterable[int]) -> dict[str, Tensor]:
 
 
 def trained_state(rank: Rank, stages: Iterable[int], runners: Mapping[int, StageModule]) -> dict[str, Tensor]:
-    """Return the state of the layers of ``stages`` with the newest weights, in full precision."""
+    """Return the state of the layers of ``stages`` with the newest weights, in full precision.
+
+    What replicas share must have been assembled, or have room, before.
+    """
     for s in stages:
         runners[s].versions.install_newest()
     state = model_state(rank, stages)
@@ -43,16 +46,19 @@ def trained_state(rank: Rank, stages: Iterable[int], runners: Mapping[int, Stage
 
 
 def training_state(rank: Rank, runners: Mapping[int, StageModule], scaling: Scaling | None) -> TrainingState:
-    """Return what ``rank`` writes to a checkpoint."""
+    """Return what ``rank`` writes to a checkpoint; all ranks together."""
     for runner in runners.values():
         runner.versions.install_newest()
+        runner.versions.assemble()
     model = trained_state(rank, rank.first_of, runners)
     optimizer = {
-        name: runners[s].versions.optimizer.state_of(index)
+        name: dict(runners[s].versions.state_of(index))
         for s in rank.first_of
         for name, index in _weights(rank, s, runners[s])
         if name in model  # of copies in several stages the first one's; the others' are equal
     }
+    for runner in runners.values():
+        runner.versions.part()
     random = random_state(rank.device)
     rates = _own_rates(rank, runners)
     if rates is None:
@@ -82,6 +88,8 @@ def _own_rates(rank: Rank, runners: Mapping[int, StageModule]) -> Rates | None:
 def restore(checkpoint: Checkpoint, rank: Rank, runners: Mapping[int, StageModule], scaling: Scaling | None) -> None:
     """Take up training where ``checkpoint`` left it, whichever plan wrote it; BadInput when it doesn't fit."""
     trained = {name for s, runner in runners.items() for name, _ in _weights(rank, s, runner)}
+    for runner in runners.values():
+        runner.versions.make_room()
     state = trained_state(rank, rank.stages, runners)
     loaded = read(checkpoint, state, trained)
     for s in runners:

@@ -1,19 +1,21 @@
 """How is one stage updated? Sums over its replicas in chunks, each stepped while the next one is summed.
 
 Myelin section V-C: the gradient is summed in chunks of ``coarsening`` buckets; as soon as one is there, its buckets are
-stepped, and meanwhile the next ones are under way.
+stepped, and meanwhile the next ones are under way. Where replicas share the steps, each sums, steps and gives out its
+own share of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..exchange.replica_sum import ChunkSum, Group
 from ..measure.recorder import Recorder
+from .buckets import in_runs
 from .loss_scale import Scaling
 from .versions import Versions
 
@@ -33,14 +35,8 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
     weights that are summed over all stages that have them, which is not done here.
     """
     assert versions.flat is not None, "replicated stages have flat gradients"
-    runs: list[list[int]] = []
     summed = [bucket for bucket in versions.buckets if bucket.slices[0].index < versions.own]
-    for index, bucket in enumerate(summed):
-        fits = runs and versions.buckets[runs[-1][0]].dtype == bucket.dtype
-        if fits and (coarsening is None or len(runs[-1]) < coarsening):
-            runs[-1].append(index)
-        else:
-            runs.append([index])
+    runs = in_runs(summed, coarsening)
     chunks = []
     for place, run in enumerate(runs):
         first, last = versions.buckets[run[0]], versions.buckets[run[-1]]
@@ -50,6 +46,178 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
             parts = range(versions.optimizer.parts if is_last else 0)
         chunks.append(Chunk(versions.flat.flats[first.dtype][first.start : last.stop], parts))
     return chunks
+
+
+class Exchange(Protocol):
+    """What replicas do together for an update: :meth:`begin`, then for each of ``parts`` of the optimizer, which are
+    stepped at once, :meth:`ready` before and :meth:`stepped` behind. The recorder hears of what was waited for."""
+
+    parts: list[range]
+
+    def begin(self, version: int) -> None:
+        """Begin with the gradients from which ``version`` will be made."""
+
+    def ready(self, index: int) -> None:
+        """Wait until these parts can be stepped; none of the last are, where there is but something to wait for."""
+
+    def stepped(self, index: int) -> None:
+        """Go on when they have been stepped."""
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Yield the memory that is used beside weights and gradient."""
+
+
+class Alone:
+    """No other replica has a part in the update."""
+
+    def __init__(self, versions: Versions) -> None:
+        self.parts = [versions.parts]
+
+    def begin(self, version: int) -> None:
+        """Nothing is to be summed."""
+
+    def ready(self, index: int) -> None:
+        """All is there."""
+
+    def stepped(self, index: int) -> None:
+        """Nobody waits for it."""
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Nothing is used."""
+        return iter(())
+
+
+class _Noted:
+    """Exchanges of a stage's chunks, each noted from when it was begun to when it had been waited for."""
+
+    def __init__(self, stage: int, recorder: Recorder) -> None:
+        self._stage, self._recorder = stage, recorder
+        self._version = 0
+        self._begun: dict[Any, Any] = {}  # marks
+
+    def begun(self, what: Any) -> None:
+        """Note the begin of an exchange."""
+        self._begun[what] = self._recorder.mark()
+
+    def over(self, what: Any) -> None:
+        """Note its end."""
+        self._recorder.note("REDUCE", self._stage, self._version, self._begun.pop(what))
+
+
+class Summed(_Noted):
+    """Every replica gets all of the sum and steps all of it.
+
+    Of chunk i + 1 the sum is under way while chunk i is stepped: its first exchange has been waited for and its second
+    one begun, and so is the first of chunk i + 2.
+    """
+
+    def __init__(
+        self, stage: int, versions: Versions, recorder: Recorder, group: Group, coarsening: int | None
+    ) -> None:
+        super().__init__(stage, recorder)
+        self._group = group
+        self._chunks = chunks_of(versions, coarsening)
+        self._sums: list[ChunkSum] = []
+        self.parts = [chunk.parts for chunk in self._chunks] or [versions.parts]
+
+    def begin(self, version: int) -> None:
+        """Begin with the first chunk."""
+        self._version = version
+        self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
+        self._begin(0)
+
+    def ready(self, index: int) -> None:
+        """Wait for a chunk's sum, and send the sum of the next one to all."""
+        if not self._sums:
+            return
+        if index == 0:
+            self._turn(0)
+        self._sums[index].end()
+        self.over(index)
+        self._turn(index + 1)
+
+    def stepped(self, index: int) -> None:
+        """Forget the sums when all is stepped."""
+        if index == len(self.parts) - 1:
+            self._sums = []
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Yield what chunks under way need."""
+        return (chunk.scratch for chunk in self._sums)
+
+    def _begin(self, index: int) -> None:
+        if index < len(self._sums):
+            self.begun(index)
+            self._sums[index].begin()
+
+    def _turn(self, index: int) -> None:
+        """Send the sum of a chunk to all, and begin the next chunk behind it."""
+        if index < len(self._sums):
+            self._sums[index].turn()
+            self._begin(index + 1)
+
+
+class Shared(_Noted):
+    """Every replica gets its share of the sum, steps that, and gives the new weights to all in the gradient's place.
+
+    While chunk i is stepped, the gradient of chunk i + 1 and the weights of chunk i - 1 are under way. Tied weights
+    that wait are stepped elsewhere.
+    """
+
+    def __init__(self, stage: int, versions: Versions, recorder: Recorder, group: Group) -> None:
+        super().__init__(stage, recorder)
+        assert versions.flat is not None, "replicated stages have flat gradients"
+        self._versions, self._group = versions, group
+        self._chunks = [chunk for chunk in versions.chunks or () if chunk.summed or not versions.waits]
+        self._rows = [versions.flat.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
+        self._sums: list[ChunkSum] = []
+        self.parts: list[range] = []
+        for chunk in self._chunks:
+            stop = self.parts[-1].stop if self.parts else 0
+            self.parts.append(range(stop, stop + len(chunk.own)))
+        self.parts.append(range(0))
+
+    def begin(self, version: int) -> None:
+        """Begin with the first chunk."""
+        self._version = version
+        pairs = zip(self._rows, self._chunks, strict=True)
+        self._sums = [ChunkSum(row, self._group, chunk.first) for row, chunk in pairs]
+        self._begin(0)
+
+    def ready(self, index: int) -> None:
+        """Begin with the next chunk, and wait for the own share of this one's sum; at last for all weights."""
+        self._begin(index + 1)
+        if index == len(self._chunks):
+            if index:
+                self._take(index - 1)
+            self._sums = []
+        elif self._chunks[index].summed:
+            self._sums[index].add()
+            self.over(("sum", index))
+
+    def stepped(self, index: int) -> None:
+        """Give the new weights of the own share to all, and take those of the chunk before."""
+        if index == len(self._chunks):
+            return
+        self._versions.give_stepped(self._chunks[index])
+        self.begun(("weights", index))
+        self._sums[index].spread()
+        if index:
+            self._take(index - 1)
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Yield what chunks under way need."""
+        return (chunk.scratch for chunk in self._sums)
+
+    def _begin(self, index: int) -> None:
+        if index < len(self._sums) and self._chunks[index].summed:
+            self.begun(("sum", index))
+            self._sums[index].begin()
+
+    def _take(self, index: int) -> None:
+        self._sums[index].end()
+        self.over(("weights", index))
+        self._versions.take_gathered(self._chunks[index])
 
 
 class StageUpdate:
@@ -71,9 +239,11 @@ class StageUpdate:
     ) -> None:
         self._stage, self._versions, self._recorder, self._added = stage, versions, recorder, added
         self._group, self._replicas, self._scaling = group, replicas, scaling
-        self._chunks = [] if group is None else chunks_of(versions, coarsening)
-        self._sums: list[ChunkSum] = []
-        self._begun: list[Any] = []  # marks
+        self._exchange: Exchange = Alone(versions)
+        if group is not None and versions.chunks is None:
+            self._exchange = Summed(stage, versions, recorder, group, coarsening)
+        elif group is not None and versions.chunks:
+            self._exchange = Shared(stage, versions, recorder, group)
 
     @property
     def replicas(self) -> int:
@@ -83,7 +253,7 @@ class StageUpdate:
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield what the stage keeps and uses for updates, and whether it is in host memory for want of room."""
         yield from self._versions.tensors()
-        yield from ((chunk.scratch, False) for chunk in self._sums)
+        yield from ((tensor, False) for tensor in self._exchange.scratch())
 
     def reduce(self, version: int) -> None:
         """Begin the sum of the gradients from which ``version`` will be made."""
@@ -91,17 +261,10 @@ class StageUpdate:
             if self._scaling.skips:
                 return
             self._scaling.check(version, self._versions.gradients(), self._added)
-        self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
-        self._begun = []
-        if self._sums:
-            self._begin(0)
+        self._exchange.begin(version)
 
     def update(self, version: int) -> None:
-        """Make ``version``, or the same weights again where the update is skipped.
-
-        Of chunk i + 1 the sum is under way while chunk i is stepped: its first exchange has been waited for and its
-        second one begun, and so is the first of chunk i + 2.
-        """
+        """Make ``version``, or the same weights again where the update is skipped."""
         versions, recorder, s = self._versions, self._recorder, self._stage
         if self._scaling is not None and self._scaling.skips:
             start = recorder.mark()
@@ -111,15 +274,9 @@ class StageUpdate:
         scale = 1.0 if self._scaling is None else self._scaling.used
         if self._group is None and self._scaling is not None:
             self._scaling.check(version, versions.gradients(), self._added)
-        if self._sums:
-            self._turn(0)
-        every = [chunk.parts for chunk in self._chunks] or [versions.parts]
+        every = self._exchange.parts
         for index, parts in enumerate(every):
-            if self._sums:
-                self._sums[index].end()
-                recorder.note("REDUCE", s, version, self._begun[index])
-                if index + 1 < len(self._sums):
-                    self._turn(index + 1)
+            self._exchange.ready(index)
             start = recorder.mark()
             if index == 0:
                 versions.begin_update()
@@ -128,14 +285,4 @@ class StageUpdate:
             if index == len(every) - 1:
                 versions.end_update(version)
             recorder.note("UPDATE", s, version, start)
-        self._sums = []
-
-    def _begin(self, index: int) -> None:
-        self._begun.append(self._recorder.mark())
-        self._sums[index].begin()
-
-    def _turn(self, index: int) -> None:
-        """Send the sum of a chunk to all, and begin the next chunk behind it."""
-        self._sums[index].turn()
-        if index + 1 < len(self._sums):
-            self._begin(index + 1)
+            self._exchange.stepped(index)

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..device import CPU
+from ..exchange.replica_sum import ChunkSum
 from .buckets import Bucket, FlatGradient, cut_into_buckets
 from .optimizers import MakeOptimizer, MakeSchedule
+from .shards import Kept, Rows, SharedChunk, Sharing, gathered, shared_chunks
 from .stage_optimizer import BucketBuffers, BucketedOptimizer, Rates, StageOptimizer, WholeOptimizer, nothing
 
 
@@ -32,7 +35,8 @@ class Keeping:
     ``masters`` has the 32-bit values of 16-bit weights. ``bucket`` is the number of parameters that are stepped at a
     time, None for all; with ``offload`` what is not being stepped stays in host memory. ``flat`` gradients can be
     summed over replicas in chunks; weights ``tied`` to other stages', which are summed otherwise, come last. With
-    ``waits`` these are stepped later than the others, by :meth:`Versions.update_tied`.
+    ``waits`` these are stepped later than the others, by :meth:`Versions.update_tied`. With ``sharing`` each replica
+    keeps masters and state of its share alone.
     ``observed`` hears when memory is at its fullest.
     """
 
@@ -42,6 +46,7 @@ class Keeping:
     flat: bool = False
     tied: Collection[nn.Parameter] = ()
     waits: bool = False
+    sharing: Sharing | None = None
     buffers: BucketBuffers = field(default_factory=BucketBuffers)
     observed: Callable[[], None] = nothing
 
@@ -74,7 +79,7 @@ class Versions:
         tied = set(keeping.tied)
         leaves = sorted(dict.fromkeys(slots.values()), key=lambda leaf: leaf in tied)
         index = {leaf: place for place, leaf in enumerate(leaves)}
-        if keeping.bucket is not None:
+        if keeping.bucket is not None or keeping.sharing is not None:
             for leaf in leaves:
                 leaf.data = leaf.data.contiguous()  # so that pieces of it are views
         self._slots = [(owner, name, index[leaf]) for (owner, name), leaf in slots.items()]
@@ -95,28 +100,39 @@ class Versions:
         self._spare: list[list[Tensor]] = []
         self.own = sum(leaf not in tied for leaf in leaves)  # weights that no other stage has, which come first
         self.buckets: tuple[Bucket, ...] = cut_into_buckets(leaves, keeping.bucket, len(leaves) - self.own)
+        self._shapes = [leaf.shape for leaf in leaves]
+        self._sharing, self._bucket = keeping.sharing, keeping.bucket
+        self._whole: list[Kept] | None = None  # of all shares, while a checkpoint is written or read
+        self.chunks = self._chunks_of(keeping.sharing)
         rates = Rates(masters, make_optimizer, make_schedule)
         self.optimizer: StageOptimizer = (
             WholeOptimizer(masters, rates, self._mixed, keeping.observed)
-            if keeping.bucket is None or not leaves
+            if (keeping.bucket is None and keeping.sharing is None) or not leaves
             else BucketedOptimizer(
                 masters,
                 rates,
                 self._mixed,
                 keeping.observed,
                 device,
-                self.buckets,
+                self.buckets if self.chunks is None else [bucket for chunk in self.chunks for bucket in chunk.own],
                 keeping.offload,
                 keeping.buffers,
+                None if self.chunks is None else Rows(self.chunks),
             )
         )
-        self._waits = keeping.waits
+        self.waits = keeping.waits
         self._waiting: list[Tensor | None] | None = None  # the tied weights' gradients for the newest version
         self.flat = FlatGradient(leaves) if keeping.flat else None
         self._gradients: list[Tensor | None] = [None] * len(leaves)
         self._clear_gradients()
         self._next: list[Tensor] = []  # storage of the version that is being made
         self.most = 1  # versions that were live at once
+
+    def _chunks_of(self, sharing: Sharing | None) -> tuple[SharedChunk, ...] | None:
+        if sharing is None:
+            return None
+        apart = sum(bucket.slices[0].index >= self.own for bucket in self.buckets)
+        return shared_chunks(self.buckets, apart, sharing, self._bucket)
 
     def install(self, version: int) -> None:
         """Put ``version`` into the modules. By assignment, which modules that keep lists of their weights notice."""
@@ -180,7 +196,11 @@ class Versions:
     @property
     def parts(self) -> range:
         """The optimizer's parts that an update steps; those of tied weights that wait are not among them."""
-        if not self._waits or self.optimizer.parts != len(self.buckets):
+        if not self.waits:
+            return range(self.optimizer.parts)
+        if self.chunks is not None:
+            return range(sum(len(chunk.own) for chunk in self.chunks if chunk.summed))
+        if self.optimizer.parts != len(self.buckets):
             return range(self.optimizer.parts)
         return range(sum(bucket.slices[0].index < self.own for bucket in self.buckets))
 
@@ -189,7 +209,7 @@ class Versions:
 
         Gradients that wait are put aside, so that passes can begin to add to the next ones.
         """
-        if self._waits:
+        if self.waits:
             assert self._waiting is None, "the last update is over"
             self._waiting = [x.clone() if self.flat and x is not None else x for x in self._gradients[self.own :]]
             self._gradients[self.own :] = [None] * len(self._waiting)
@@ -228,9 +248,12 @@ class Versions:
             return False
         gradients = [*[None] * self.own, *self._waiting]
         weights = [leaf.data for leaf in self._leaves[self._newest]]
-        whole = self.optimizer.parts != len(self.buckets)
+        whole = self.chunks is None and self.optimizer.parts != len(self.buckets)
         for part in range(0 if whole else len(self.parts), self.optimizer.parts):
             self.optimizer.step(part, gradients, scale, weights)
+        for chunk in self.chunks or ():
+            if not chunk.summed:
+                self._spread(chunk, weights)
         self.optimizer.finish()
         self._waiting = None
         return True
@@ -272,15 +295,65 @@ class Versions:
                 return index
         return None
 
+    def give_stepped(self, chunk: SharedChunk) -> None:
+        """Put the new weights of the own share of ``chunk`` into its place in the gradient, from where all get them."""
+        chunk.give(self._next, self._row(chunk))
+
+    def take_gathered(self, chunk: SharedChunk) -> None:
+        """Let the new version have the weights that are in the place of the gradient of ``chunk``."""
+        chunk.take(self._row(chunk), self._next)
+
+    def _row(self, chunk: SharedChunk) -> Tensor:
+        assert self.flat is not None, "replicated stages have flat gradients"
+        return self.flat.flats[chunk.dtype][chunk.start : chunk.stop]
+
+    def _spread(self, chunk: SharedChunk, weights: Sequence[Tensor]) -> None:
+        """Give the own share of ``chunk`` of ``weights`` to all, and take theirs."""
+        assert self._sharing is not None, "only shares are spread"
+        row = torch.empty_like(self._row(chunk))
+        chunk.give(weights, row)
+        exchange = ChunkSum(row, self._sharing.group, chunk.first)
+        exchange.spread()
+        exchange.end()
+        chunk.take(row, weights)
+
+    def assemble(self) -> None:
+        """Bring what replicas share together on the first of them, until :meth:`part` is called; all do so at once."""
+        if self._sharing is not None:
+            mixed = self._mixed
+            kept = [Kept(x.data if mixed else None, self.optimizer.state_of(i)) for i, x in enumerate(self._masters)]
+            self._whole = gathered(kept, self._shapes, self._rows_of, self._sharing)
+
+    def _rows_of(self, rank: int) -> Rows:
+        assert self._sharing is not None, "only shares have rows"
+        return Rows(self._chunks_of(replace(self._sharing, rank=rank)) or ())
+
+    def make_room(self) -> None:
+        """Have whole masters to be filled, of which :meth:`take_masters` takes the own share."""
+        if self._sharing is not None:
+            self._whole = [Kept(torch.empty(shape), {}) if self._mixed else Kept(None, {}) for shape in self._shapes]
+
+    def part(self) -> None:
+        """Forget what others keep."""
+        self._whole = None
+
     def master(self, index: int) -> Tensor:
         """Return the weight at ``index`` as the optimizer has it: the newest version's, in full precision."""
-        return self._masters[index].data
+        whole = None if self._whole is None else self._whole[index].master
+        return self._masters[index].data if whole is None else whole
+
+    def state_of(self, index: int) -> Mapping[str, Any]:
+        """Return what the optimizer remembers of the weight at ``index``."""
+        return self.optimizer.state_of(index) if self._whole is None else self._whole[index].state
 
     def take_masters(self) -> None:
         """Give the newest version, if it has 16 bits, the values of the full-precision weights."""
-        if self._mixed:
-            for leaf, master in zip(self._leaves[self._newest], self._masters, strict=True):
-                leaf.data.copy_(master.data)
+        for index, leaf in enumerate(self._leaves[self._newest] if self._mixed else ()):
+            whole = self.master(index)
+            leaf.data.copy_(whole)
+            if self.chunks is not None:
+                self._masters[index].data.copy_(Rows(self.chunks).taken(index, whole))
+        self.part()
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield all weights, gradients and optimizer state, and whether they are in host memory for want of room."""

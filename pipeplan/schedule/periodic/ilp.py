@@ -8,6 +8,7 @@ chooses K; ``retime`` then computes period and starts exactly, and memory is che
 from __future__ import annotations
 
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ Solver = Literal["cbc", "highs"]
 IlpStatus = Literal["optimal", "infeasible", "cutoff", "time limit", "unproved"]
 
 OBJECTIVE_SCALE = 1e4  # CBC drops improvements below 1e-5, which is a lot for a frequency in (0, 1]
+STOP_S = 2.0  # that HiGHS may take to notice that it shall stop; its thread ends nobody's process
 TOLERANCE = 1e-6  # what a solver's arithmetic is trusted to, relative; also the margin of the second attempt
 
 
@@ -302,10 +304,34 @@ def _cbc(pulp: Any, time_limit_s: float) -> Any:
 
 
 def _highs(pulp: Any, time_limit_s: float) -> Any:
-    solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0, gapAbs=TOLERANCE, random_seed=1)
+    class Highs(pulp.HiGHS):  # type: ignore[misc]  # PuLP has no types
+        def callSolver(self, lp: Any) -> None:
+            _in_a_thread(lp.solverModel)
+
+    solver = Highs(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0, gapAbs=TOLERANCE, random_seed=1)
     if not solver.available():
         raise PipeplanError("the solver HiGHS is not installed: pip install highspy, or choose cbc")
     return solver
+
+
+def _in_a_thread(model: Any) -> None:
+    """Solve, and leave this thread what it needs for signals: what is raised here ends the solver, too."""
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            model.run()
+        finally:
+            ended.set()
+
+    model.HandleUserInterrupt = True
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        ended.wait()
+    except BaseException:
+        model.cancelSolve()
+        ended.wait(STOP_S)
+        raise
 
 
 _SOLVERS = {"cbc": _cbc, "highs": _highs}

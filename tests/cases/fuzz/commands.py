@@ -166,7 +166,7 @@ class Commands:
         before = snapshot(self.folder)
         outcome = called(case.arguments, self.folder, case.data)
         after = snapshot(self.folder)
-        named = [word.partition("=")[2] if word.startswith("--") else word for word in case.arguments]
+        named = [*case.arguments, *(word.partition("=")[2] for word in case.arguments)]
         found = faults(outcome, before, after, (), [*OUTPUTS, *named], "--debug" in case.arguments)
         found += written_faults(outcome, case.arguments, self.folder)
         for path in set(after) - set(before):

@@ -24,7 +24,7 @@ from pipeplan.runtime.measure.trace_file import measured_trace
 ZOO_PROFILE = Path(__file__).parents[3] / "profiles" / "gpt-tiny-b8-cpu.json"
 FLAT = ["--gpus", "2", "--mem", "1GB"]
 LEVELS = {
-    "levels": [{"count": 2, "bandwidth": "50GB/s", "latency": "2us"}, {"count": 2, "bandwidth": "10Gbps"}],
+    "levels": [{"count": 2, "bandwidth": "50GB/s", "latency": "2us"}, {"count": 2, "bandwidth": "10Gbps", "links": 1}],
     "memory": "1GiB",
     "full_duplex": True,
 }

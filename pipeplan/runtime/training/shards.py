@@ -1,0 +1,174 @@
+"""Which part of a stage's weights does each of its replicas step, where they share the optimizer's state (ZeRO-1)?
+
+Rajbhandari et al., ZeRO, section 5.1: gradients are summed into shares, each replica steps its own, and the new weights
+are gathered. Every chunk of the gradient is shared by all, so that each has as much to exchange and to step at any
+time; in all no replica has more than ceil(1/r) of the elements of a type. Elementwise optimizers give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..exchange.replica_sum import Group, shares
+from ..exchange.transport import exchanging
+from .buckets import Bucket, Slice, in_buckets, in_runs
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Replica ``rank`` of ``ranks`` that share a stage's state, and exchange ``coarsening`` buckets at once."""
+
+    rank: int
+    ranks: int
+    coarsening: int | None = None
+    group: Group = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedChunk:
+    """Elements ``[start, stop)`` of all weights of a type in a row: ``slices``, of which ``own`` are stepped here.
+
+    ``first`` is as for :func:`shares`. Gradients that aren't ``summed`` here have been before.
+    """
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    slices: tuple[Slice, ...]
+    own: tuple[Bucket, ...]
+    first: int
+    summed: bool
+
+    def give(self, weights: Sequence[Tensor], row: Tensor) -> None:
+        """Write the own share of ``weights`` to its place in the ``row`` of all elements."""
+        for bucket in self.own:
+            position = bucket.start - self.start
+            for span in bucket.slices:
+                row[position : position + span.size].copy_(span.of(weights[span.index]))
+                position += span.size
+
+    def take(self, row: Tensor, weights: Sequence[Tensor]) -> None:
+        """Write the ``row`` of all elements to ``weights``."""
+        for span, part in zip(self.slices, torch.split(row, [span.size for span in self.slices]), strict=True):
+            span.of(weights[span.index]).copy_(part)
+
+
+def shared_chunks(buckets: Sequence[Bucket], apart: int, sharing: Sharing, size: int | None) -> tuple[SharedChunk, ...]:
+    """Return the chunks of ``buckets``, of which the last ``apart`` are summed elsewhere; the own part of each is in
+    buckets of ``size`` elements."""
+    found: list[SharedChunk] = []
+    first = 0
+    summed, others = buckets[: len(buckets) - apart], buckets[len(buckets) - apart :]
+    for some in (summed, others):
+        for run in in_runs(some, sharing.coarsening):
+            chunk = [some[i] for i in run]
+            start, stop = chunk[0].start, chunk[-1].stop
+            slices = tuple(span for bucket in chunk for span in bucket.slices)
+            sizes = shares(stop - start, sharing.ranks, first)
+            begin = sum(sizes[: sharing.rank])
+            own = _between(slices, begin, begin + sizes[sharing.rank])
+            parts = tuple(in_buckets(chunk[0].dtype, own, start + begin, size))
+            found.append(SharedChunk(chunk[0].dtype, start, stop, slices, parts, first, some is summed))
+            first = (first + stop - start) % sharing.ranks
+    return tuple(found)
+
+
+def _between(slices: Iterable[Slice], start: int, stop: int) -> list[Slice]:
+    """Return the elements ``[start, stop)`` of ``slices`` in a row."""
+    found = []
+    position = 0
+    for span in slices:
+        low, high = max(start, position) - position, min(stop, position + span.size) - position
+        if low < high:
+            found.append(Slice(span.index, span.start + low, span.start + high))
+        position += span.size
+    return found
+
+
+class Rows:
+    """Where a replica keeps what it has for its own ``slices`` alone: in one row for each weight."""
+
+    def __init__(self, chunks: Iterable[SharedChunk]) -> None:
+        self._places: dict[Slice, Slice] = {}
+        self.sizes: Counter[int] = Counter()  # by weight
+        for span in (span for chunk in chunks for bucket in chunk.own for span in bucket.slices):
+            begin = self.sizes[span.index]
+            self.sizes[span.index] = begin + span.size
+            self._places[span] = Slice(span.index, begin, begin + span.size)
+
+    def place(self, span: Slice) -> Slice:
+        """Return where a slice of a weight lies in the weight's row."""
+        return self._places[span]
+
+    def taken(self, index: int, whole: Tensor) -> Tensor:
+        """Return the row of the weight at ``index`` from what there is for all of it."""
+        flat = whole.contiguous()
+        row = flat.new_empty(self.sizes[index])
+        for span, place in self._of(index):
+            place.of(row).copy_(span.of(flat))
+        return row
+
+    def put(self, index: int, row: Tensor, whole: Tensor) -> None:
+        """Write a row to its places in ``whole``."""
+        for span, place in self._of(index):
+            span.of(whole).copy_(place.of(row))
+
+    def _of(self, index: int) -> Iterable[tuple[Slice, Slice]]:
+        return ((span, place) for span, place in self._places.items() if span.index == index)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What there is for one weight: its value in full precision, if it is kept apart, and the optimizer's state."""
+
+    master: Tensor | None
+    state: Mapping[str, Any]
+
+
+def gathered(
+    kept: Sequence[Kept], shapes: Sequence[torch.Size], rows_of: Callable[[int], Rows], sharing: Sharing
+) -> list[Kept] | None:
+    """Return on the group's first rank what all replicas have ``kept`` of each weight as wholes on the host, elsewhere
+    None; all call it together."""
+    mine = [Kept(_on_host(x.master), {key: _on_host(value) for key, value in x.state.items()}) for x in kept]
+    everybodys: list[list[Kept]] | None = [[]] * sharing.ranks if sharing.rank == 0 else None
+    with exchanging("the gathering of what replicas share"):
+        dist.gather_object(mine, everybodys, dst=dist.get_global_rank(sharing.group, 0), group=sharing.group)
+    if everybodys is None:
+        return None
+    rows = [rows_of(rank) for rank in range(sharing.ranks)]
+
+    def whole(index: int, parts: Sequence[Any]) -> Any:
+        """Return one thing of a weight, of which the ranks have ``parts``: rows, or everyone the same number."""
+        known = next(part for part in parts if part is not None)
+        if not is_large(known):
+            return known
+        found = known.new_empty(shapes[index])
+        for row, part in zip(rows, parts, strict=True):
+            if part is not None:
+                row.put(index, part, found)
+        return found
+
+    found = []
+    for index in range(len(shapes)):
+        parts = [rank[index] for rank in everybodys]
+        keys = dict.fromkeys(key for part in parts for key in part.state)
+        master = None if parts[0].master is None else whole(index, [part.master for part in parts])
+        found.append(Kept(master, {key: whole(index, [part.state.get(key) for part in parts]) for key in keys}))
+    return found
+
+
+def is_large(value: Any) -> bool:
+    """Whether an entry of an optimizer's state has an element for each of the weight's, and isn't a count."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
