@@ -116,6 +116,8 @@ def command(
 
     def find(settings: Settings) -> Planned:
         found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
+        if configuration is not None:  # other stages than the stated ones are no alternatives
+            return found
         return with_alternatives(with_other_weights(found, problem), problem)
 
     search(
