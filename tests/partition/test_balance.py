@@ -8,7 +8,7 @@ import pytest
 from cases.chains import random_chain, random_platform, random_problem
 
 from pipeplan.cost.stage_graph import StageCost, stage_graph
-from pipeplan.partition.balance import balance, data_parallel
+from pipeplan.partition.balance import balance, data_parallel, simplest
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Layer, Platform, Problem
 
@@ -54,6 +54,14 @@ def chain_of(*times: int) -> Chain:
 
 def cuts_of(allocation: Allocation) -> list[tuple[int, int]]:
     return [(stage.start, stage.stop) for stage in allocation.stages]
+
+
+def test_the_simplest_plans_count_the_forward_twice_where_it_is_recomputed() -> None:
+    layers = tuple(Layer(f"l{i}", f, b, 0, 1) for i, (f, b) in enumerate(((4, 0), (0, 4), (0, 4))))
+    problem = Problem(Chain("uneven", layers, 1), Platform.flat(2, 10**6), checkpointing="stages")
+    plain, recomputed = [x for x in simplest(problem) if len(x.stages) == 2]
+    assert cuts_of(plain) == [(0, 2), (2, 3)]
+    assert cuts_of(recomputed) == [(0, 1), (1, 3)]
 
 
 def test_balance_spreads_what_the_longest_stage_leaves_open() -> None:

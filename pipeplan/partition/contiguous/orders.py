@@ -166,9 +166,7 @@ _Tree = tuple[Any, ...]  # ("unit", *children), or (kind,) of a device
 
 
 def _count(tree: _Tree) -> int:
-    if len(tree) == 1:
-        return 1
-    children = tree[1:]
+    children = tree[1:]  # none of a device
     kinds = Counter(children)
     ways: int = factorial(len(children)) // prod(factorial(n) for n in kinds.values())
     for child, n in kinds.items():
