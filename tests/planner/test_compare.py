@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeplan.planner.compare import OnePlatform, Reached, compare, gpipe_period_ns
-from pipeplan.problem import Chain, Layer, Platform, Problem
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 
 def pair(memory: int) -> Problem:
-    """Two equal layers of F 10 and B 20 that save 100 bytes each, for two GPUs and 4 microbatches for each of them."""
+    """Two equal layers of F 10 and B 20 that save 100 bytes each, for two GPUs and 8 microbatches between updates."""
     layers = (Layer("a", 10, 20, 0, 0, saved_bytes=100),) * 2
-    return Problem(Chain("pair", layers, 0), Platform.flat(2, memory, 10**9))
+    return Problem(Chain("pair", layers, 0), Platform.flat(2, memory, 10**9), Policy(accumulate=8))
 
 
 def test_the_best_of_a_row_is_its_shortest_period() -> None:
     cells = tuple(Reached("one", period, None, 0.0) for period in (7, None, 5))
-    assert OnePlatform(2, 100, 1, cells).best_ns == 5
-    assert OnePlatform(2, 100, 1, cells[1:2]).best_ns is None
+    assert OnePlatform(2, 100, 8, 8, 1, cells).best_ns == 5
+    assert OnePlatform(2, 100, 8, 8, 1, cells[1:2]).best_ns is None
 
 
 def test_gpipe_drains_a_mini_batch_and_recomputes_only_where_it_must() -> None:
-    assert gpipe_period_ns(pair(800)) == 34  # (8 + 1) * 30 ns for 8 microbatches
-    assert gpipe_period_ns(pair(799)) == 45  # (8 + 1) * 40
-    assert gpipe_period_ns(replace(pair(799), checkpointing="none")) is None
+    assert gpipe_period_ns(pair(800), 8) == 34  # (8 + 1) * 30 ns for 8 microbatches
+    assert gpipe_period_ns(pair(799), 8) == 45  # (8 + 1) * 40
+    assert gpipe_period_ns(replace(pair(799), checkpointing="none"), 8) is None
 
 
 def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
@@ -33,6 +33,7 @@ def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
     assert [[cell.period_ns for cell in row.cells] for row in rows][::2] == [[None, None]] * 2
     assert [cell.period_ns for cell in rows[3].cells] == [34, 30]
     assert [cell.algorithm for cell in rows[3].cells] == ["gpipe", "balance"]
+    assert [(row.update_microbatches, row.update_samples) for row in rows] == [(8, 8)] * 4
     assert {cell.seconds for row in rows for cell in row.cells} == {1.0}
     assert not any(cell.data_parallel for row in rows for cell in row.cells)
     assert next(compare(pair(800), [2], [800], ["data-parallel"], clock=lambda: 0.0)).cells[0].data_parallel
