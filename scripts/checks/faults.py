@@ -223,19 +223,21 @@ class Row:
 
 
 SILENT = r"(torchrun: rank {rank}: Signal 9|rank {rank} doesn't answer: rank \d+ lost another rank)"
+TOGETHER = r"(rank \d+ doesn't answer; )*" + SILENT  # any that wait for all may be what is not heard of
 DIED = r"rank {rank} died .*: killed by SIGKILL"
 STOPPED = r"rank {rank} (has been stopped for|is stopped) "
 HUNG = r"(rank \d+ doesn't answer[^;:]*; )*rank {rank} doesn't answer in "
 ROWS = (
     Row("kill", "build", 1, SILENT, r"rank {rank} died before its first operation: killed by SIGKILL"),
-    Row("kill", "meeting", 1, SILENT, r"rank {rank} died before its first operation: killed by SIGKILL"),
-    *(Row("kill", place, at, SILENT, DIED) for place, at in (("forward", 14), ("backward", 14), ("update", 4))),
+    Row("kill", "meeting", 1, TOGETHER, r"rank {rank} died before its first operation: killed by SIGKILL"),
+    *(Row("kill", place, 14, SILENT, DIED) for place in ("forward", "backward")),
+    Row("kill", "update", 4, TOGETHER, DIED),
     *(Row("kill", place, 8, SILENT, DIED) for place in ("send", "receive")),
     Row("kill", "data", 6, SILENT, DIED, "ends"),
     Row("kill", "loss", 6, SILENT, DIED, "last"),
     Row("kill", "reduce", 7, SILENT, DIED, "replicas"),
     Row("kill", "reduce", 8, SILENT, DIED, "replicas"),
-    Row("kill", "report", 1, SILENT, DIED),
+    Row("kill", "report", 1, TOGETHER, DIED),
     Row("stop", "build", 1, SILENT, STOPPED),
     Row("stop", "forward", 14, SILENT, STOPPED),
     Row("stop", "reduce", 7, SILENT, STOPPED, "replicas"),

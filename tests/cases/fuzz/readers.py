@@ -17,6 +17,7 @@ from cases.fuzz.judge import Case, called, faults, snapshot, watched, written_fa
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.profiles import ProfileFile, chain_of, digest
+from pipeplan.names import SENTENCE, shown
 
 CHECKPOINTS = "checkpoints"
 OUTPUTS = ("out.json", "out.html", "out.csv")
@@ -164,7 +165,7 @@ class Readers:
             try:
                 newest(folder.parent)
             except BadInput as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {shown(str(error), SENTENCE)}", file=sys.stderr)
                 raise SystemExit(error.exit_code) from error
 
         before = snapshot(folder)
