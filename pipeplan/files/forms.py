@@ -18,7 +18,8 @@ from ..errors import BadInput
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
-Text = Annotated[str, msgspec.Meta(max_length=10_000)]  # a name, or where something comes from
+MOST_LETTERS = 10_000
+Text = Annotated[str, msgspec.Meta(max_length=MOST_LETTERS)]  # a name, or where something comes from
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Instant = Annotated[int, msgspec.Meta(le=10**18)]  # what is below 0 the validator says in its own words
 

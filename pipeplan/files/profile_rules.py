@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..cost.saved import storages
 from ..errors import BadInput
 from ..problem import Chain, Layer
+from .forms import MOST_LETTERS
 
 MOST_LAYERS = 20_000
 MOST_EDGES = 200_000
@@ -25,6 +26,9 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
     def of_layer(i: int) -> str:
         return f"{place}: $.layers[{i}]" if place_of_layer is None else place_of_layer(i)
 
+    for i, layer in enumerate(chain.layers):
+        if len(layer.name) > MOST_LETTERS:
+            raise BadInput(f"{of_layer(i)}.name: {len(layer.name)} characters; a name has up to {MOST_LETTERS}")
     if not chain.layers:
         raise BadInput(f"{place}: there are no layers")
     if chain.microbatch < 1:

@@ -95,6 +95,7 @@ PAIR = [node(1), node(2), "\tnode1 -- node2"]
         (["layer1 -- ReLU"], "g.txt line 1: 'layer1 -- ReLU' is not a node such as"),
         ([node(1).replace("node1", "conv1")], "g.txt line 1: 'conv1' is not a node's name"),
         ([node(1, forward="0", backward="0")], "all forward and backward times are 0"),
+        ([node(1, "x" * 10_001)], "g.txt line 1.name: 10003 characters; a name has up to 10000"),
         ([node(1, weight="2e15")], "g.txt line 1.weight_bytes: the layers up to here sum up to 2000000000000000"),
     ],
 )
