@@ -109,7 +109,7 @@ class Commands:
         if name in ("plan", "grid"):
             words.append(["--time-limit", "2s"])
         if name == "compare":
-            words.append(["--effort", "quick"])
+            words.append(["--effort", "quick", "--time-limit", "4s"])
         arguments = (name, *(word for option in words for word in option))
         stdin = rng.choice(self.all)
         return Case(name, stdin, (self.folder / stdin).read_bytes(), arguments)

@@ -31,7 +31,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "plan {} --gpus 3 --mem 1GB --algorithm balance --granularity articulation --precision mixed --optimizer adam",
         f"plan {{}} {QUICK} --weights flush --granularity 10% -o out.json",
         f"plan - {QUICK} -o out.json",
-        "compare {} --gpus 1,2 --mem 1GB --algorithms contiguous,pipedream --csv out.csv",
+        "compare {} --gpus 1,2 --mem 1GB --algorithms contiguous,pipedream --time-limit 4s --csv out.csv",
         "grid {} --time-limit 1s --gpus 2 --mem 1GB --batch 16 --microbatch 1,8 -o out.json",
         "grid even.json --time-limit 1s --gpus 2 --mem 1GB --batch 16 --microbatch-profile {}",
         "diff {} zoo.json",
