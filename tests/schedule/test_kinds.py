@@ -112,7 +112,7 @@ def test_what_is_simulated_says_how():
 def test_a_plan_is_judged_up_to_a_number_of_steps(monkeypatch):
     schedule = Schedule("message-driven", 16, 2)
     steps, what = KINDS["message-driven"].judged(schedule, 10)
-    monkeypatch.setattr("pipeplan.schedule.kinds.MOST_JUDGED", steps)
+    monkeypatch.setattr("pipeplan.schedule.kinds.MOST_STEPS", steps)
     assert too_long(10, schedule) is None
     assert too_long(11, schedule).startswith(what)
 
