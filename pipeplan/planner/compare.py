@@ -104,7 +104,7 @@ def _row(
         problem = at_interval(problem, interval)
         for name, found in list(plans.items()):
             if found is not None and found.plan.policy.accumulate != interval:
-                slow = name == AUTO and found.plan.schedule.kind == "pattern"  # its own stages, or a quick search's
+                slow = name == AUTO and found.plan.pattern is not None  # its own stages, or a quick search's
                 make(name, "contiguous" if slow else name)
                 plans[name] = _better(plans[name], with_interval(found, interval)) if slow else plans[name]
     cells = []
