@@ -16,14 +16,14 @@ def pair(memory: int) -> Problem:
 
 def test_the_best_of_a_row_is_its_shortest_period() -> None:
     cells = tuple(Reached("one", period, None, 0.0) for period in (7, None, 5))
-    assert OnePlatform(2, 100, 1, cells).best_ns == 5
-    assert OnePlatform(2, 100, 1, cells[1:2]).best_ns is None
+    assert OnePlatform(2, 100, 1, 1, 1, cells).best_ns == 5
+    assert OnePlatform(2, 100, 1, 1, 1, cells[1:2]).best_ns is None
 
 
 def test_gpipe_drains_a_mini_batch_and_recomputes_only_where_it_must() -> None:
-    assert gpipe_period_ns(pair(800)) == 34  # (8 + 1) * 30 ns for 8 microbatches
-    assert gpipe_period_ns(pair(799)) == 45  # (8 + 1) * 40
-    assert gpipe_period_ns(replace(pair(799), checkpointing="none")) is None
+    assert gpipe_period_ns(pair(800), 8) == 34  # (8 + 1) * 30 ns for 8 microbatches
+    assert gpipe_period_ns(pair(799), 8) == 45  # (8 + 1) * 40
+    assert gpipe_period_ns(replace(pair(799), checkpointing="none"), 8) is None
 
 
 def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
@@ -31,7 +31,8 @@ def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
     rows = list(compare(pair(1), [1, 2], [50, 800], ["gpipe", "balance"], clock=lambda: float(next(ticks))))
     assert [(row.gpus, row.memory_bytes) for row in rows] == [(1, 50), (1, 800), (2, 50), (2, 800)]
     assert [[cell.period_ns for cell in row.cells] for row in rows][::2] == [[None, None]] * 2
-    assert [cell.period_ns for cell in rows[3].cells] == [34, 30]
+    assert (rows[3].update_microbatches, rows[3].update_samples) == (2, 2)  # as many as two stages have in flight
+    assert [cell.period_ns for cell in rows[3].cells] == [45, 30]  # GPipe: (2 + 1) * 30 ns for 2 microbatches
     assert [cell.algorithm for cell in rows[3].cells] == ["gpipe", "balance"]
     assert {cell.seconds for row in rows for cell in row.cells} == {1.0}
     assert not any(cell.data_parallel for row in rows for cell in row.cells)
