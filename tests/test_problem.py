@@ -2,6 +2,7 @@ import random
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from cases.plans import reading_the_input_late
 from oracles.schedules import saved_by, storages_of
 
 from pipeplan.cost.saved import entering_bytes, first_saved, inner_bytes, saved_bytes
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem, connected
+from pipeplan.problem import ENDLESS, Chain, Device, Layer, Level, Platform, Policy, Problem, Weights, connected
 
 
 def random_chains(count=150, **options):
@@ -246,10 +247,16 @@ def test_a_replicated_stage_gets_the_least_of_its_devices():
 
 
 def test_updates_come_no_more_often_than_replicas_take_turns():
-    assert Policy().update_interval() == 1
+    assert Policy("stash").update_interval() == 1
     assert Policy(accumulate=6).update_interval(4) == 6
     assert Policy(accumulate=2).update_interval(4) == 4
-    assert Policy().update_interval(4) == 4
+    assert Policy("stash").update_interval(4) == 4
+
+
+def test_an_undecided_interval_is_open_under_2bw_alone():
+    assert [weights for weights in get_args(Weights) if Policy(weights).open] == ["2bw"]
+    assert not Policy(accumulate=1).open
+    assert Policy().update_interval(4) == ENDLESS
 
 
 def test_with_policy_changes_nothing_else():
