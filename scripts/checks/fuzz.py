@@ -73,13 +73,18 @@ def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="|".join(SOURCES), help="default: both")
-    parser.add_argument("--count", type=int, default=10**9, help="inputs of each")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each, where that ends before --count")
+    parser.add_argument("--count", type=int, help="inputs of each")
+    parser.add_argument(
+        "--seconds", type=float, help="for each, where that ends before --count; default: 60 without one"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--from", dest="first", type=int, default=0, help="index of the first input")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "pipeplan-fuzz")
     options = parser.parse_args()
+    if options.seconds is None:
+        options.seconds = 60.0 if options.count is None else float("inf")
+    options.count = options.count or 10**9
     if unknown := set(options.what) - set(SOURCES):
         parser.error(f"no such inputs: {', '.join(unknown)}")
     options.keep.mkdir(parents=True, exist_ok=True)
