@@ -18,7 +18,7 @@ from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
 from ..problem import Checkpointing, Problem
-from ..schedule.periodic.ilp import IlpStatus, Solver, schedule_ilp
+from ..schedule.periodic.ilp import IlpStatus, Solver, SolverLimits, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from .limits import LimitSearch
 
@@ -44,7 +44,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to schedule: the integer program's solver and its time limit for one allocation.
+    """How to schedule: the integer program's solver, and its limits for one allocation, by nodes and seconds of its own.
 
     The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
     there is a plan, the simplest ones are tried. ``progress`` receives a line at each
@@ -53,6 +53,7 @@ class Settings:
 
     solver: Solver = "cbc"
     time_limit_s: float = 60.0
+    node_limit: int | None = None
     gap: float = GAP
     simplest: bool = True
     progress: Callable[[str], None] | None = None
@@ -84,8 +85,8 @@ class Incumbent:
 
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
-    ``stopped`` says whether a clock cut anything short, so that another run might find more, ``late`` whether that was
-    the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave the lower bounds that they
+    ``stopped`` says which limit cut anything short, ``time limit`` where one did so that another run might find more,
+    ``late`` whether that was the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave the lower bounds that they
     prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
     """
 
@@ -102,7 +103,8 @@ class Incumbent:
         self.rejected: Allocation | None = None
         self._excess_bytes = 0  # of ``rejected``, with limits
         self.broken: str | None = None
-        self.stopped = self.late = self.exhausted = False
+        self.stopped: IlpStatus | None = None
+        self.late = self.exhausted = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
@@ -111,13 +113,20 @@ class Incumbent:
     def expired(self) -> bool:
         """Whether the caller's time is up; searches stop then, and ``stopped`` tells it."""
         self.late |= self.problem.deadline.passed
-        self.stopped |= self.late
+        if self.late:
+            self.stopped = "time limit"
         return self.late
 
     @property
     def periodic(self) -> bool:
         """Whether an allocation costs the period of its pattern, so that bounds on periods are bounds on costs."""
         return self.cost is period_cost and self.limits is None
+
+    @property
+    def near_bound(self) -> bool:
+        """Whether the best is within the gap of the bound on all plans."""
+        enough = None if self.floor_ns is None else int(self.floor_ns * (1 + self.settings.gap))
+        return self.best is not None and enough is not None and self.best.cost <= enough
 
     @property
     def best_ns(self) -> int | None:
@@ -237,11 +246,16 @@ class Incumbent:
         result = schedule_ilp(
             graph,
             solver=self.settings.solver,
-            time_limit_s=max(0.0, min(self.settings.time_limit_s, self.problem.deadline.remaining_s())),
+            limits=SolverLimits(
+                self.settings.node_limit, self.settings.time_limit_s, self.problem.deadline.remaining_s()
+            ),
             cutoff_period_ns=cutoff,
             lower_bound_ns=bound,
         )
-        self.stopped |= result.status in ("time limit", "unproved")
+        if result.status in ("time limit", "unproved"):
+            self.stopped = "time limit"
+        elif result.status == "node limit":
+            self.stopped = self.stopped or "node limit"
         return result.pattern, result.status
 
 
@@ -262,11 +276,11 @@ def run_search(propose: Propose, incumbent: Incumbent, dispensable: bool = False
             raise
         return "interrupted"
     except OutOfTime:
-        incumbent.stopped = incumbent.late = True
+        incumbent.stopped, incumbent.late = "time limit", True
     wanted = incumbent.settings.simplest and not dispensable
     if incumbent.best is None and wanted and incumbent.expired:
         incumbent.exhausted = _try_simplest(incumbent)
-    return "time limit" if incumbent.stopped else None
+    return incumbent.stopped
 
 
 def _try_simplest(incumbent: Incumbent) -> bool:

@@ -23,8 +23,8 @@ from .incumbent import Incumbent, Scheduled
 CLOSE = 1000  # a period is close to another when it is longer by no more than this part of it
 
 
-def at_interval(problem: Problem, interval: int) -> Problem:
-    """Return the problem with an update every ``interval`` microbatches."""
+def at_interval(problem: Problem, interval: int | None) -> Problem:
+    """Return the problem with an update every ``interval`` microbatches; None leaves that open."""
     return problem.with_policy(replace(problem.policy, accumulate=interval))
 
 
@@ -65,7 +65,7 @@ def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tupl
         return may_reach(_graph(problem, stages, interval), longest) or None
 
     def as_before(interval: int) -> Pattern | None:
-        pattern = retimed(problem, best.allocation, first, interval)
+        pattern = _retimed(problem, best.allocation, first, interval)
         return pattern if pattern is not None and pattern.period_ns <= longest else None
 
     least = smallest(possible, most_replicas(stages), ENDLESS)
@@ -83,7 +83,7 @@ def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tupl
         yield sooner
 
 
-def _graph(problem: Problem, stages: tuple[Stage, ...], interval: int) -> StageGraph:
+def _graph(problem: Problem, stages: tuple[Stage, ...], interval: int | None) -> StageGraph:
     return stage_graph(problem.chain, problem.platform, at_interval(problem, interval).policy, stages)
 
 
@@ -95,11 +95,28 @@ def _scheduled(found: Incumbent, allocation: Allocation, interval: int, longest:
     return Scheduled(pattern.period_ns, allocation, pattern, status)
 
 
-def retimed(problem: Problem, allocation: Allocation, pattern: Pattern, interval: int) -> Pattern | None:
+def _retimed(problem: Problem, allocation: Allocation, pattern: Pattern, interval: int | None) -> Pattern | None:
     """Return the shortest pattern with the order that ``pattern`` has under ``problem``, with another interval."""
     now = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
     order = order_of(now, starts_of(pattern), pattern.period_ns)
     return retime(_graph(problem, allocation.stages, interval), order)
+
+
+def rescheduled(problem: Problem, best: Scheduled, interval: int | None) -> Scheduled | None:
+    """Return ``best`` with another interval (None: open), the same stages, in the same order unless 1F1B* has a better.
+
+    None where that order holds more microbatches than the interval.
+    """
+    assert best.pattern is not None
+    graph = _graph(problem, best.allocation.stages, interval)
+    if graph.separate:
+        pattern = best_one_f_one_b_star(graph)
+    else:
+        pattern = _retimed(problem, best.allocation, best.pattern, interval)
+    if pattern is None:
+        return None
+    allocation = Allocation(best.allocation.stages) if updates_cost_time(problem) else best.allocation
+    return Scheduled(pattern.period_ns, allocation, pattern, best.status)
 
 
 def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
@@ -111,11 +128,8 @@ def more_often(problem: Problem, best: Scheduled) -> Alternative | None:
     interval = max(in_flight, most_replicas(best.allocation.stages))
     if interval >= problem.policy.update_interval():
         return None
-    if graph.separate:
-        pattern = best_one_f_one_b_star(_graph(problem, best.allocation.stages, interval))
-    else:
-        pattern = retimed(problem, best.allocation, best.pattern, interval)
-    return None if pattern is None else Alternative(problem.policy.weights, interval, pattern.period_ns)
+    sooner = rescheduled(problem, best, interval)
+    return None if sooner is None else Alternative(problem.policy.weights, interval, sooner.cost)
 
 
 def updates_cost_time(problem: Problem) -> bool:

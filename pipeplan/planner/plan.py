@@ -13,7 +13,6 @@ from typing import Any
 from ..check.bounds import any_bound
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
-from ..cost.stage_graph import stage_graph
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
@@ -21,11 +20,10 @@ from ..partition.contiguous.contiguous import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
-from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..version import __version__
 from .explain import claimed, why_infeasible, why_not_admitted
-from .incumbent import Incumbent, Propose, Settings, run_search
-from .interval import at_interval, more_often, retimed, smaller_intervals, updates_cost_time
+from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, propose_contiguous, search
 from .proposals import synced
 from .simulated import plan_drained, plan_nf1b
@@ -66,7 +64,7 @@ def make_plan(
     if algorithm == STATED:
         settings = replace(settings, simplest=False)
     if algorithm == AUTO:
-        settings = replace(settings, time_limit_s=min(settings.time_limit_s, EFFORTS[effort].solver_s))
+        settings = replace(settings, time_limit_s=EFFORTS[effort].solver_s, node_limit=EFFORTS[effort].nodes)
     propose = _proposer(algorithm, options, effort)
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
@@ -76,7 +74,8 @@ def make_plan(
         incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:
         relaxed = widen and problem.policy.vertical_sync
-        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings, widen)
+        moves = algorithm == AUTO and EFFORTS[effort].moves > 0
+        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings, widen, moves)
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent, algorithm))
@@ -170,11 +169,15 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     return propose
 
 
-def _plan_pattern(problem: Problem, propose: Propose, settings: Settings, widen: bool) -> tuple[Incumbent, str | None]:
+def _plan_pattern(
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, moves: bool
+) -> tuple[Incumbent, str | None]:
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
-    With the interval decided the search is run once more, unless nothing can get shorter; the bounds are those of
-    the first, which hold for every interval.
+    Where ``propose`` makes local ``moves``, and weights are updated before as many microbatches are in flight as stages
+    in a row on all devices have, it makes them at that interval as well: others pay there. With the interval decided
+    the search is run once more, unless nothing can get shorter; the bounds are those of the first, which hold for every
+    interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
@@ -182,21 +185,43 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings, widen:
     status = run_search(propose, incumbent)
     if not problem.policy.open or incumbent.best is None:
         return incumbent, status
-    ended = status == "interrupted" or incumbent.expired
-    try:
-        for interval, scheduled in smaller_intervals(incumbent, widen):
-            again = Incumbent(at_interval(problem, interval), settings, start=scheduled)
-            if ended:
-                break
-    except KeyboardInterrupt:
-        status, ended = "interrupted", True
-    except OutOfTime:
-        status, ended = "time limit", True
+    again, cut = _decided(incumbent, widen, _ended(status, incumbent))
+    status = cut or status
+    filled = 2 * len(problem.platform) - 1
+    sooner = again.problem.policy.update_interval() < filled
+    if moves and sooner and not incumbent.near_bound and not _ended(status, incumbent):
+        other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
+        status = run_search(propose, other, dispensable=True) or status
+        best = None if other.best is None else rescheduled(other.problem, other.best, None)
+        if best is not None and best.cost < incumbent.best.cost:
+            incumbent.best = best
+            again, cut = _decided(incumbent, widen, _ended(status, incumbent))
+            status = cut or status
     shortest = widen and again.best_ns == incumbent.best_ns
-    if not ended and not shortest and updates_cost_time(problem):
+    if not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
         status = run_search(propose, again, dispensable=True) or status
     again.bounds = incumbent.bounds
     return again, status
+
+
+def _ended(status: str | None, incumbent: Incumbent) -> bool:
+    """Whether somebody wants no more searches."""
+    return status == "interrupted" or incumbent.expired
+
+
+def _decided(found: Incumbent, widen: bool, ended: bool) -> tuple[Incumbent, str | None]:
+    """Return an incumbent with the smallest interval whose best is close to ``found``'s, and what cut that short."""
+    cut = None
+    try:
+        for interval, scheduled in smaller_intervals(found, widen):
+            again = Incumbent(at_interval(found.problem, interval), found.settings, start=scheduled)
+            if ended:
+                break
+    except KeyboardInterrupt:
+        cut = "interrupted"
+    except OutOfTime:
+        cut = "time limit"
+    return again, cut
 
 
 def with_interval(found: Planned, interval: int) -> Planned:
@@ -205,13 +230,11 @@ def with_interval(found: Planned, interval: int) -> Planned:
     plan = found.plan
     assert plan.pattern is not None
     problem = Problem(plan.chain, plan.platform, plan.policy)
-    policy = replace(plan.policy, accumulate=interval)
-    graph = stage_graph(plan.chain, plan.platform, policy, plan.allocation.stages)
-    if graph.separate:
-        pattern = best_one_f_one_b_star(graph)
-    else:
-        pattern = retimed(problem, plan.allocation, plan.pattern, interval)
+    best = Scheduled(plan.pattern.period_ns, plan.allocation, plan.pattern)
+    other = rescheduled(problem, best, interval)
     bounds = tuple(bound for bound in plan.lower_bounds if bound.any_interval)
+    policy = at_interval(problem, interval).policy
+    pattern = None if other is None else other.pattern
     plan = replace(plan, policy=policy, pattern=pattern, lower_bounds=bounds)
     return Planned(plan, check(plan))
 

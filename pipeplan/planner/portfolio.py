@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil
 
 from ..check.bounds import any_bound
 from ..partition.balance import balance
@@ -25,20 +26,24 @@ from .incumbent import Incumbent
 class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
-    Local moves end early after ``patience`` in a row that can't pay by their bounds. ``solver_s`` ends the integer
-    program of one candidate; a plan whose search it cut short says ``time limit``.
+    There are ``walks`` of local moves, each with chances of its own. One ends early after ``patience`` moves in a row
+    that can't pay by their bounds, for each percent that the best plan is above the bound of class ``any``: the more
+    there is to gain. ``nodes`` end the integer program of one candidate, ``solver_s`` one that takes long for them; a
+    plan whose search they cut short says ``node limit`` or ``time limit``.
     """
 
     periods: int
     moves: int
     patience: int
+    walks: int
+    nodes: int
     solver_s: float
 
 
 EFFORTS = {
-    "quick": SearchEffort(0, 0, 0, 60),
-    "normal": SearchEffort(8, 800, 400, 3),
-    "high": SearchEffort(24, 20000, 5000, 60),
+    "quick": SearchEffort(0, 0, 0, 0, 3000, 300),
+    "normal": SearchEffort(8, 5000, 150, 2, 50, 20),
+    "high": SearchEffort(24, 20000, 600, 4, 3000, 300),
 }
 
 
@@ -49,12 +54,11 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     """
     problem, status = incumbent.problem, incumbent.settings.status
     bound = any_bound(problem).period_ns
-    enough = int(bound * (1 + incumbent.settings.gap))
     if incumbent.periodic:
         incumbent.floor_ns = status.floor_ns = bound
 
     def done() -> bool:
-        return incumbent.expired or (incumbent.best_ns is not None and incumbent.best_ns <= enough)
+        return incumbent.expired or incumbent.near_bound
 
     status.phase = "exact contiguous"
     for allocation in propose_contiguous(incumbent):
@@ -69,9 +73,16 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "where local moves start"
     for start in _starts(incumbent):
         status.phase = "local moves"
-        local_search(
-            problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, patience=effort.patience
-        )
+        for walk in range(effort.walks):
+            if walk and incumbent.best is not None:
+                start = incumbent.best.allocation
+            patience = effort.moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / bound - 1)
+            local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, walk, patience)
+
+
+def _patience(effort: SearchEffort, gap: float) -> int:
+    """Return how many moves in a row that can't pay end a walk at a plan that is ``gap`` above the bound."""
+    return ceil(effort.patience * 100 * gap)
 
 
 def _starts(incumbent: Incumbent) -> Iterator[Allocation]:

@@ -15,7 +15,7 @@ from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.gpipe import gpipe
 from pipeplan.schedule.pattern import starts_of
-from pipeplan.schedule.periodic.ilp import schedule_ilp
+from pipeplan.schedule.periodic.ilp import SolverLimits, schedule_ilp
 from pipeplan.schedule.simulate import simulate
 
 CHAIN = Chain("c", tuple(Layer(f"{i}", 2, 2, 0, 5, 1) for i in range(4)), 0)
@@ -105,7 +105,7 @@ def test_patterns_never_have_two_messages_on_one_card(seed):
     homes = [Stage(a, b, group) for a, b, group in zip(cuts, cuts[1:], groups, strict=False)]
     chain, policy = random_chain(rng, layers), Policy("stash")
     graph = stage_graph(chain, platform, policy, homes)
-    found = schedule_ilp(graph, solver="highs", time_limit_s=20)
+    found = schedule_ilp(graph, solver="highs", limits=SolverLimits(own_s=20))
     assert found.status == "optimal"
     pattern = found.pattern
     assert pattern_violations(graph, pattern) == []

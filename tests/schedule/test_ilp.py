@@ -17,7 +17,7 @@ from pipeplan.integers import smallest
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.pattern import most_in_flight, starts_of
-from pipeplan.schedule.periodic.ilp import IlpResult, Solver, schedule_ilp
+from pipeplan.schedule.periodic.ilp import IlpResult, Solver, SolverLimits, schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 SOLVERS: tuple[Solver, ...] = ("cbc", "highs")
@@ -209,7 +209,7 @@ DEALT = [i % 4 for i in range(16)]  # 16 stages interleaved over 4 devices
 )
 def test_large_instances_are_proved_optimal(owner, solver, roomy):
     graph = network_graph(owner, roomy)
-    result = schedule_ilp(graph, solver=solver, time_limit_s=600)
+    result = schedule_ilp(graph, solver=solver, limits=SolverLimits(own_s=600))
     assert result.status == "optimal"
     assert result.lower_bound_ns * (1 + 3e-6) >= judged(graph, result)
 
@@ -224,13 +224,26 @@ def test_the_solvers_agree_on_ten_stages():
 def test_a_time_limit_is_told_and_what_was_found_is_valid():
     graph = network_graph(DEALT, 1.3)
     for solver in SOLVERS:
-        result = schedule_ilp(graph, solver=solver, time_limit_s=0.5)
-        assert result.status == "time limit"
-        assert judged(graph, result) > result.lower_bound_ns >= group_bound(graph)
-        assert schedule_ilp(graph, solver=solver, time_limit_s=0.1, cutoff_period_ns=graph.path_ns // 2).status in (
+        for limits in (SolverLimits(own_s=0.5), SolverLimits(clock_s=0.5)):
+            result = schedule_ilp(graph, solver=solver, limits=limits)
+            assert result.status == "time limit"
+            assert judged(graph, result) > result.lower_bound_ns >= group_bound(graph)
+        short, cutoff = SolverLimits(own_s=0.1), graph.path_ns // 2
+        assert schedule_ilp(graph, solver=solver, limits=short, cutoff_period_ns=cutoff).status in (
             "time limit",
             "cutoff",
         )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_limit_of_nodes_ends_a_search_at_the_same_place_every_time(solver):
+    graph = network_graph(ONE_SPECIAL, 1.3)
+    found = [schedule_ilp(graph, solver=solver, limits=SolverLimits(nodes=2, own_s=600)) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0].status == "node limit"
+    assert judged(graph, found[0]) > found[0].lower_bound_ns >= group_bound(graph)
+    best = schedule_ilp(graph, solver=solver, limits=SolverLimits(nodes=2, own_s=600), cutoff_period_ns=316 * 10**6)
+    assert (best.status, best.pattern) == ("node limit", None), "nothing found is nothing proved"
 
 
 # --- the ends of a search -------------------------------------------------------------------------------------------

@@ -7,13 +7,15 @@ chooses K; ``retime`` then computes period and starts exactly, and memory is che
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
-from math import ceil, lcm
+from math import ceil, inf, lcm
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -28,7 +30,7 @@ from ..pattern import memory_fits, one_at_a_time, starts_of
 from .retime import Order, retime
 
 Solver = Literal["cbc", "highs"]
-IlpStatus = Literal["optimal", "infeasible", "cutoff", "time limit", "unproved"]
+IlpStatus = Literal["optimal", "infeasible", "cutoff", "node limit", "time limit", "unproved"]
 
 OBJECTIVE_SCALE = 1e4  # CBC drops improvements below 1e-5, which is a lot for a frequency in (0, 1]
 STOP_S = 2.0  # that HiGHS may take to notice that it shall stop; its thread ends nobody's process
@@ -36,11 +38,34 @@ TOLERANCE = 1e-6  # what a solver's arithmetic is trusted to, relative; also the
 
 
 @dataclass(frozen=True, slots=True)
+class SolverLimits:
+    """What ends a search: so many ``nodes``, seconds of its own, or seconds on the clock, whichever comes first.
+
+    Nodes are the same on every machine. ``own_s`` are of CPU time with CBC, while nobody limits ``clock_s``; HiGHS
+    only knows the clock.
+    """
+
+    nodes: int | None = None
+    own_s: float = 60.0
+    clock_s: float = inf
+
+    @property
+    def seconds(self) -> float:
+        """Seconds, of either kind, until the search ends."""
+        return max(0.01, min(self.own_s, self.clock_s))
+
+    def less(self, seconds: float) -> SolverLimits:
+        """Return what is left after so many seconds."""
+        return SolverLimits(self.nodes, self.own_s - seconds, self.clock_s - seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class IlpResult:
     """A pattern or None, why, and a lower bound (ns) on the period of every valid pattern of the graph.
 
     ``optimal``: no pattern is shorter by more than the solver's tolerance (1e-6). ``infeasible``: no pattern at any
-    period. ``cutoff``: none below the cutoff. ``time limit``: stopped; the pattern, if any, is the best so far.
+    period. ``cutoff``: none below the cutoff. ``node limit``, ``time limit``: stopped, the first at the same place every
+    time; the pattern, if any, is the best so far.
     ``unproved``: rounding in the solver cost the proof; the pattern, if any, is valid all the same.
     """
 
@@ -53,7 +78,7 @@ def schedule_ilp(
     graph: StageGraph,
     *,
     solver: Solver = "cbc",
-    time_limit_s: float = 60,
+    limits: SolverLimits | None = None,
     cutoff_period_ns: int | None = None,
     lower_bound_ns: int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -63,7 +88,7 @@ def schedule_ilp(
     Exact for any assignment of stages to devices, with replicas, recomputation, every weight policy and full-duplex
     links, among 1-periodic schedules; exponential in the operations that share a device. Only periods below
     ``cutoff_period_ns`` count; ``lower_bound_ns`` is a bound that the caller knows. Single-threaded, and deterministic
-    unless the time limit strikes. Raises PipeplanError when ``solver`` is not installed.
+    unless a limit of ``limits`` in seconds strikes. Raises PipeplanError when ``solver`` is not installed.
     """
     low = group_bound(graph)
     if low is None:
@@ -72,7 +97,7 @@ def schedule_ilp(
     sequential = one_at_a_time(graph)
     high = sequential.period_ns if cutoff_period_ns is None else min(sequential.period_ns, cutoff_period_ns - 1)
     best = sequential if sequential.period_ns <= high else None
-    left = float(time_limit_s)
+    left = limits or SolverLimits()
     for margin in (0.0, TOLERANCE):
         if low > high:
             break
@@ -80,7 +105,7 @@ def schedule_ilp(
         if progress:
             progress(f"{solver}: {len(graph.operations)} operations, {len(model.heights)} orders to choose")
         answer = model.solve(solver, left)
-        left -= answer.seconds
+        left = left.less(answer.seconds)
         if not margin:  # the second model is narrower: it proves nothing
             bound = max(bound, min(high + 1, answer.bound_ns))
         pattern = None if answer.order is None else retime(graph, answer.order, 1 if margin else 0)
@@ -90,8 +115,8 @@ def schedule_ilp(
         bound = min(bound, target)
         if bound >= target * (1 - 2 * TOLERANCE):
             break
-        if left <= 0 or not answer.proved:
-            return IlpResult(best, "time limit", bound)
+        if answer.ended is not None:
+            return IlpResult(best, answer.ended, bound)
     else:
         return IlpResult(best, "unproved", bound)
     return IlpResult(best, "cutoff" if best is None else "optimal", bound)
@@ -103,10 +128,10 @@ def _fits(graph: StageGraph, pattern: Pattern) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the solver said: an order or None, whether its search ended, and what period no pattern can beat."""
+    """What the solver said: an order or None, which limit ended its search, and what period no pattern can beat."""
 
     order: Order | None
-    proved: bool
+    ended: IlpStatus | None
     bound_ns: int
     seconds: float
 
@@ -254,14 +279,15 @@ class _Model:
                 self.problem.addConstraint(turn >= 1)
                 self.problem.addConstraint(turn <= 2)
 
-    def solve(self, solver: Solver, time_limit_s: float) -> _Answer:
-        """Return what ``solver`` finds within the time limit."""
+    def solve(self, solver: Solver, limits: SolverLimits) -> _Answer:
+        """Return what ``solver`` finds within the limits."""
         import pulp
 
         with warnings.catch_warnings(), scratch_folder() as folder:
             warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
-            solving = _SOLVERS[solver](pulp, max(0.01, time_limit_s))
+            solving = _SOLVERS[solver](pulp, limits)
             solving.tmpDir = str(folder)
+            seconds = -_seconds(solver, limits)
             try:
                 self.problem.solve(solving)
             except pulp.PulpSolverError as error:
@@ -269,12 +295,13 @@ class _Model:
             except BaseException as error:
                 _kill_solver(error)
                 raise
-        seconds = float(self.problem.solutionTime)
+            seconds += _seconds(solver, limits)
         if self.problem.status == pulp.LpStatusInfeasible:
-            return _Answer(None, True, 2**62, seconds)
-        # PuLP's status calls a search that the clock ended "Optimal"; only sol_status tells, and the clock itself
-        status = self.problem.sol_status
-        proved = status == pulp.LpSolutionOptimal and seconds < time_limit_s
+            return _Answer(None, None, 2**62, seconds)
+        # PuLP's status calls a search that a limit ended "Optimal"; only sol_status tells, and the seconds themselves
+        status, late = self.problem.sol_status, seconds >= limits.seconds
+        proved = status == pulp.LpSolutionOptimal and not late
+        ended: IlpStatus = "time limit" if late or limits.nodes is None else "node limit"
         found = status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and self.f.value()
         order = {pair: round(k.value() or 0) for pair, k in self.heights.items()} if found else None
         frequency = 1.0
@@ -282,7 +309,18 @@ class _Model:
             frequency = self.f.value()
         elif solver == "highs":
             frequency = min(1.0, -self.problem.solverModel.getInfo().mip_dual_bound / OBJECTIVE_SCALE)
-        return _Answer(order, proved, ceil(self.unit_ns / frequency * (1 - TOLERANCE)), seconds)
+        bound = ceil(self.unit_ns / frequency * (1 - TOLERANCE))
+        return _Answer(order, None if proved else ended, bound, seconds)
+
+
+def _own_time(solver: Solver, limits: SolverLimits) -> bool:
+    """Whether the seconds of the limits are of the solver's own CPU time."""
+    return solver == "cbc" and limits.clock_s == inf
+
+
+def _seconds(solver: Solver, limits: SolverLimits) -> float:
+    """Return the seconds, of the kind that is limited, since some moment."""
+    return os.times().children_user if _own_time(solver, limits) else time.monotonic()
 
 
 def _kill_solver(error: BaseException) -> None:
@@ -294,21 +332,35 @@ def _kill_solver(error: BaseException) -> None:
                 found.wait()
 
 
-def _cbc(pulp: Any, time_limit_s: float) -> Any:
-    seeds = ["randomSeed 1", "randomCbcSeed 1"]
+def _cbc(pulp: Any, limits: SolverLimits) -> Any:
     # no threads option: CBC is single-threaded without it, and with "threads 1" now and then waits 10 s for itself
-    solver = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, timeMode="elapsed", gapRel=0, gapAbs=0, options=seeds)
+    solver = pulp.PULP_CBC_CMD(
+        msg=False,
+        timeLimit=limits.seconds,
+        timeMode="cpu" if _own_time("cbc", limits) else "elapsed",
+        maxNodes=limits.nodes,
+        gapRel=0,
+        gapAbs=0,
+        options=["randomSeed 1", "randomCbcSeed 1"],
+    )
     if not solver.available():
         raise PipeplanError("the solver CBC, which PuLP 3 brings along, does not run on this machine; choose highs")
     return solver
 
 
-def _highs(pulp: Any, time_limit_s: float) -> Any:
+def _highs(pulp: Any, limits: SolverLimits) -> Any:
     class Highs(pulp.HiGHS):  # type: ignore[misc]  # PuLP has no types
         def callSolver(self, lp: Any) -> None:
-            _in_a_thread(lp.solverModel)
+            model = lp.solverModel
+            _in_a_thread(model)
+            statuses, status = type(model.getModelStatus()), model.getModelStatus()
+            if status == statuses.kSolutionLimit:  # by nodes; PuLP doesn't know it, but this one, which is treated alike
+                model.getModelStatus = lambda: statuses.kIterationLimit
 
-    solver = Highs(msg=False, threads=1, timeLimit=time_limit_s, gapRel=0, gapAbs=TOLERANCE, random_seed=1)
+    nodes = {} if limits.nodes is None else {"mip_max_nodes": limits.nodes}
+    solver = Highs(
+        msg=False, threads=1, timeLimit=limits.seconds, gapRel=0, gapAbs=TOLERANCE, random_seed=1, **nodes
+    )
     if not solver.available():
         raise PipeplanError("the solver HiGHS is not installed: pip install highspy, or choose cbc")
     return solver
