@@ -17,6 +17,8 @@ from .model.user_code import said
 
 Kind = Literal["input", "failed", "died", "lost"]
 LOOK_S: Final = 0.05
+GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
+FAILURE: Final = "failure"  # where a store has the root cause
 ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
 
 
@@ -68,22 +70,21 @@ def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
     those that were not heard of at all are named: those of them that somebody has lost, if there are any, as others may
     only wait for ranks that wait, too.
     """
-    key = "failure"
     try:
         store.set(_lost(failure.rank), json.dumps(failure.peers))
         if failure.kind != "lost":
-            store.compare_set(key, "", json.dumps(asdict(failure)))
-        elif not _comes(store, key, grace_s):
+            store.compare_set(FAILURE, "", json.dumps(asdict(failure)))
+        elif not _comes(store, FAILURE, grace_s):
             heard = [rank for rank in range(world) if store.check([_lost(rank)])]
             missed = {peer for rank in heard for peer in json.loads(store.get(_lost(rank)))}
             silent = [rank for rank in range(world) if rank not in heard]
             silent = [rank for rank in silent if rank in missed] or silent
             if silent:
                 message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
-                store.compare_set(key, "", json.dumps(asdict(replace(failure, message=message))))
-        if not store.check([key]):
+                store.compare_set(FAILURE, "", json.dumps(asdict(replace(failure, message=message))))
+        if not store.check([FAILURE]):
             return failure
-        root = Failure(**json.loads(store.get(key)))
+        root = Failure(**json.loads(store.get(FAILURE)))
         return replace(root, peers=tuple(root.peers))
     except RuntimeError:  # the store has gone too
         return failure

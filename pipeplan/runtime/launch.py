@@ -18,44 +18,38 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from ..errors import BadInput, RunFailed, RunStopped
+from ..errors import RunFailed
 from ..plan import Plan
 from ..scratch import scratch_folder
 from .device import kind_of
-from .failure import Failure, failure_of, root_cause, told
+from .failure import GRACE_S, Failure, failure_of, root_cause
 from .inbox import Gone, Inbox
-from .job import LEAST_TIMEOUT_S, Job, job_of
+from .job import Job, job_of
 from .launcher import Launcher
 from .lowering.instructions import sentence
 from .lowering.lowered_run import LoweredRun
 from .measure.progress import Progress, StepDone, StepProgress
 from .measure.report import RunReport
 from .model.spec import ModelSpec
-from .model.user_code import RAISED
 from .options import RunOptions
 from .own_processes import (
     LOOK_S,
     QuietWatch,
     StopWatch,
     context_of,
-    is_here,
     is_stopped,
-    listen_here,
     our_imports_alone,
     settle_in,
 )
-from .peers import StorePeers, writing_to
+from .peers import writing_to
 from .phases import run_rank
-from .stopping import SharedStop, StoreStop
-from .training.checkpoint import Alone, Checkpoint, Peers, newest
+from .resuming import resume_point
+from .stopping import ENDING, SharedStop, asked, stopped_after
+from .torchrun import is_under_torchrun, run_under_torchrun
+from .training.checkpoint import Alone
 
-GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
-AGENTS_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"  # that torchrun serves it, so that no rank need be there for it
-ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_plan(
@@ -76,47 +70,23 @@ def run_plan(
     BadInput when the model isn't what the plan was made for, or the plan cannot be run; RunFailed when a rank fails,
     with the rank and the operation; RunStopped after a signal.
     """
+    if is_under_torchrun():
+        return run_under_torchrun(plan, model, options, listener, note)
     options.check()
     model.check()
     job = job_of(plan, model, options)
     kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
-    peers = _peers(options)
-    with writing_to(job.folder, peers):
+    with writing_to(job.folder, Alone()):
         for attempt in range(options.max_restarts + 1):
             if options.resume or attempt:
-                job = replace(job, resume=_found(job, note, peers))
+                job = replace(job, resume=resume_point(job, note, Alone()))
             lowered = job.lowered()
             try:
-                if _is_under_torchrun():
-                    return _run_under_torchrun(job, lowered, listener)
                 return _run_here(job, lowered, listener)
             except RunFailed:
                 if attempt == options.max_restarts:
                     raise
     raise AssertionError("the last attempt returns or raises")
-
-
-def _is_under_torchrun() -> bool:
-    return all(name in os.environ for name in TORCHRUN)
-
-
-def _peers(options: RunOptions) -> Peers:
-    """Return the processes that look after the folder of checkpoints with this one."""
-    if options.checkpoint is None or not _is_under_torchrun():
-        return Alone()
-    timeout_s = max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
-    return StorePeers(_torchrun_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
-
-
-def _found(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkpoint | None:
-    """Return the checkpoint to go on from, if there is one."""
-    folder, seed = job.options.checkpoint, job.options.seed
-    found = None if folder is None else newest(folder, note, peers)
-    if found is not None and found.model != job.plan.chain.name:
-        raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
-    if found is not None and found.seed != seed:
-        raise BadInput(f"{found.path}: was made with seed {found.seed}, which gave its data; this run has {seed}")
-    return found
 
 
 # --- processes of our own -------------------------------------------------------------------------------------------
@@ -129,8 +99,8 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     begun = SharedStop(context)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    asked = _asked(job, lambda: begun.stop(lowered.first.step))
-    with scratch_folder() as folder, asked:
+    signals = asked(lambda: begun.stop(lowered.first.step), job.folder)
+    with scratch_folder() as folder, signals:
         try:
             with _uninterrupted(), our_imports_alone():
                 for rank in range(len(lowered.devices)):
@@ -149,7 +119,7 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
         finally:
             _stop(processes)
     if report.steps < lowered.steps:
-        raise _stopped(job, lowered.first.step + report.steps)
+        raise stopped_after(lowered.first.step + report.steps, job.folder)
     return report
 
 
@@ -177,36 +147,6 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for held in noted[:1]:
             signal.raise_signal(held)
-
-
-def _stopped(job: Job, step: int) -> RunStopped:
-    return RunStopped(f"stopped after update {step}; its checkpoint is in {job.folder}")
-
-
-@contextmanager
-def _asked(job: Job, stop: Callable[..., None], once: bool = True) -> Iterator[None]:
-    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if the run has a folder for a checkpoint.
-
-    The first one alone with ``once``; then the second acts as it would have.
-    """
-    if job.folder is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[signal.Signals, Any] = {}
-
-    def act(*_: Any) -> None:
-        stop()
-        for number, handler in before.items() if once else ():
-            signal.signal(number, handler)
-
-    for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, act)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _hearing(lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:
@@ -343,87 +283,3 @@ def _follow_parent() -> None:
     assert parent is not None, "ranks are started by a parent"
     parent.join()
     os._exit(1)
-
-
-# --- torchrun -------------------------------------------------------------------------------------------------------
-
-
-def _torchrun_store() -> Any:
-    """Return torchrun's own store, which outlives any rank; what is in it is of this start of the ranks."""
-    store, _, _ = next(rendezvous("env://"))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"pipeplan/{restart}", store)  # type: ignore[attr-defined]  # not exported, as above
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Tell why this rank failed before torchrun, which has heard of another that died, ends it; it kills those that
-    take too long."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _run_under_torchrun(
-    job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None
-) -> RunReport | None:
-    """Be the rank that the environment names. The first failure is told to all through the store.
-
-    The last stage's first replica tells of the progress, as far as it sees it itself.
-    """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):  # a handler would wait for whatever this rank waits for
-            signal.signal(number, signal.SIG_DFL)
-    if is_here(os.environ["MASTER_ADDR"]):
-        listen_here()
-    if world != len(lowered.devices):
-        raise BadInput(f"the plan uses {len(lowered.devices)} devices; torchrun started {world} processes")
-    stores: list[Any] = []
-    stops: list[StoreStop] = []
-
-    def open_store() -> Any:
-        stores.append(_torchrun_store())
-        if job.folder is not None:
-            stops.append(StoreStop(stores[0], rank, world, lowered.first.step, job.timeout_s(lowered)))
-        return stores[0]
-
-    def ask() -> None:
-        if not stops:
-            raise RunStopped("stopped before the first update; there is no new checkpoint")
-        stops[0].ask()
-
-    def may_begin(minibatch: int) -> bool:
-        return all(stop.may_begin(minibatch) for stop in stops)
-
-    done = Launcher(open_store).done
-    if listener is not None and rank == lowered.ranks_of(len(lowered.plan.allocation.stages) - 1)[0]:
-        done = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch).hear
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    launcher = Launcher(open_store, done=done, may_begin=may_begin, local_rank=local_rank)
-    try:
-        # on Ctrl-C a rank hears of it twice, from the terminal and from torchrun, which kills it if it takes too long
-        with _asked(job, ask, once=False):
-            report = run_rank(job, rank, launcher)
-    except RunStopped:
-        raise
-    except RAISED as error:
-        failure = failure_of(rank, error)
-        with _undisturbed():
-            if not stores and os.environ.get(AGENTS_STORE) == "True":  # the ranks hadn't met, and others may wait
-                stores.append(_torchrun_store())
-            for store in stores:
-                failure = told(failure, store, world, GRACE_S)
-        raise failure.error() from error
-    finally:
-        for stop in stops:
-            stop.close()
-    for stop in stops:
-        if stop.limit < lowered.last.step:
-            raise _stopped(job, stop.limit)
-    return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,10 @@ from .measure.progress import StepDone
 
 
 def _ignore(_: Any) -> None:
+    pass
+
+
+def _alone(_: Callable[[], Mapping[str, str]]) -> None:
     pass
 
 
@@ -24,7 +28,8 @@ class Launcher:
     ``open_store`` opens the store at which the ranks meet. It is called when the model is built, so that what is wrong
     with a model shows before anybody waits. ``at`` hears the index of each instruction, ``done`` of each update of the
     last stage; ``may_begin`` says whether a mini-batch is to be begun, the same to all ranks. ``local_rank`` counts the
-    processes of this machine.
+    processes of this machine. ``compare`` raises BadInput on all ranks
+    if what it is to ask for isn't the same on them.
     """
 
     open_store: Callable[[], Any]
@@ -32,3 +37,4 @@ class Launcher:
     done: Callable[[StepDone], None] = _ignore
     may_begin: Callable[[int], bool] = _always
     local_rank: int = 0
+    compare: Callable[[Callable[[], Mapping[str, str]]], None] = _alone

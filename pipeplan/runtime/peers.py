@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import socket
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import BadInput
-from .exchange.transport import exchanging
+from .exchange.transport import PeerLost, exchanging
+from .failure import FAILURE
 from .training.checkpoint import Peers, tidy, usable_folder
 from .training.folder_lock import one_run
+
+SHARED_S: Final = 5.0  # in which a folder that is shared shows on every node what one of them has written
+LOOKS_S: Final = (0.001, 0.1)  # pauses between two looks, growing from the first to the second
 
 
 class StorePeers:
@@ -23,20 +30,43 @@ class StorePeers:
         self._store, self._timeout_s, self._rounds = store, timeout_s, 0
 
     def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
-        """Return what each gave; wait ``timeout_s`` longer for them than for an answer."""
+        """Return what each gave; wait ``timeout_s`` longer for them than for an answer.
+
+        PeerLost when some don't come, or when any rank has failed.
+        """
         keys = [f"told/{self._rounds}/{rank}" for rank in range(self.world)]
         self._rounds += 1
-        with exchanging("the search for a checkpoint"):
+        with exchanging("the agreement of the ranks before they meet"):
             self._store.set(keys[self.rank], json.dumps(mine))
-            self._store.wait(keys, timedelta(seconds=self._timeout_s + timeout_s))
+            self._await(keys, self._timeout_s + timeout_s)
             return [json.loads(self._store.get(key)) for key in keys]
+
+    def _await(self, keys: Sequence[str], timeout_s: float) -> None:
+        for _ in looks(timeout_s):
+            if self._store.check(list(keys)):
+                return
+            if self._store.check([FAILURE]):
+                raise PeerLost("the agreement of the ranks before they meet: another rank has failed")
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        raise PeerLost(f"the agreement of the ranks before they meet: timed out after {timeout_s:g} s", *missing)
+
+
+def looks(seconds: float) -> Iterator[None]:
+    """Yield now, and with growing pauses until ``seconds`` have passed, and once more then."""
+    until, pause = time.monotonic() + seconds, LOOKS_S[0]
+    while (left := until - time.monotonic()) > 0:
+        yield
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LOOKS_S[1])
+    yield
 
 
 @contextmanager
 def writing_to(folder: Path | None, peers: Peers) -> Iterator[None]:
     """Let no other run write checkpoints to ``folder`` meanwhile, and leave nothing half written there.
 
-    The first of ``peers`` sees to it, and all hear when it cannot: BadInput. None is no folder.
+    The first of ``peers`` sees to it, and all hear when it cannot, or when theirs is another folder: BadInput. None is
+    no folder.
     """
     if folder is None:
         yield
@@ -54,4 +84,34 @@ def writing_to(folder: Path | None, peers: Peers) -> Iterator[None]:
         wrong = peers.gathered(wrong)[0]
         if wrong is not None:
             raise BadInput(wrong)
+        if peers.world > 1:
+            _refuse_unshared(folder, peers)
         yield
+
+
+def _refuse_unshared(folder: Path, peers: Peers) -> None:
+    """Raise BadInput on all ranks unless each of ``peers`` sees in ``folder`` what the first one writes there.
+
+    What is written begins as half a checkpoint does, so it is removed with those should nobody come to it.
+    """
+    token = f".step-{secrets.token_hex(8)}.token" if peers.rank == 0 else None
+    with ExitStack() as held:
+        if token is not None:
+            held.callback(_remove, folder / token)
+            (folder / token).touch()
+        host = socket.gethostname()
+        first, *_ = (json.loads(said or "") for said in peers.gathered(json.dumps([token, host, str(folder)])))
+        path = folder / first[0]
+        seen = any(os.path.exists(path) for _ in looks(SHARED_S))
+        answers = peers.gathered(None if seen else host)
+    for rank, other in enumerate(answers):
+        if other is not None:
+            raise BadInput(
+                f"checkpoint: {first[2]} isn't one folder for all: what rank 0 on {first[1]} writes there, "
+                f"rank {rank} on {other} doesn't see; name one that all nodes share"
+            )
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

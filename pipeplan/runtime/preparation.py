@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import BadInput
+from .agreement import model_items
 from .device import exchange_of, kind_of, own_device, place
 from .exchange.collective import (
     agree,
@@ -60,12 +61,13 @@ Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full pre
 def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[Tie], Masters]:
     """Return the rank with its model, the weights that stages share, and those in full precision of a model in 16 bits.
 
-    Nobody waits yet, so what is wrong with a model shows first. BadInput when it isn't what the plan is for.
+    BadInput when it isn't what the plan is for, or other ranks have built another one.
     """
     plan, options, lowered = job.plan, job.options, job.lowered()
     device = own_device(kind_of(options.device, plan.chain.device), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     model = load_model(job.model, plan.chain.microbatch, options.seed, device)
+    launcher.compare(lambda: model_items(job.model, model))
     if not model.chain:
         _refuse_traced(job, lowered)
     model = fitted(model, plan.chain)

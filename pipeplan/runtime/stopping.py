@@ -6,16 +6,52 @@ shared memory among processes of one machine, through a store among those that t
 
 from __future__ import annotations
 
+import signal
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
+from ..errors import RunStopped
 from .exchange.transport import PeerLost
 
 NEVER: Final = 2**62
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked to stop
 GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
+
+
+def stopped_after(step: int, folder: Path | None) -> RunStopped:
+    """Return what to raise when a run was asked to stop and has left a checkpoint in ``folder``."""
+    return RunStopped(f"stopped after update {step}; its checkpoint is in {folder}")
+
+
+@contextmanager
+def asked(stop: Callable[..., None], folder: Path | None, once: bool = True) -> Iterator[None]:
+    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if there is a ``folder`` for a checkpoint.
+
+    The first one alone with ``once``; then the second acts as it would have.
+    """
+    if folder is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def act(*_: Any) -> None:
+        stop()
+        for number, handler in before.items() if once else ():
+            signal.signal(number, handler)
+
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, act)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class SharedStop:

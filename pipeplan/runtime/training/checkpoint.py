@@ -26,7 +26,7 @@ from typing import Annotated, Final, Literal, Protocol
 
 import msgspec
 
-from ...errors import BadInput
+from ...errors import BadInput, RunFailed
 from ...files.forms import json_text, read_json
 from ...files.text import read_text
 from ...units import format_bytes
@@ -284,7 +284,17 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def finish(partial: Path, position: Position, model: str, seed: int, files: Sequence[FileSum]) -> None:
-    """Let what is in ``partial``, each rank's file, appear as a checkpoint, once it is sure to survive a power cut."""
+    """Let what is in ``partial``, each rank's file, appear as a checkpoint, once it is sure to survive a power cut.
+
+    RunFailed when one isn't there as it was written, such as in a folder that the ranks don't share.
+    """
+    for rank, written in enumerate(files):
+        try:
+            size = _size(partial / file_of(rank))
+        except BadInput as error:
+            raise RunFailed(f"the file of rank {rank} isn't there, so it has another folder: {error}") from error
+        if size != written.bytes:
+            raise RunFailed(f"{partial / file_of(rank)}: has {size:,} bytes, not {written.bytes:,} as written")
     place = _Position(position.step, position.microbatch)
     said = _About(FORMAT, place, model, seed, {file_of(rank): file for rank, file in enumerate(files)})
     with (partial / ABOUT).open("w", encoding="utf-8") as file:

@@ -1,0 +1,23 @@
+"""Where does a run that resumes begin? At the newest good checkpoint of its folder that is of this training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import BadInput
+from .job import Job
+from .training.checkpoint import Checkpoint, Peers, newest
+
+
+def resume_point(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkpoint | None:
+    """Return the checkpoint to go on from, if there is one; ``note`` hears of every damaged one, passed over.
+
+    All ``peers`` look together. BadInput when it is of another model or seed.
+    """
+    folder, seed = job.options.checkpoint, job.options.seed
+    found = None if folder is None else newest(folder, note, peers)
+    if found is not None and found.model != job.plan.chain.name:
+        raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
+    if found is not None and found.seed != seed:
+        raise BadInput(f"{found.path}: was made with seed {found.seed}, which gave its data; this run has {seed}")
+    return found
