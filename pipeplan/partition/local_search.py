@@ -16,6 +16,7 @@ from ..problem import Problem
 
 Stages = tuple[Stage, ...]
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)  # layers by which a boundary moves
+SCHEDULED = 50  # candidates that can be looked at in the time that scheduling one takes
 MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 
 
@@ -31,6 +32,8 @@ def local_search(
 ) -> int:
     """Walk from ``start`` to better allocations; return how many candidates were looked at, about ``budget`` at most.
 
+    One that is scheduled counts :data:`SCHEDULED` more, and those seen before count where there is no other.
+
     ``lower_bound`` bounds an allocation's period from below without scheduling it, or says None when it cannot become
     the best; ``try_`` schedules it and says whether it is the best so far. Neighbours are tried in the order of their
     bounds; when none is better, the search goes on from two random moves away from the best. It ends after
@@ -43,7 +46,8 @@ def local_search(
     looked = hopeless = 0
     while looked < budget and (patience is None or hopeless < patience) and not done():
         hopeful: list[tuple[int, int, Stages]] = []
-        for neighbour in _neighbours(problem, current, rng):
+        neighbours, before = list(_neighbours(problem, current, rng)), len(seen)
+        for neighbour in neighbours:
             if neighbour in seen:
                 continue
             seen.add(neighbour)
@@ -54,13 +58,16 @@ def local_search(
                 hopeful.append((bound, len(hopeful), neighbour))
             if looked >= budget:
                 break
+        if len(seen) == before:
+            looked, hopeless = looked + len(neighbours), hopeless + len(neighbours)
         improved = False
         for _, _, neighbour in sorted(hopeful):
+            looked += SCHEDULED
             if try_(Allocation(neighbour)):
                 best = current = neighbour
                 improved = True
                 break
-            if done():
+            if looked >= budget or done():
                 return looked
         if not improved:
             current = best

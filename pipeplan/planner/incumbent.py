@@ -44,7 +44,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to schedule: the integer program's solver, and its limits for one allocation, by nodes and seconds of its own.
+    """How to schedule: the integer program's solver, and its limits for one allocation: nodes and seconds of its own.
 
     The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
     there is a plan, the simplest ones are tried. ``progress`` receives a line at each
@@ -85,9 +85,9 @@ class Incumbent:
 
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
-    ``stopped`` says which limit cut anything short, ``time limit`` where one did so that another run might find more,
-    ``late`` whether that was the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave the lower bounds that they
-    prove in ``bounds``, and that of class ``any`` in ``floor_ns``, for the progress lines.
+    ``stopped`` says which limit cut anything short, ``time limit`` where a clock did, so that another run might find
+    more, ``late`` whether that was the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave
+    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``.
     """
 
     def __init__(

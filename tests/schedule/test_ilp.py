@@ -242,8 +242,6 @@ def test_a_limit_of_nodes_ends_a_search_at_the_same_place_every_time(solver):
     assert found[0] == found[1]
     assert found[0].status == "node limit"
     assert judged(graph, found[0]) > found[0].lower_bound_ns >= group_bound(graph)
-    best = schedule_ilp(graph, solver=solver, limits=SolverLimits(nodes=2, own_s=600), cutoff_period_ns=316 * 10**6)
-    assert (best.status, best.pattern) == ("node limit", None), "nothing found is nothing proved"
 
 
 # --- the ends of a search -------------------------------------------------------------------------------------------

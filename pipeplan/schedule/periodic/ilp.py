@@ -64,8 +64,8 @@ class IlpResult:
     """A pattern or None, why, and a lower bound (ns) on the period of every valid pattern of the graph.
 
     ``optimal``: no pattern is shorter by more than the solver's tolerance (1e-6). ``infeasible``: no pattern at any
-    period. ``cutoff``: none below the cutoff. ``node limit``, ``time limit``: stopped, the first at the same place every
-    time; the pattern, if any, is the best so far.
+    period. ``cutoff``: none below the cutoff. ``node limit``, ``time limit``: stopped, the first of them at the same
+    place every time; the pattern, if any, is the best so far.
     ``unproved``: rounding in the solver cost the proof; the pattern, if any, is valid all the same.
     """
 
@@ -354,13 +354,13 @@ def _highs(pulp: Any, limits: SolverLimits) -> Any:
             model = lp.solverModel
             _in_a_thread(model)
             statuses, status = type(model.getModelStatus()), model.getModelStatus()
-            if status == statuses.kSolutionLimit:  # by nodes; PuLP doesn't know it, but this one, which is treated alike
+            if (
+                status == statuses.kSolutionLimit
+            ):  # by nodes, which PuLP doesn't know; it treats this one alike
                 model.getModelStatus = lambda: statuses.kIterationLimit
 
     nodes = {} if limits.nodes is None else {"mip_max_nodes": limits.nodes}
-    solver = Highs(
-        msg=False, threads=1, timeLimit=limits.seconds, gapRel=0, gapAbs=TOLERANCE, random_seed=1, **nodes
-    )
+    solver = Highs(msg=False, threads=1, timeLimit=limits.seconds, gapRel=0, gapAbs=TOLERANCE, random_seed=1, **nodes)
     if not solver.available():
         raise PipeplanError("the solver HiGHS is not installed: pip install highspy, or choose cbc")
     return solver
