@@ -174,9 +174,9 @@ def _plan_pattern(
 ) -> tuple[Incumbent, str | None]:
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
-    Where ``propose`` makes local ``moves``, and weights are updated before as many microbatches are in flight as stages
-    in a row on all devices have, it makes them at that interval as well: others pay there. With the interval decided
-    the search is run once more, unless nothing can get shorter; the bounds are those of the first, which hold for every
+    Where ``propose`` makes local ``moves``, which others pay at another interval, it makes them as well with the one
+    that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search is run
+    once more, unless nothing can get shorter; the bounds are those of the first, which hold for every
     interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
@@ -188,7 +188,7 @@ def _plan_pattern(
     again, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
     filled = 2 * len(problem.platform) - 1
-    sooner = again.problem.policy.update_interval() < filled
+    sooner = again.problem.policy.update_interval() <= filled
     if moves and sooner and not incumbent.near_bound and not _ended(status, incumbent):
         other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
         status = run_search(propose, other, dispensable=True) or status

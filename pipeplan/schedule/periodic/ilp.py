@@ -354,9 +354,7 @@ def _highs(pulp: Any, limits: SolverLimits) -> Any:
             model = lp.solverModel
             _in_a_thread(model)
             statuses, status = type(model.getModelStatus()), model.getModelStatus()
-            if (
-                status == statuses.kSolutionLimit
-            ):  # by nodes, which PuLP doesn't know; it treats this one alike
+            if status == statuses.kSolutionLimit:  # by nodes; PuLP doesn't know it, but treats this one alike
                 model.getModelStatus = lambda: statuses.kIterationLimit
 
     nodes = {} if limits.nodes is None else {"mip_max_nodes": limits.nodes}
