@@ -150,7 +150,8 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
     for _ in range(12):
         chain = uneven_chain(rng, 9, 5, 10)
         platform = Platform.flat(4, rng.randint(60, 160), 10**9)
-        problem = Problem(chain, platform, Policy(weights=weights), checkpointing="segments")  # type: ignore[arg-type]
+        policy = Policy(weights, None if weights == "flush" else 4)  # type: ignore[arg-type]
+        problem = Problem(chain, platform, policy, checkpointing="segments")
         found = smallest_period(problem)
         if found is None:
             continue
