@@ -8,8 +8,11 @@ from dataclasses import replace
 from cases.chains import random_chain, random_problem
 from oracles.partition import ContiguousJudge
 
+from pipeplan.check.validate import pattern_violations
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation
 from pipeplan.problem import Problem
+from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 WEIGHTS = ("flush", "2bw", "stash", "latest")
 
@@ -83,3 +86,16 @@ def assert_attains(problem: Problem, allocation: Allocation) -> None:
     judge = ContiguousJudge(problem)
     assert judge.valid(stages, period)
     assert not judge.valid(stages, period - 1)
+
+
+def assert_schedules(problem: Problem, found: Allocation) -> None:
+    """1F1B* gives the claimed period to the scheduler and the validator."""
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, found.stages)
+    pattern = best_one_f_one_b_star(graph)
+    assert pattern is not None
+    assert found.claimed_period_ns is not None
+    if problem.policy.vertical_sync:  # the first stage may need more versions than a stage was searched with
+        assert pattern.period_ns >= found.claimed_period_ns
+    else:
+        assert pattern.period_ns == found.claimed_period_ns
+    assert pattern_violations(graph, pattern) == []

@@ -27,6 +27,7 @@ MEMORY = 16 * 10**9
 GB = 10**9
 HIERARCHY_4X4 = Platform((Device(MEMORY),) * 16, (Level(4, 10 * GB), Level(4, 5 * GB // 4)))
 FLAT_16 = Platform.flat(16, MEMORY, 5 * GB // 4)
+EACH = Policy(accumulate=1)  # as the paper: each replica updates after its own microbatch
 PLATFORMS = [Platform.flat(4, MEMORY, 10 * GB), Platform.flat(8, MEMORY, 30 * GB), FLAT_16, HIERARCHY_4X4]
 
 
@@ -59,7 +60,7 @@ def floor_ns(problem: Problem, allocation: Allocation) -> int:
 def test_table_1_on_sixteen_workers(
     name: str, replicas: str, milliseconds: float, first_after_the_cut: str | None
 ) -> None:
-    problem = Problem(published(name), FLAT_16)
+    problem = Problem(published(name), FLAT_16, EACH)
     (allocation,) = pipedream(problem)
     assert allocation.claimed_period_ns is not None
     assert shape(allocation) == replicas
@@ -72,7 +73,7 @@ def test_table_1_on_sixteen_workers(
 
 
 def test_a_strict_hierarchy_cannot_have_15_1_and_the_flat_solve_wins() -> None:
-    flat, strict = pipedream(Problem(published("vgg16"), HIERARCHY_4X4))
+    flat, strict = pipedream(Problem(published("vgg16"), HIERARCHY_4X4, EACH))
     assert (shape(flat), flat.claimed_period_ns) == ("15-1", 44_159_000)
     assert sum(stage.replicas for stage in strict.stages[:1]) % 4 == 0
     assert strict.claimed_period_ns == 55_198_750
@@ -146,7 +147,7 @@ def test_the_strict_claim_is_the_papers_recurrence(seed: int) -> None:
     counts = [(2, 2), (2, 3), (3, 2), (2, 2, 2)][seed % 4]
     levels = tuple(Level(n, rng.choice((10**9, 5 * 10**8, 3 * 10**8)), rng.choice((0, 1))) for n in counts)
     platform = Platform((Device(MEMORY, Fraction(rng.choice((1, 2)), 3)),) * math.prod(counts), levels, seed % 5 == 0)
-    problem = Problem(random_chain(rng, rng.randint(1, 7), edges=seed % 3 == 0), platform)
+    problem = Problem(random_chain(rng, rng.randint(1, 7), edges=seed % 3 == 0), platform, EACH)
     straight = seed % 6 == 0
     period, stages = _strict(problem, straight)
     assert period == paper_period(problem, straight)
@@ -156,7 +157,7 @@ def test_the_strict_claim_is_the_papers_recurrence(seed: int) -> None:
 
 def test_an_equal_strict_solution_is_not_repeated() -> None:
     chain = Chain("even", (Layer("a", 8, 8, 0, 10**6), Layer("b", 8, 8, 0, 0)), 0)
-    (allocation,) = pipedream(Problem(chain, Platform((Device(MEMORY),) * 4, (Level(2, GB), Level(2, GB)))))
+    (allocation,) = pipedream(Problem(chain, Platform((Device(MEMORY),) * 4, (Level(2, GB), Level(2, GB))), EACH))
     assert (shape(allocation), allocation.claimed_period_ns) == ("4", 8)
 
 
@@ -398,6 +399,6 @@ def test_four_hundred_layers_on_eight_servers_of_eight_take_seconds() -> None:
 
 def test_policy_changes_what_is_synchronised() -> None:
     chain = Chain("heavy", (Layer("a", 4, 4, 64, 0),), 0)
-    problem = Problem(chain, Platform.flat(2, MEMORY, GB), Policy(precision="mixed"))
+    problem = Problem(chain, Platform.flat(2, MEMORY, GB), Policy(accumulate=1, precision="mixed"))
     assert next(pipedream(problem)).claimed_period_ns == 8, "64 bytes in fp32 and 32 in mixed every second microbatch"
     assert next(pipedream(problem.with_policy(Policy(accumulate=16)))).claimed_period_ns == 4
