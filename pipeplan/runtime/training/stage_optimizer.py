@@ -288,7 +288,9 @@ class BucketedOptimizer:
         return dict(self._state[index])
 
     def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Let the optimizer remember ``state`` of the weight at ``index``."""
+        """Let the optimizer remember ``state`` of the weight at ``index``, if any of it is stepped here."""
+        if self._rows is not None and not self._rows.sizes[index]:
+            return  # nor would its counts go on
         for key, value in state.items():
             if is_large(value):
                 shaped = value.view(self._shapes[index]) if self._rows is None else self._rows.taken(index, value)

@@ -248,9 +248,9 @@ def test_stashing_keeps_the_versions_that_the_memory_model_counts(seed, weights)
 def test_devices_of_planned_replicas_have_room_for_their_versions():
     """A device's memory, as the planner fills it, holds every version that its instructions keep."""
     seen = Counter()
-    for seed in range(36):
+    for seed in range(26):
         rng = random.Random(seed)
-        problem = random_problem(rng, rng.randint(2, 5), rng.randint(2, 5), levels=True, saved=True)
+        problem = random_problem(rng, rng.randint(2, 5), rng.randint(2, 4), levels=True, saved=True)
         policy = Policy("stash", accumulate=rng.choice((None, 1, 2, 3)), vertical_sync=rng.random() < 0.3)
         try:
             plan = make_plan(problem.with_policy(policy), "contiguous").plan

@@ -16,6 +16,7 @@ from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.buckets import cut_into_buckets
+from pipeplan.runtime.training.checkpoint import file_of
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.optimizers import Choice, parse_choice
 from pipeplan.runtime.training.shards import Rows, Sharing, shared_chunks
@@ -153,6 +154,9 @@ def test_a_checkpoint_goes_on_with_any_number_of_replicas(tmp_path):
     first, whole = found[2, 0]
     assert found[2, 1][0].losses == first.losses
     assert largest_difference(found[2, 1][1], whole) == 0
+    for folder in (tmp_path / f"{replicas}{zero}" / "step-00000004" for replicas, zero in found):
+        written = [torch.load(folder / file_of(rank))["optimizer"] for rank in range(int(folder.parent.name[0]))]
+        assert {float(state["step"]) for own in written for state in own.values()} == {4.0}, "also of others' elements"
     for other in ((1, 0), (4, 1)):  # gradients are added in another order
         assert found[other][0].losses == pytest.approx(first.losses, abs=1e-6)
         assert largest_difference(found[other][1], whole) < 1e-6
