@@ -19,8 +19,9 @@ from .options import GIVE_UP, JSON, PLAN
 def command(plan: str, bounds: bool, deadline: Deadline, as_json: bool) -> None:
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
-    Its order is also proved free of deadlock with blocking sends and receives. Of its lower bounds, those whose proof
-    is a search (classes contiguous and one-special) are the file's claims and called so, unless --bounds checks them.
+    Its order is also proved free of deadlock with blocking sends, receives, sums and updates of replicas. Of its
+    lower bounds, those whose proof is a search (classes contiguous and one-special) are the file's claims and called
+    so, unless --bounds checks them.
 
     \b
     Example: pipeplan check plan.json
@@ -28,12 +29,13 @@ def command(plan: str, bounds: bool, deadline: Deadline, as_json: bool) -> None:
     from ..files.plans import read_plan
     from ..planner.derived import derived
     from ..report.tables import bound_figures, headline
+    from ..runtime.lowering.blocking import run_deadlock
     from ..schedule.deadlock import plan_deadlock
 
     with deadline.insist():
         loaded, found = read_plan(plan)
         if not found:
-            found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
+            found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded) or run_deadlock(loaded)]
     if bounds and not found:
         try:
             with deadline.insist():

@@ -6,8 +6,9 @@ does one thing after the other, two lists in unfortunate orders stop for good.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import lcm
+from typing import NamedTuple
 
 from ..plan import Plan
 from .kinds import graph_of, plan_timeline
@@ -19,54 +20,70 @@ from .timeline import Timeline
 MOST_MICROBATCHES = 2000  # that a plan's proof unrolls, where replica counts have a large common multiple
 
 
+class Meet(NamedTuple):
+    """What ``ranks`` do together, none before all have come to it: a message, or a sum."""
+
+    ranks: frozenset[int]
+    what: Hashable
+
+
+def standstill(lists: Mapping[int, Sequence[Meet | None]]) -> tuple[dict[int, int], list[int]]:
+    """Return where each rank stands for good (rank to index in its list), and which of them wait for each other.
+
+    Nothing and nobody if all come through. Everything blocks: every operation is a rank's only one until it is over,
+    and a meeting takes place when all its ranks have come to it. What runs under these rules runs under every weaker
+    one. With them the run is determined, so following it once is a proof. Linear in the operations.
+    """
+    place = dict.fromkeys(lists, 0)
+
+    def next_of(rank: int) -> Meet | None:
+        return lists[rank][place[rank]] if place.get(rank, 0) < len(lists.get(rank, ())) else None
+
+    work = list(lists)
+    while work:
+        rank = work.pop()
+        while place[rank] < len(lists[rank]):
+            meet = lists[rank][place[rank]]
+            others = set() if meet is None else meet.ranks - {rank}
+            if any(next_of(other) != meet for other in others):
+                break
+            for other in others:
+                place[other] += 1
+                work.append(other)
+            place[rank] += 1
+    stuck = {rank: at for rank, at in place.items() if at < len(lists[rank])}
+    chain = [min(stuck)] if stuck else []
+    while chain:
+        meet = next_of(chain[-1])
+        assert meet is not None, "a rank only waits for others"
+        awaited = min(other for other in meet.ranks - {chain[-1]} if next_of(other) != meet)
+        if awaited in chain:
+            return stuck, chain[chain.index(awaited) :]
+        if awaited not in stuck:
+            break
+        chain.append(awaited)
+    return stuck, chain
+
+
 def deadlock(ranks: Mapping[int, Sequence[RankOp]]) -> list[str]:
     """Return how ``ranks`` (device to its operations in order) deadlock, one sentence per rank involved; [] if never.
 
-    Every send and receive blocks its rank until the peer stands at the matching call (rendezvous, no buffers, one
-    operation at a time): what runs under these rules runs under every weaker one. With them the run is determined, so
-    following it once is a proof. Linear in the operations.
+    Every send and receive blocks its rank until the peer stands at the matching call (:func:`standstill`).
     """
-    place = dict.fromkeys(ranks, 0)
-    work = list(ranks)
-    while work:
-        rank = work.pop()
-        operations = ranks[rank]
-        while place[rank] < len(operations):
-            op = operations[place[rank]]
-            if op.peer is not None:
-                if not _meets(rank, op, ranks, place):
-                    break
-                place[op.peer] += 1
-                work.append(op.peer)
-            place[rank] += 1
-    stuck = {rank: ranks[rank][at] for rank, at in place.items() if at < len(ranks[rank])}
-    if not stuck:
-        return []
-    chain = [min(stuck)]
-    while (peer := stuck[chain[-1]].peer) in stuck and peer not in chain:
-        assert peer is not None, "a rank only waits in an exchange"
-        chain.append(peer)
-    if peer in chain:
-        chain = chain[chain.index(peer) :]
+    lists = {rank: [_meet(rank, op) for op in operations] for rank, operations in ranks.items()}
+    place, chain = standstill(lists)
+    stuck = {rank: ranks[rank][at] for rank, at in place.items()}
     return [_sentence(rank, stuck, ranks, place) for rank in chain]
 
 
-def _meets(rank: int, op: RankOp, ranks: Mapping[int, Sequence[RankOp]], place: Mapping[int, int]) -> bool:
-    assert op.peer is not None, "an exchange has a peer"
-    others = ranks.get(op.peer, ())
-    at = place.get(op.peer, 0)
-    if at >= len(others):
-        return False
-    return _matching(op, rank) == others[at]
-
-
-def _matching(op: RankOp, rank: int) -> RankOp:
-    """Return the peer's side of an exchange."""
+def _meet(rank: int, op: RankOp) -> Meet | None:
+    if op.peer is None:
+        return None
     call, kind = op.kind.split("_")
     step = 1 if kind == "F" else -1
-    other = ("RECV_" if call == "SEND" else "SEND_") + kind
-    stage = op.stage + step if call == "SEND" else op.stage - step
-    return RankOp(other, stage, op.microbatch, rank, op.covers)  # type: ignore[arg-type]  # one of the four
+    sender = op.stage if call == "SEND" else op.stage - step
+    source = rank if call == "SEND" else op.peer
+    return Meet(frozenset((rank, op.peer)), (kind, source, sender, op.microbatch, op.covers))
 
 
 def _sentence(

@@ -6,7 +6,7 @@ Made from the program alone, before the run and without torch; the executor only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -207,19 +207,22 @@ def lowered(
                     instruction = make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)
             entries[device].append((timeline.turn(step), index, instruction))
     lists: list[list[Instruction]] = [[] for _ in ranks]
+    alone = {s for s in range(len(graph.stages)) if len(devices_of(s)) == 1}
     for device, rank in ranks.items():
         in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
-        lists[rank] = _sends_before_updates(in_order)
+        lists[rank] = _sends_before_updates(in_order, alone)
     return lists
 
 
-def _sends_before_updates(instructions: list[Instruction]) -> list[Instruction]:
-    """Return ``instructions`` with every update after the sends that follow it: others wait for those, not for it.
+def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> list[Instruction]:
+    """Return ``instructions`` with updates after the sends that follow them: others wait for those, not for these.
 
-    Between them only receives are posted, so no pass and no exchange changes its place.
+    Between them only receives are posted, so no pass and no exchange changes its place. Only updates of stages
+    ``alone``, without replicas, move: those of replicas are sums too, with a place in the total order.
     """
     for index in range(len(instructions) - 2, -1, -1):
-        if not isinstance(instructions[index], Update):
+        update = instructions[index]
+        if not isinstance(update, Update) or update.stage not in alone:
             continue
         last = index
         for place in range(index + 1, len(instructions)):

@@ -16,7 +16,7 @@ from pipeplan.runtime.exchange.collective import replica_groups
 from pipeplan.runtime.exchange.links import open_links
 from pipeplan.runtime.job import Job
 from pipeplan.runtime.launcher import Launcher
-from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send
+from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
@@ -43,7 +43,7 @@ def plan_named(name):
 def test_both_ends_of_a_pair_issue_in_the_same_order(name):
     """And nothing would deadlock if every message and sum blocked its ranks until all had come."""
     script = lower_run(plan_named(name), 4)
-    queues = [[x for x in orders if isinstance(x, Send | Receive | Reduce)] for orders in script.instructions]
+    queues = [[x for x in orders if isinstance(x, Send | Receive | Reduce | Update)] for orders in script.instructions]
     while any(queues):
         heads = {rank: queue[0] for rank, queue in enumerate(queues) if queue}
         meeting = set()
@@ -54,7 +54,7 @@ def test_both_ends_of_a_pair_issue_in_the_same_order(name):
                     if isinstance(other, Receive) and other.peer == rank:
                         assert (other.edge, other.microbatch) == (x.edge, x.microbatch)
                         meeting = {rank, x.peer}
-                case Reduce():
+                case Reduce() | Update():
                     replicas = script.ranks_of(x.stage)
                     if all(heads.get(r) == x for r in replicas):
                         meeting = set(replicas)

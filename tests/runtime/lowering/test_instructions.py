@@ -21,6 +21,7 @@ from pipeplan.runtime.lowering.instructions import (
     Forward,
     Receive,
     Reduce,
+    ReduceTied,
     Send,
     Update,
     lowered,
@@ -144,7 +145,7 @@ def test_sentences_name_the_operation():
 
 
 def deadlocks(lists):
-    """Walk all lists as if every send waited for its receive and every sum for all replicas; True when they get stuck.
+    """Walk all lists as if every send waited for its receive, and sums and updates for all replicas; True when stuck.
 
     The strictest reading of any transport: a run that ends under it ends under every other.
     """
@@ -158,7 +159,7 @@ def deadlocks(lists):
         moved = False
         for rank, head in enumerate(heads()):
             match head:
-                case Forward() | Backward() | Update():
+                case Forward() | Backward():
                     queues[rank].popleft()
                     moved = True
                 case Send(kind, stage, m, peer):
@@ -167,7 +168,7 @@ def deadlocks(lists):
                         queues[rank].popleft()
                         queues[peer].popleft()
                         moved = True
-                case Reduce():
+                case Reduce() | ReduceTied() | Update():
                     holders = [r for r, q in enumerate(queues) if head in q]
                     if all(queues[r][0] == head for r in holders):
                         for r in holders:

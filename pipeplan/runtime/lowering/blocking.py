@@ -1,0 +1,72 @@
+"""Would the instructions of a run come through if everything that ranks do together blocked them? A proof.
+
+Sums and updates of replicas included. A transport never blocks so much by itself, but debuggers and
+``CUDA_LAUNCH_BLOCKING=1`` make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import PipeplanError
+from ...integers import ceil_div
+from ...plan import Plan
+from ...schedule.deadlock import MOST_MICROBATCHES, Meet, standstill
+from ...schedule.kinds import kind_of
+from .instructions import Agree, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
+from .lowered_run import LoweredRun, lower_run
+
+ROUNDS = 3  # of the repeated part that a proof follows
+
+
+def run_deadlock(plan: Plan) -> list[str]:
+    """Return how a run of ``plan`` deadlocks when everything blocks, one sentence per rank involved; [] if it doesn't.
+
+    [] as well where devices decide on the way what they do next, and for a plan that cannot be run.
+    """
+    if kind_of(plan).by_arrival:
+        return []
+    try:
+        lowered = lower_run(plan, 1)
+        most = max(1, MOST_MICROBATCHES // lowered.interval)
+        lowered = lower_run(plan, min(most, ROUNDS * ceil_div(max(lowered.filled, 1), lowered.interval) + ROUNDS))
+    except PipeplanError:
+        return []
+    return deadlock(lowered)
+
+
+def deadlock(lowered: LoweredRun) -> list[str]:
+    """Return how a run deadlocks when everything blocks, one sentence per rank involved; [] if it doesn't."""
+    lists = {rank: [_meet(lowered, rank, x) for x in own] for rank, own in enumerate(lowered.instructions)}
+    place, chain = standstill(lists)
+    words = []
+    for rank, other in zip(chain, [*chain[1:], *chain[:1]], strict=True):
+        own: Sequence[Instruction] = lowered.instructions[rank]
+        there = lowered.instructions[other][place[other]]
+        words.append(
+            f"rank {rank}, operation {place[rank] + 1} of {len(own)}, waits in {sentence(own[place[rank]])}; "
+            f"rank {other} is in {sentence(there)}"
+        )
+    return words
+
+
+def _meet(lowered: LoweredRun, rank: int, instruction: Instruction) -> Meet | None:
+    """Return whom ``rank`` meets in ``instruction``, None if nobody."""
+    match instruction:
+        case Send(kind, stage, microbatch, peer, covers):
+            return Meet(frozenset((rank, peer)), ((kind, stage), rank, microbatch, covers))
+        case Receive(kind, stage, microbatch, peer, covers):
+            return Meet(frozenset((rank, peer)), (edge_into(kind, stage), peer, microbatch, covers))
+        case Reduce(stage, _) | Update(stage, _):
+            return _together(lowered, (stage,), instruction)
+        case ReduceTied(stages, _):
+            return _together(lowered, stages, instruction)
+        case Agree() | Save():
+            return Meet(frozenset(range(len(lowered.devices))), instruction)
+        case _:
+            return None
+
+
+def _together(lowered: LoweredRun, stages: Sequence[int], instruction: Instruction) -> Meet | None:
+    ranks = frozenset(rank for s in stages for rank in lowered.ranks_of(s))
+    return Meet(ranks, instruction) if len(ranks) > 1 else None
