@@ -234,6 +234,18 @@ def test_what_is_exact_proves_its_period() -> None:
         assert found.lower_bound_ns == found.claimed_period_ns
 
 
+def test_steps_too_long_to_cost_nothing_at_the_limit_are_charged_to_every_number_of_replicas() -> None:
+    layers = tuple(Layer(f"layer{i}", 10, 20, 40, 8, optimizer_ns=i * 650 * 10**12) for i in range(2))
+    problem = Problem(Chain("steps", layers, 8), Platform.flat(2, 10**6), Policy())
+    found = smallest_period(problem)
+    assert found is not None
+    truth = contiguous_optimum(problem)
+    assert truth is not None
+    assert (
+        found.claimed_period_ns == truth[0] == 31
+    )  # on two replicas 60 and two nanoseconds of the step, every second microbatch
+
+
 def test_unused_devices_are_the_last_ones_where_all_are_alike() -> None:
     (found,) = contiguous(Problem(unit_chain(3), Platform.flat(5, 100), replicas=False))
     assert [stage.devices for stage in found.stages] == [(0,), (1,), (2,)]

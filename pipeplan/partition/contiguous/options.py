@@ -17,7 +17,7 @@ import numpy as np
 from ...cost import memory_model, time_model
 from ...cost.saved import saved_bytes
 from ...integers import IntLike, Ints
-from ...problem import Device, Problem
+from ...problem import ENDLESS, Device, Problem
 from ..cuts import waits_ns
 from ..in_flight import in_flight_limit, memory_counts
 
@@ -145,12 +145,16 @@ def stage_times(problem: Problem, cuts: Ints, device: Device) -> tuple[tuple[Int
 def replica_counts(problem: Problem) -> range:
     """Return the replica counts between which a stage's time differs: all, or one alone where it never does.
 
-    With shared steps it differs only where more replicas make updates rarer.
+    With shared steps it differs only where more replicas make updates rarer, with updates at their limit only where
+    the steps of all replicas take more than a nanosecond of each microbatch.
     """
     policy, most = problem.policy, problem.most_replicas
-    pays = policy.coarsening is None and int(problem.chain.sums.optimizer_ns[-1]) > 0
-    rarer = policy.update_interval(most) > policy.update_interval()
-    return range(1, most + 1) if pays and (rarer if policy.zero else policy.accumulate is not None) else range(1, 2)
+    step = 0 if policy.coarsening is not None else int(problem.chain.sums.optimizer_ns[-1])
+    if policy.zero:
+        differs = step > 0 and policy.update_interval(most) > policy.update_interval()
+    else:
+        differs = step > 0 if policy.accumulate is not None else step * most > ENDLESS
+    return range(1, most + 1) if differs else range(1, 2)
 
 
 def quickest_replicas(problem: Problem) -> int:
