@@ -132,20 +132,9 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherWeights:
-    """The period (ns) of the best contiguous plan under a policy that lets stages share weights."""
-
-    weights: Weights
-    period_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class Provenance:
     """Where a plan comes from, and what it was weighed against. ``seconds`` is the only field of a plan that differs
-    between equal runs.
-
-    ``other_weights`` says what the plan's policy costs where it keeps layers that share weights in one stage.
-    """
+    between equal runs."""
 
     algorithm: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +143,6 @@ class Provenance:
     solver_status: str | None = None
     version: str = ""
     seconds: float = 0.0
-    other_weights: OtherWeights | None = None
     alternatives: tuple[Alternative, ...] = ()
 
 

@@ -105,7 +105,6 @@ def command(
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --data-parallel")
 
     from ..planner.alternatives import with_alternatives
-    from ..planner.other_weights import with_other_weights
     from ..planner.plan import Planned, make_plan
     from ..planner.stated import STATED
     from ..report.tables import print_plan
@@ -118,7 +117,7 @@ def command(
         found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
         if configuration is not None:  # other stages than the stated ones are no alternatives
             return found
-        return with_alternatives(with_other_weights(found, problem), problem)
+        return with_alternatives(found, problem)
 
     search(
         find,

@@ -15,7 +15,7 @@ from ..check.bounds import any_bound, bounded, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import InvalidPlan
-from ..plan import Allocation, Alternative, Bound, OtherWeights, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
+from ..plan import Allocation, Alternative, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
 from ..problem import Policy
 from ..schedule.pattern import DeviceUse, Group
 from .forms import Instant, Positive, converted, form, json_text, read_json
@@ -55,15 +55,13 @@ BoundFile = form(
     period_ns=Positive,
 )
 AlternativeFile = form(Alternative, optional=(), microbatches=Positive, period_ns=Positive | None)
-OtherWeightsFile = form(OtherWeights, period_ns=Positive)
 ProvenanceFile = form(
     Provenance,
-    optional=("other_weights", "alternatives"),
+    optional=("alternatives",),
     brief=True,
     alternatives=tuple[AlternativeFile, ...],  # type: ignore[valid-type]  # a form
     claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
     seconds=Annotated[float, msgspec.Meta(ge=0)],
-    other_weights=OtherWeightsFile | None,
 )
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",

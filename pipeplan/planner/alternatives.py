@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from ..check.validate import check
 from ..deadline import OutOfTime
+from ..errors import Infeasible
 from ..partition.cuts import legal_cuts
 from ..plan import Alternative, Plan, Provenance, Schedule
 from ..problem import Checkpointing, Problem, Weights
 from ..schedule.kinds import kinds_for
 from .incumbent import Incumbent, Settings
-from .plan import Planned
+from .plan import Planned, make_plan
 from .portfolio import propose_contiguous
 from .proposals import with_others
 from .simulated import plan_drained
@@ -30,6 +31,8 @@ _DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates
 def with_alternatives(planned: Planned, problem: Problem) -> Planned:
     """Return the plan with what the best contiguous plans take with weights kept otherwise, at the same interval.
 
+    That of 2bw is its own where nobody stated one and the plan's updates come with every microbatch: 2bw would then
+    have one microbatch in flight.
     Stages are stored or recomputed whole. Left out are all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
     """
@@ -40,16 +43,31 @@ def with_alternatives(planned: Planned, problem: Problem) -> Planned:
     with suppress(OutOfTime):
         for weights in COMPARED:
             if weights != plan.policy.weights:
-                found += _alternative(problem, weights, plan.interval)
+                own = weights == "2bw" and problem.policy.accumulate is None and not problem.policy.drains
+                found += [_at_its_best(problem)] if own else _alternative(problem, weights, plan.interval)
     return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, alternatives=tuple(found))))
 
 
-def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alternative]:
-    """Return what the best contiguous plan found takes; nothing where a second isn't enough to tell."""
+def _at_its_best(problem: Problem) -> Alternative:
+    """Return what the best contiguous plan under 2bw takes, at the interval that is decided for it."""
+    try:
+        found = make_plan(_under(problem, "2bw", None), "contiguous")
+    except Infeasible:
+        return Alternative("2bw", 1, None)
+    return Alternative("2bw", found.plan.interval, found.evaluation.period_ns)
+
+
+def _under(problem: Problem, weights: Weights, interval: int | None) -> Problem:
     policy = replace(problem.policy, weights=weights, accumulate=interval, vertical_sync=False)
     allowed: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
     here = replace(problem.with_policy(policy), checkpointing=allowed)
     here.deadline.check()
+    return here
+
+
+def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alternative]:
+    """Return what the best contiguous plan found takes; nothing where a second isn't enough to tell."""
+    here = _under(problem, weights, interval)
     kind = kinds_for(weights)[0]
     if kind == "flush":
         steps = interval * (4 * min(len(here.platform), len(here.chain)) - 2)
@@ -65,7 +83,7 @@ def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alte
     schedule = Schedule(kind, interval if kind == "flush" else None)
     best = incumbent.best
     plan = Plan(
-        here.chain, here.platform, policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule
+        here.chain, here.platform, here.policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule
     )
     return [Alternative(weights, interval, check(plan).period_ns)]
 

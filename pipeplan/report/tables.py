@@ -183,9 +183,7 @@ def print_plan(
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
     if tied is not None:
-        other = plan.provenance.other_weights
-        gives = f"; with --weights {other.weights} it takes {format_ns(other.period_ns)}" if other else ""
-        out.print(f"note        {tied}{gives}")
+        out.print(f"note        {tied}")
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         out.print(f"note        the search ended early: {status}")
@@ -220,10 +218,14 @@ def other_weights(plan: Plan, result: Evaluation) -> str | None:
     found = [
         f"{x.weights} "
         + ("finds no plan" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
+        + ("" if x.period_ns is None or x.microbatches == plan.interval else f" {_every(x.microbatches)}")
         for x in plan.provenance.alternatives
         if x.weights != plan.policy.weights
     ]
-    return f"{', '.join(found)}, by a quick search at the same interval" if found else None
+    same = all(
+        x.microbatches == plan.interval for x in plan.provenance.alternatives if x.weights != plan.policy.weights
+    )
+    return f"{', '.join(found)}, by a quick search{' at the same interval' if same else ''}" if found else None
 
 
 def longer(period_ns: int, result: Evaluation) -> str:

@@ -9,10 +9,10 @@ import pytest
 from cases.chains import published
 
 from pipeplan.errors import Infeasible
-from pipeplan.plan import Allocation, OtherWeights, Stage
+from pipeplan.plan import Allocation, Alternative, Stage
+from pipeplan.planner.alternatives import with_alternatives
 from pipeplan.planner.explain import fewest_gpus, least_memory, possible
 from pipeplan.planner.incumbent import Incumbent, Settings
-from pipeplan.planner.other_weights import with_other_weights
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.units import parse_bytes
@@ -99,17 +99,15 @@ def test_tied_layers_name_the_policies_that_allow_the_cut() -> None:
 def test_a_plan_says_what_shared_weights_cost_it() -> None:
     layers = tuple(Layer(f"l{i}", 1000, 2000, 10, 10) for i in range(4))
     problem = Problem(Chain("made", layers, 10, tied=((0, 3),)), Platform.flat(4, 10**6), Policy("stash"), False)
-    found = with_other_weights(make_plan(problem), problem)
-    apart = make_plan(problem.with_policy(Policy("2bw")), "contiguous").evaluation.period_ns
-    assert found.plan.provenance.other_weights == OtherWeights("2bw", apart)
+    found = with_alternatives(make_plan(problem), problem)
+    apart = make_plan(problem.with_policy(Policy("2bw")), "contiguous")
+    (other,) = [x for x in found.plan.provenance.alternatives if x.weights == "2bw"]
+    assert other == Alternative("2bw", apart.plan.interval, apart.evaluation.period_ns)
     assert found.evaluation.period_ns == 4 * 3000
-    assert 3000 <= apart <= 3003  # within 0.1% of updates at their limit
-    free = problem.with_policy(Policy("2bw"))
-    assert with_other_weights(make_plan(free), free).plan.provenance.other_weights is None
-    alone = replace(problem, platform=Platform.flat(1, 10**6))
-    assert with_other_weights(make_plan(alone), alone).plan.provenance.other_weights is None
-    wide = replace(problem, replicas=True)  # replicas are as good
-    assert with_other_weights(make_plan(wide), wide).plan.provenance.other_weights is None
+    assert 3000 <= apart.evaluation.period_ns <= 3003  # within 0.1% of updates at their limit
+    stated = problem.with_policy(Policy("stash", accumulate=1))
+    others = with_alternatives(make_plan(stated), stated).plan.provenance.alternatives
+    assert [x.microbatches for x in others if x.weights == "2bw"] == [1]
 
 
 def test_search_functions() -> None:
