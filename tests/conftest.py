@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ def one_thread() -> Iterator[None]:
 def pipeplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run the command in this process: ``pipeplan("plan", ..., stdin="")`` gives (exit code, stdout, stderr)."""
     from pipeplan.cli import main
+
+    monkeypatch.setattr("pipeplan.cli.progress.PATIENT_S", math.inf)  # however busy the machine, no line of progress
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pipeplan", *arguments])
