@@ -90,9 +90,39 @@ def _properties(device: torch.device) -> Any:
 
 
 def place(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move ``modules`` to ``device`` in place; parameters stay the same objects, so tied ones stay tied."""
+    """Move ``modules`` to ``device`` in place; what is one weight or one buffer in several of them stays one.
+
+    BadInput for distinct weights over one memory, as each would get its own.
+    """
+    if device.type != "cpu":
+        _refuse_aliases(modules)
+    buffers: dict[Tensor, Tensor] = {}  # those that were, kept until all are moved, and what they are now
+    for part in (part for module in modules for part in module.modules()):
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                if buffer not in buffers:
+                    buffers[buffer] = buffer.to(device)
+                part._buffers[name] = buffers[buffer]
     for module in modules:
         module.to(device)
+
+
+def _refuse_aliases(modules: Sequence[nn.Module]) -> None:
+    """Raise BadInput for distinct weights that overlap in memory; those side by side in one storage may well part."""
+    seen: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for module in modules:
+        for name, weight in module.named_parameters():
+            start = weight.storage_offset() * weight.element_size()
+            extent = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)) + 1
+            stop = start + extent * weight.element_size()
+            others = seen.setdefault(weight.untyped_storage()._cdata, [])
+            for begin, end, other_name, other in others:
+                if other is not weight and begin < stop and start < end:
+                    raise BadInput(
+                        f"model: the weights {other_name} and {name} are two over one memory, which come apart on a "
+                        "GPU; use one nn.Parameter for both"
+                    )
+            others.append((start, stop, name, weight))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -161,6 +161,28 @@ def test_placed_modules_keep_their_tied_weights():
     assert weight.device.type == "cuda"
 
 
+def test_placed_modules_keep_the_buffers_that_they_share():
+    """A norm that is called twice has its statistics once, on the meta device as on a GPU."""
+    one, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    other._buffers.update(one._buffers)
+    place([one, nn.Sequential(other)], torch.device("meta"))
+    for name in one._buffers:
+        assert one._buffers[name] is other._buffers[name]
+        assert one._buffers[name].device.type == "meta"
+
+
+def test_weights_over_one_memory_are_refused_where_they_would_come_apart():
+    weight = torch.zeros(4, 4)
+    first, second, over = (nn.Linear(4, 2, bias=False) for _ in range(3))
+    first.weight, second.weight = nn.Parameter(weight[:2]), nn.Parameter(weight[2:])
+    over.weight = nn.Parameter(weight[1:3])
+    place([first, second, over], CPU)
+    with pytest.raises(BadInput, match="the weights weight and weight are two over one memory"):
+        place([first, over], torch.device("meta"))
+    place([first, second], torch.device("meta"))  # side by side
+    assert second.weight.device.type == "meta"
+
+
 def test_what_is_on_the_device_is_not_copied():
     x = torch.zeros(2)
     assert moved(x, CPU) is x

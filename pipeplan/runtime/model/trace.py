@@ -31,6 +31,8 @@ _ADVICE = (
     "tensors of data-dependent shape and .item()"
 )
 
+TRACED_ON = {"cpu", "cuda"}
+
 
 def trace_module(module: nn.Module, example_input: Any, device: str = "cpu") -> Network:
     """Return the network that ``module`` is on ``example_input``: a tensor, a tuple of arguments or a dict of keywords.
@@ -44,7 +46,8 @@ def trace_module(module: nn.Module, example_input: Any, device: str = "cpu") -> 
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
     groups = _merged_in_place(facts, _groups(graph, module, facts))
-    network = _network(graph, module, facts, groups, inputs, arguments, device)
+    _put_on(graph, torch.device(device))  # behind what is found out by running it as it was made
+    network = _network(graph, module, facts, groups, inputs, arguments)
     results = list(pytree.tree_leaves(_output(graph).args[0], is_leaf=lambda x: isinstance(x, fx.Node)))
 
     def restored(outputs: Sequence[Tensor]) -> Any:
@@ -80,6 +83,26 @@ def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, An
             if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
                 raise BadInput(f"{name} cannot be traced: the shape of {node.name} depends on data. {_ADVICE}")
     return graph, exported.call_spec.out_spec
+
+
+def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
+    """Let ``graph``, and the graphs in it, make tensors on ``device``: the export names the one it was made on.
+
+    Regions of their own type, such as autocast's, name it as text.
+    """
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            region = isinstance(node.target, torch._ops.HigherOrderOperator)
+
+            def here(value: Any, region: bool = region) -> Any:
+                if isinstance(value, torch.device):
+                    return device
+                return device.type if region and isinstance(value, str) and value in TRACED_ON else value
+
+            node.args = fx.node.map_aggregate(node.args, here)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, here)
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
 
 
 @contextmanager
@@ -339,7 +362,6 @@ def _network(
     groups: list[_Group],
     inputs: dict[fx.Node, int],
     arguments: Sequence[Tensor],
-    device: str,
 ) -> Network:
     """Return the layers of ``groups`` with the numbers of what they read and make."""
     numbers = dict(inputs)
@@ -361,7 +383,7 @@ def _network(
     names = _unique(group.name for group in groups)
     for name, group, needed in zip(names, groups, reads, strict=True):
         makes = [n for n in dict.fromkeys(map(facts.value, group.nodes)) if n in wanted and n in facts.tensors]
-        code = _layer_graph(graph, facts, group, needed, makes, device)
+        code = _layer_graph(graph, facts, group, needed, makes)
         for path, _ in list(code.named_parameters(remove_duplicate=False)):
             if path in parameters:
                 _put(code, path, parameters[path])
@@ -425,7 +447,7 @@ def _listed(outputs: Sequence[Tensor]) -> Any:
 
 
 def _layer_graph(
-    graph: fx.GraphModule, facts: _Facts, group: _Group, reads: list[fx.Node], makes: list[fx.Node], device: str
+    graph: fx.GraphModule, facts: _Facts, group: _Group, reads: list[fx.Node], makes: list[fx.Node]
 ) -> fx.GraphModule:
     """Return the operations of ``group``, and what they need made again, as a module of its own."""
     part = fx.Graph()
@@ -436,8 +458,6 @@ def _layer_graph(
             for source in node.all_input_nodes:
                 copy(source)
             copies[node] = part.node_copy(node, copy)
-            if copies[node].kwargs.get("device") is not None:
-                copies[node].kwargs = {**copies[node].kwargs, "device": torch.device(device)}
         return copies[node]
 
     for node in sorted(group.nodes, key=lambda n: facts.order[n]):

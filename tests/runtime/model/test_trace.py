@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -5,8 +6,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.runtime import Whole, whole_saved_bytes
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
@@ -317,3 +319,36 @@ def test_one_at_a_time_measures_a_dag_too():
 
     assert sizes(one.chain) == sizes(whole.chain)
     assert [x.backward_ns > 0 for x in one.chain.layers] == [x.backward_ns > 0 for x in whole.chain.layers]
+
+
+class Placing(nn.Module):
+    """Names devices wherever torch lets it: by place, by word, and for a whole region."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.linear, self.region = nn.Linear(4, 4), region
+
+    def forward(self, x):
+        mask = torch.ones(4, dtype=torch.bool).to(x.device, x.dtype)
+        ramp = torch.arange(4, device=x.device).to(x.device)
+        with torch.autocast(x.device.type, torch.bfloat16) if self.region else nullcontext():
+            x = self.linear(x)
+        return torch.relu(x.to(x.device, torch.float32) * mask + ramp)
+
+
+@pytest.mark.parametrize(("device", "region"), [("meta", False), ("cuda:1", True)])
+def test_every_device_that_a_trace_names_is_that_of_the_run(device, region):
+    network = trace_module(Placing(region), torch.zeros(2, 4), device)
+    named = []
+    for part in (part for layer in network.layers for part in layer.module.modules()):
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            leaves = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+            named += [str(x) for x in leaves if isinstance(x, torch.device)]
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                named.append(node.args[0])
+    assert set(named) == ({"cuda:1", "cuda"} if region else {"meta"})
+    if device == "meta":
+        values = {0: torch.zeros(2, 4, device="meta")}
+        for layer in network.layers:
+            values |= dict(zip(layer.makes, layer.module.to("meta")(*(values[v] for v in layer.reads)), strict=True))
+        assert {x.device.type for x in values.values()} == {"meta"}
