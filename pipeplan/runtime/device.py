@@ -112,9 +112,8 @@ def _refuse_aliases(modules: Sequence[nn.Module]) -> None:
     seen: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for module in modules:
         for name, weight in module.named_parameters():
-            start = weight.storage_offset() * weight.element_size()
-            extent = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True)) + 1
-            stop = start + extent * weight.element_size()
+            start = int(weight.storage_offset())
+            stop = start + 1 + sum((n - 1) * stride for n, stride in zip(weight.shape, weight.stride(), strict=True))
             others = seen.setdefault(weight.untyped_storage()._cdata, [])
             for begin, end, other_name, other in others:
                 if other is not weight and begin < stop and start < end:
