@@ -74,7 +74,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     for start in _starts(incumbent):
         status.phase = "local moves"
         for walk in range(effort.walks):
-            if walk and incumbent.best is not None:
+            if walk:
+                if incumbent.best is None:
+                    break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
             patience = effort.moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / bound - 1)
             local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, walk, patience)
