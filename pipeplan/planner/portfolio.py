@@ -42,7 +42,7 @@ class SearchEffort:
 
 EFFORTS = {
     "quick": SearchEffort(0, 0, 0, 0, 3000, 300),
-    "normal": SearchEffort(8, 2500, 150, 2, 50, 20),
+    "normal": SearchEffort(8, 8000, 150, 2, 50, 20),
     "high": SearchEffort(24, 60000, 600, 4, 3000, 300),
 }
 
