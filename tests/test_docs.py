@@ -73,6 +73,6 @@ def check_block(block: str, folder: Path) -> None:
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
-        said = re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # but progress, which depends on the load
+        said = re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # progress depends on the load
         got = done.stdout + (said if done.returncode else "")
         assert checker.check_output(wanted, got, flags), f"$ {command}\nREADME says:\n{wanted}\nit prints:\n{got}"
