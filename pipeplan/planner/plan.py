@@ -211,17 +211,18 @@ def _ended(status: str | None, incumbent: Incumbent) -> bool:
 
 def _decided(found: Incumbent, widen: bool, ended: bool) -> tuple[Incumbent, str | None]:
     """Return an incumbent with the smallest interval whose best is close to ``found``'s, and what cut that short."""
-    cut = None
+    intervals, cut = smaller_intervals(found, widen), None
+    decided = next(intervals)  # which comes at once; without it there is no plan to go on with
     try:
-        for interval, scheduled in smaller_intervals(found, widen):
-            again = Incumbent(at_interval(found.problem, interval), found.settings, start=scheduled)
-            if ended:
-                break
+        if not ended:
+            for smaller in intervals:
+                decided = smaller
     except KeyboardInterrupt:
         cut = "interrupted"
     except OutOfTime:
         cut = "time limit"
-    return again, cut
+    interval, scheduled = decided
+    return Incumbent(at_interval(found.problem, interval), found.settings, start=scheduled), cut
 
 
 def with_interval(found: Planned, interval: int) -> Planned:

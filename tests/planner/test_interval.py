@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from pipeplan.files.profiles import read_profile
 from pipeplan.planner.alternatives import with_alternatives
 from pipeplan.planner.compare import compare
 from pipeplan.planner.derived import derived
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.incumbent import Scheduled, Settings
 from pipeplan.planner.interval import at_interval
 from pipeplan.planner.plan import make_plan, with_interval
-from pipeplan.problem import Platform, Policy, Problem
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 RESNET = str(Path(__file__).parents[2] / "profiles" / "resnet50-1000-b8-v100.json")
 SLOW = Problem(read_profile(RESNET), Platform.flat(8, 16 * 10**9, 125 * 10**6), checkpointing="stages")
@@ -131,3 +132,14 @@ def test_a_batch_in_samples_fixes_the_updates_of_every_policy(weights, pipeplan)
     assert code == 0
     assert "update      every 8 microbatches = 64 samples" in out
     assert "this interval" in out
+
+
+def test_an_interrupt_before_any_interval_is_decided_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Iterator[tuple[int, Scheduled]]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("pipeplan.planner.plan.smaller_intervals", interrupted)
+    chain = Chain("two", tuple(Layer(f"l{i}", 10, 20, 40, 8) for i in range(2)), 8)
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(Problem(chain, Platform.flat(2, 10**6)), "contiguous")
