@@ -19,6 +19,8 @@ from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
 
+BOTH_WAYS, ONE_WAY = " - ", " -> "  # between the ends of a link, in its name
+
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
@@ -82,6 +84,7 @@ class Resource:
     replicas: int
     memory_bytes: int | None = None
     ends: tuple[tuple[int, ...], ...] = ()
+    arrow: str = BOTH_WAYS
 
     @property
     def is_link(self) -> bool:
@@ -96,11 +99,7 @@ class Resource:
             return self.name
         if not self.ends:
             return f"{self.name}, {replica + 1} of {self.replicas}"
-        arrow = _ARROW["->" in self.name]
-        return "link " + arrow.join(str(end[replica % len(end)]) for end in self.ends)
-
-
-_ARROW = (" - ", " -> ")  # both directions, one
+        return "link " + self.arrow.join(str(end[replica % len(end)]) for end in self.ends)
 
 
 @dataclass(frozen=True)
@@ -370,13 +369,12 @@ def _with_tied_sums(
         devices = sorted({d for s in holders for d in stages[s].devices})
         interval = policy.update_interval(max(stages[s].replicas for s in holders))
         for s in {parts[s].resource: s for s in sorted(holders)}.values():
-            more, load = (
-                _ring_ns(platform, gradient, devices, n) - own // (2 if policy.zero else 1)
-                for n in (1, interval)
-                for own in [_ring_ns(platform, gradient, stages[s].devices, n)]
-            )  # where replicas share the steps, they still gather the new weights
-            part = replace(parts[s], update_ns=parts[s].update_ns + more)
-            parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load)
+            whole, own = (_ring_ns(platform, gradient, x, 1) for x in (devices, stages[s].devices))
+            load, own_load = (_ring_ns(platform, gradient, x, interval) for x in (devices, stages[s].devices))
+            if policy.zero:  # where replicas share the steps, they still gather the new weights
+                own, own_load = own // 2, own_load // 2
+            part = replace(parts[s], update_ns=parts[s].update_ns + whole - own)
+            parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load - own_load)
     return parts
 
 
@@ -411,8 +409,9 @@ def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
 
 
 def _link(one_way: bool, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
-    name = "link " + _ARROW[one_way].join(map(format_devices, (one, other)))
-    return Resource(name, one + other, lcm(len(one), len(other)), ends=(one, other))
+    arrow = ONE_WAY if one_way else BOTH_WAYS
+    name = "link " + arrow.join(map(format_devices, (one, other)))
+    return Resource(name, one + other, lcm(len(one), len(other)), ends=(one, other), arrow=arrow)
 
 
 def _shared_links(platform: Platform, groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Resource]:

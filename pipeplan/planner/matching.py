@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..errors import BadInput
 from ..names import shown
@@ -13,7 +13,6 @@ from ..plan import Stage
 from ..problem import Chain, Layer
 
 Match = Literal["name", "order", "weights"]
-MATCHES: tuple[Match, ...] = get_args(Match)
 Pairs = list[tuple[int | None, int | None]]
 
 
