@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import Ended, InvalidPlan, OutputLost, PipeplanError
+from ..errors import BadInput, Ended, InvalidPlan, OutputLost, PipeplanError
 from ..names import SENTENCE, shown
 from ..version import __version__
 
@@ -36,6 +36,7 @@ COMMANDS = {
     "algorithms": ("algorithms", "List the partitioning algorithms."),
     "schema": ("schema", "Print the JSON Schema of a file."),
 }
+EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130
 ESCAPED = "pipeplan-escaped"  # what to do with letters that an output lacks
 TRACEBACK = "pipeplan.traceback"  # in the meta of contexts: whether --debug asks for it
@@ -106,6 +107,11 @@ def main() -> NoReturn:
     except PipeplanError as error:
         click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        click.echo(f"error: this needs {error.name}: pip install 'pipeplan[{EXTRAS[error.name]}]'", err=True)
+        code = BadInput.exit_code
     except MemoryError:
         click.echo("error: this takes more memory than there is; --granularity, or fewer GPUs, take less", err=True)
         code = PipeplanError.exit_code
