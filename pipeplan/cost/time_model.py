@@ -98,7 +98,7 @@ def step_share_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, r
     return update_share_ns(policy, plain(total[stop] - total[start]), replicas, policy.sharers(replicas))
 
 
-def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1, sharers: int = 1) -> IntLike:
+def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int, sharers: int = 1) -> IntLike:
     """What a microbatch's backward is charged of an update that takes ``replicas`` replicas ``update_ns`` each, or so
     long for all ``sharers`` of it together.
 
