@@ -65,6 +65,19 @@ class LazyGroup(click.Group):
         command: click.Command = import_module(f".{COMMANDS[cmd_name][0]}", __name__).command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that was named; a mistyped one ends with those that it may have been."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS)
+            error.message += f" Did you mean {' or '.join(near)}?" if near else ""
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands without importing them."""
         with formatter.section("Commands"):

@@ -326,3 +326,14 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it(
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: this needs {lacking}: pip install 'pipeplan[{extra}]'\n"
+
+
+def test_a_file_of_another_kind_and_a_mistyped_command_say_what_to_type(
+    profile: str, plan: str, pipeplan: Command
+) -> None:
+    sentence = f"error: {profile}: this is a profile; pipeplan plan makes a plan of it\n"
+    assert pipeplan("check", profile) == (2, "", sentence)
+    code, _, err = pipeplan("plan", plan, *SMALL)
+    assert (code, err[: len(plan) + 23]) == (2, f"error: {plan}: this is a plan,")
+    code, _, err = pipeplan("simulat", plan)
+    assert (code, err.splitlines()[-1]) == (2, "Error: No such command 'simulat'. Did you mean simulate?")
