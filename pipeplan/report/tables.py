@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..check.bounds import bounded
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..partition.contiguous.orders import Orders
-from ..partition.cuts import legal_cuts
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Level, Platform, Problem, Weights
+from ..problem import Chain, Level, Platform, Weights
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -72,12 +72,11 @@ def bound_class(bound: Bound) -> str:
     return f"{bound.allocation}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
-def orders_sentence(plan: Plan) -> str | None:
-    """Return in which orders stages were given unequal devices, in words; None where there is but one."""
-    if len(set(plan.platform.devices)) == 1 or plan.provenance.algorithm not in ("auto", "contiguous"):
+def orders_sentence(plan: Plan, bound: Bound) -> str | None:
+    """Return in which orders stages were given unequal devices for ``bound``, in words; None where there is but one."""
+    if bound.allocation != "contiguous" or plan.provenance.algorithm not in ("auto", "contiguous"):
         return None
-    cuts = legal_cuts(Problem(plan.chain, plan.platform, plan.policy))
-    return Orders.of(plan.platform, len(cuts)).sentence()
+    return Orders.of(bounded(plan, bound)).sentence()
 
 
 def distance(bound: Bound, period_ns: int) -> str:
@@ -168,7 +167,7 @@ def print_plan(
         optimal = bound.period_ns == result.period_ns and not bound.claimed
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
-        orders = orders_sentence(plan) if bound.allocation == "contiguous" else None
+        orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
     claimed = plan.provenance.claimed_period_ns

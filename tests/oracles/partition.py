@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from itertools import combinations, groupby, pairwise, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from math import ceil
 
 from pipeplan.cost import memory_model, time_model
@@ -50,11 +50,20 @@ def contiguous_allocations(problem: Problem, orders: tuple[tuple[int, ...], ...]
 @cache
 def device_orders(platform: Platform) -> tuple[tuple[int, ...], ...]:
     """Return all orders of the devices in which each unit's stand together, one for each order of unequal ones."""
+    sizes = (1, *platform.unit_sizes)
+
+    def orders(start: int, level: int) -> Iterator[tuple[int, ...]]:
+        if level == 0:
+            yield (start,)
+            return
+        parts = range(start, start + sizes[level], sizes[level - 1])
+        for units in permutations(parts):
+            for inner in product(*(tuple(orders(unit, level - 1)) for unit in units)):
+                yield tuple(d for unit in inner for d in unit)
+
     found: dict[tuple[Device, ...], tuple[int, ...]] = {}
-    for order in permutations(range(len(platform))):
-        runs = [[unit for unit, _ in groupby(d // size for d in order)] for size in platform.unit_sizes]
-        if all(len(set(units)) == len(units) for units in runs):
-            found.setdefault(tuple(platform.devices[d] for d in order), order)
+    for order in orders(0, len(platform.levels)):
+        found.setdefault(tuple(platform.devices[d] for d in order), order)
     return tuple(found.values())
 
 
