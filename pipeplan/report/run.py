@@ -38,7 +38,10 @@ def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequ
     print(f"{len(lowered.devices)} processes; {lowered.steps} updates of {lowered.interval} microbatches")
     if lowered.limit is not None:
         print(f"at most {lowered.limit} microbatches in each pipeline; arrivals decide the order, as here simulated")
-    print(f"torchrun:\n  {torchrun}\nSlurm:\n  {slurm}\nprograms:")
+    several = "FIRST_NODE" in torchrun
+    where = ", on every node, with the first one's name for FIRST_NODE and a port that is free there" if several else ""
+    number = ", and 0, 1, .. for NODE in the platform's order" if "NODE " in torchrun else ""
+    print(f"torchrun{where}{number}:\n  {torchrun}\nSlurm:\n  {slurm}\nprograms:")
     for line in programs:
         print(f"  {line}")
 

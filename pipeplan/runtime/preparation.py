@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from .agreement import model_items
-from .device import exchange_of, kind_of, own_device, place
+from .device import exchange_of, kind_of, own_device, place, watch_last
 from .exchange.collective import (
     agree,
     any_rank,
@@ -64,7 +64,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     BadInput when it isn't what the plan is for, or other ranks have built another one.
     """
     plan, options, lowered = job.plan, job.options, job.lowered()
-    device = own_device(kind_of(options.device, plan.chain.device), launcher.local_rank)
+    device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     model = load_model(job.model, plan.chain.microbatch, options.seed, device)
     launcher.compare(lambda: model_items(job.model, model))
@@ -141,6 +141,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     lowered, number, device = rank.lowered, rank.number, rank.device
     timeout = timedelta(seconds=job.timeout_s(lowered))
     world = len(lowered.devices)
+    watch_last(device)
     with exchanging("the meeting of the ranks"):
         store = launcher.open_store()
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
@@ -160,7 +161,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
         parameter.data.copy_(master)
     specs = _edge_specs(rank)
     transfer_ns = transfer_times(lowered, number, specs, links)
-    recorder = recorder_of(device, clock_offset(number, this_machine()))
+    recorder = recorder_of(device, clock_offset(number, this_machine()), timeout)
     return Meeting(links, groups, tied_groups, specs, recorder, transfer_ns)
 
 

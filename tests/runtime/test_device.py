@@ -14,6 +14,7 @@ from cases.runtime import chain_of, plan_of
 from torch import nn
 
 from pipeplan.errors import BadInput, RunFailed
+from pipeplan.problem import Chain
 from pipeplan.runtime import device as module
 from pipeplan.runtime import launch
 from pipeplan.runtime.device import (
@@ -46,14 +47,17 @@ def gpus(monkeypatch):
 
 
 def test_auto_takes_a_gpu_if_there_is_one_and_the_profile_is_not_of_a_cpu(gpus, monkeypatch):
-    assert kind_of("auto", "") == "cuda"
-    assert kind_of("auto", "NVIDIA H200") == "cuda"
-    assert kind_of("auto", "V100 (estimated)") == "cuda"
-    assert kind_of("auto", device_name("cpu", 1)) == kind_of("auto", device_name("cpu", 16)) == "cpu"
-    assert kind_of("cuda", device_name("cpu", 1)) == "cuda"
-    assert kind_of("cpu", "NVIDIA H200") == "cpu"
+    def kind(choice, device):
+        return kind_of(choice, Chain("net", (), 0, device=device))
+
+    assert kind("auto", "") == "cuda"
+    assert kind("auto", "NVIDIA H200") == "cuda"
+    assert kind("auto", "V100 (estimated)") == "cuda"
+    assert kind("auto", device_name("cpu", 1)) == kind("auto", device_name("cpu", 16)) == "cpu"
+    assert kind("cuda", device_name("cpu", 1)) == "cuda"
+    assert kind("cpu", "NVIDIA H200") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kind_of("auto", "NVIDIA H200") == "cpu"
+    assert kind("auto", "NVIDIA H200") == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import RunFailed
-from ..device import Exchange
+from ..device import Exchange, group_timeout
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
@@ -59,7 +59,7 @@ def stage_groups(
             ranks = tuple(sorted({rank for s in stages for rank in lowered.ranks_of(s)}))
             if len(ranks) > 1:
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), timeout, backend)
+                    made[ranks] = dist.new_group(list(ranks), group_timeout(timeout, backend), backend)
                 groups[stages] = made[ranks]
     return groups
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device import Exchange, moved, new_stream, on_host, settle
+from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
@@ -46,7 +46,7 @@ class Links:
     ) -> Transport:
         """Return what moves the messages of ``instructions``."""
         if self.exchange == "nccl":
-            return OrderedTransport(rank, specs, self.pairs, self.device)
+            return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
         return self.through_host(GlooTransport(instructions, specs, stages))
 
     def through_host(self, between_hosts: Transport) -> Transport:
@@ -57,7 +57,7 @@ class Links:
         """Send ``tensor`` from ``here`` to ``there`` and back, and wait until it has arrived; both call this."""
         group = self.pairs[here, there] if self.exchange == "nccl" else None
         travels = on_host(tensor) if self.exchange == "staged" else tensor
-        settle(self.device)
+        settle(self.device, self.timeout)
         for sender in (here, there):
             if rank == sender:
                 dist.send(travels, there if rank == here else here, group=group)
@@ -65,7 +65,7 @@ class Links:
                 dist.recv(travels, sender, group=group)
         if self.exchange == "staged":
             tensor.copy_(travels, non_blocking=True)
-        settle(self.device)
+        settle(self.device, self.timeout)
 
 
 def open_links(
@@ -83,7 +83,7 @@ def open_links(
     pairs: dict[Pair, Group] = {}
     with exchanging("the connecting of GPUs"):
         for pair in sorted(found):
-            group = dist.new_group(sorted(pair), timeout, backend)
+            group = dist.new_group(sorted(pair), group_timeout(timeout, backend), backend)
             if rank in pair:
                 pairs[pair] = group
         for (sender, receiver), group in pairs.items():
@@ -92,7 +92,7 @@ def open_links(
                 dist.send(greeting, receiver, group=group)
             else:
                 dist.recv(greeting, sender, group=group)
-            settle(device)
+            settle(device, timeout)
     return Links(exchange, device, timeout, pairs)
 
 
@@ -106,9 +106,14 @@ class OrderedTransport:
     """
 
     def __init__(
-        self, rank: int, specs: Mapping[Edge, TensorSpec], pairs: Mapping[Pair, Group], device: torch.device
+        self,
+        rank: int,
+        specs: Mapping[Edge, TensorSpec],
+        pairs: Mapping[Pair, Group],
+        device: torch.device,
+        timeout: timedelta,
     ) -> None:
-        self._rank, self._specs, self._pairs, self._device = rank, specs, pairs, device
+        self._rank, self._specs, self._pairs, self._device, self._timeout = rank, specs, pairs, device, timeout
         self._stream = new_stream(device)
         self._coming: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
         self._sends = Sends()
@@ -145,7 +150,7 @@ class OrderedTransport:
     def finish(self) -> None:
         """Wait for the last sends."""
         self._sends.finish()
-        settle(self._device)
+        settle(self._device, self._timeout)
 
     def _receiving(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,13 +49,25 @@ class PeerLost(PipeplanError):
 
 @contextmanager
 def exchanging(what: str, *peers: int) -> Iterator[None]:
-    """Turn what gloo raises into PeerLost, which names the exchange and knows the ``peers``."""
+    """Turn what gloo and NCCL raise into PeerLost, which names the exchange and knows the ``peers``.
+
+    What the device itself lacks, which is no fault of others, stays as it is.
+    """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        message = str(error).partition("\n")[0]
-        _, _, plain = message.rpartition("] ") if message.startswith("[") else ("", "", message)
-        raise PeerLost(f"{what}: {plain}", *peers) from error
+        raise PeerLost(f"{what}: {_cause(str(error))}", *peers) from error
+
+
+def _cause(words: str) -> str:
+    """Return what an error says in one line: the first, and what NCCL puts behind it as its last error."""
+    first, _, rest = words.strip().partition("\n")
+    plain = first.rpartition("] ")[2] if first.startswith("[") else first
+    _, found, last = rest.partition("Last error:")
+    lines = [line.strip() for line in last.splitlines() if line.strip()]
+    return f"{plain}: {lines[0]}" if found and lines else plain
 
 
 class Sends:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 
+from ..device import await_event
 from .times import Activity, OpTime
 
 AHEAD: Final = 12  # about four passes with their data, waits and losses
@@ -85,14 +87,17 @@ class HostRecorder:
 
 
 class CudaRecorder:
-    """For a GPU: events in the current stream of the process's device. ``offset_ns`` as for the host's."""
+    """For a GPU: events in the current stream of the process's device. ``offset_ns`` as for the host's.
 
-    def __init__(self, offset_ns: int = 0, ahead: int = AHEAD) -> None:
-        self._ahead = ahead
+    DeviceWaits where one doesn't come within ``timeout``.
+    """
+
+    def __init__(self, timeout: timedelta, offset_ns: int = 0, ahead: int = AHEAD) -> None:
+        self._timeout, self._ahead = timeout, ahead
         self._times = Times()
         self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
         base = self.mark()
-        base.synchronize()
+        await_event(base, timeout)
         self._base = base, time.monotonic_ns() + offset_ns
 
     def mark(self) -> Any:
@@ -127,7 +132,7 @@ class CudaRecorder:
 
     def _oldest(self) -> None:
         event, action = self._waiting.popleft()
-        event.synchronize()
+        await_event(event, self._timeout)
         action()
 
     def _ns(self, event: Any) -> int:
@@ -138,6 +143,9 @@ class CudaRecorder:
         return at
 
 
-def recorder_of(device: torch.device, offset_ns: int) -> Recorder:
-    """Return the recorder for ``device``; ``offset_ns`` is what this machine's clock lacks to rank 0's."""
-    return CudaRecorder(offset_ns) if device.type == "cuda" else HostRecorder(offset_ns)
+def recorder_of(device: torch.device, offset_ns: int, timeout: timedelta) -> Recorder:
+    """Return the recorder for ``device``, which ends or waits for other ranks at most ``timeout``.
+
+    ``offset_ns`` is what this machine's clock lacks to rank 0's.
+    """
+    return CudaRecorder(timeout, offset_ns) if device.type == "cuda" else HostRecorder(offset_ns)
