@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from cases import runtime as runtime_cases
 from cases.runtime import chain_of, plan_of
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.problem import Chain
@@ -31,6 +32,7 @@ from pipeplan.runtime.device import (
     with_random_state,
 )
 from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.network import chain_network, final_outputs
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import device_name
@@ -173,6 +175,33 @@ def test_placed_modules_keep_the_buffers_that_they_share():
     for name in one._buffers:
         assert one._buffers[name] is other._buffers[name]
         assert one._buffers[name].device.type == "meta"
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_layers_that_are_measured_keep_the_buffers_that_they_share(release):
+    """Whether all of them stand on the device or one after the other, on one that is made up here."""
+
+    class Counter(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x + self.count
+
+    with FakeTensorMode():
+        count = torch.zeros(2)
+        layers = [nn.Sequential(Counter(count), Counter(count)), Counter(count)]
+        network = chain_network(layers, torch.zeros(2, device="meta"))
+        where = []
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: where.append({b.device.type for x in layers for b in x.buffers()}))
+        final_outputs(network, "meta", release)
+        left = {buffer for layer in layers for part in layer.modules() for buffer in part._buffers.values()}
+    assert where == ([{"meta", "cpu"}] * 2 if release else [{"meta"}] * 2)
+    assert [buffer.device.type for buffer in left] == (["cpu"] if release else ["meta"]), "one buffer is left"
+    assert (count in left) == release
 
 
 def test_weights_over_one_memory_are_refused_where_they_would_come_apart():
