@@ -145,7 +145,9 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
     for memory in report.memory:
         out.print(
             f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "
-            f"{format_bytes(memory.planned_bytes)} predicted"
+            f"{format_bytes(memory.planned_bytes)} predicted; torch held {format_bytes(memory.reserved_bytes)}, in use "
+            f"with CUDA's context and exchanges were {format_bytes(memory.used_bytes)}"
+            + (f"; memory was short {memory.retries} times" if memory.retries else "")
         )
     for device in report.activations:
         out.print(

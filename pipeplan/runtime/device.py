@@ -222,6 +222,14 @@ def begin_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the most bytes that this process's tensors took on the GPU; None on a CPU, where nobody counts."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def peak_bytes(device: torch.device) -> tuple[int, int, int, int] | None:
+    """Return what ``measure.times.GpuBytes`` has of a GPU; None on a CPU, where nobody counts."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+        total - free - torch.cuda.memory_reserved(device),
+        torch.cuda.memory_stats(device)["num_alloc_retries"],
+    )

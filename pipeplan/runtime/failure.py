@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
+import torch
+
 from ..errors import BY_SIGNAL, BadInput, InvalidPlan, PipeplanError, RunFailed, RunStopped
 from .device import DeviceWaits
 from .exchange.transport import PeerLost
@@ -65,6 +67,8 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         peers = error.peers if isinstance(error, PeerLost) else ()
         return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace, peers)
     what = str(error) if isinstance(error, PipeplanError) else said(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        what += "; CUDA, NCCL and fragments take memory beside a plan's, which --reserve leaves to them"
     return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
 
 

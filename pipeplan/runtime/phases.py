@@ -25,7 +25,7 @@ from .job import Job
 from .launcher import Launcher
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
-from .measure.times import RankMeasurement
+from .measure.times import GpuBytes, RankMeasurement
 from .minibatch_end import MiniBatchEnd
 from .model.loaded import LoadedModel
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, meet
@@ -126,7 +126,7 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
 
 def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
-    runners, scaling = stages.runners, stages.scaling
+    runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
     measurements = gathered(
         rank.number,
         RankMeasurement(
@@ -138,7 +138,7 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,
-            peak_device_bytes=peak_bytes(rank.device),
+            gpu=None if peak is None else GpuBytes(*peak),
             state_bytes=stages.states.device_bytes,
             host_bytes=stages.states.host_bytes,
             skipped=() if scaling is None else tuple(scaling.skipped),

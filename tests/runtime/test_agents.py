@@ -101,4 +101,6 @@ def test_ranks_on_two_nodes_that_torchrun_starts_again_meet_again_and_go_on(plan
     assert newest(folder).position.step == 3, said
     assert [node.codes()[-1] for node in nodes] == [0, 0]
     assert [(node.folder / "failed").exists() for node in nodes] == [False, True]
+    failed = "error: rank 1 failed in the forward of microbatch 4 on stage 1: ValueError: once (own.py:8)\n"
+    assert all(words.count(failed) == 1 for words in said)
     assert all(" is on node" in words and "; it writes the report, --save and --trace\n" in words for words in said)

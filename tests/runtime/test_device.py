@@ -4,34 +4,44 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 from cases import runtime as runtime_cases
+from cases.measured import replayed, script_of
 from cases.runtime import chain_of, plan_of
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.problem import Chain
+from pipeplan.plan import Schedule
+from pipeplan.problem import Chain, Policy
 from pipeplan.runtime import device as module
 from pipeplan.runtime import launch
 from pipeplan.runtime.device import (
     CPU,
     exchange_of,
+    group_timeout,
     kind_of,
     moved,
     on_host,
     own_device,
+    peak_bytes,
     place,
     random_state,
     set_random_state,
     sharing,
+    watch_last,
     with_random_state,
 )
 from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.measure.report import make_report
+from pipeplan.runtime.measure.times import GpuBytes
 from pipeplan.runtime.model.network import chain_network, final_outputs
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
@@ -214,6 +224,35 @@ def test_weights_over_one_memory_are_refused_where_they_would_come_apart():
         place([first, over], torch.device("meta"))
     place([first, second], torch.device("meta"))  # side by side
     assert second.weight.device.type == "meta"
+
+
+def test_memory_of_gpus_is_told_as_allocated_reserved_and_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    for name, value in {"max_memory_allocated": 20, "max_memory_reserved": 30, "memory_reserved": 25}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
+    found = GpuBytes(*peak_bytes(torch.device("cuda")))
+    assert found == GpuBytes(allocated=20, reserved=30, others=15, retries=3)
+    script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 3)
+    one, other = replayed(script, 1)
+    (memory,) = make_report(script, [replace(one, gpu=found), other]).memory
+    assert (memory.device, memory.measured_bytes, memory.reserved_bytes, memory.used_bytes) == (0, 20, 30, 45)
+    assert memory.planned_bytes > 0
+    assert peak_bytes(CPU) is None
+
+
+def test_torchs_watchdog_comes_after_our_own(monkeypatch):
+    for name in module.NCCL:
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    watch_last(CPU)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    watch_last(torch.device("cuda", 0))
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "the user's"
+    minute = timedelta(minutes=1)
+    assert group_timeout(minute, "gloo") == minute < group_timeout(minute, "nccl")
 
 
 def test_what_is_on_the_device_is_not_copied():

@@ -176,24 +176,6 @@ def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
     assert resumed("cases.runtime:announcing", folder, 2) == found.position.step + 2
 
 
-def test_under_torchrun_a_failure_is_told_once(script):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with subprocess.Popen(
-        [*command, *script("cases.faults:raising"), "10"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as launcher:
-        try:
-            out, err = launcher.communicate(timeout=SECONDS)
-        finally:
-            launcher.terminate()  # it ends its processes, which a kill would leave behind
-    assert launcher.returncode == 1, err
-    assert "rank 1 failed in the forward of microbatch 4 on stage 1: ValueError: a bad microbatch" in out
-    assert "loss" not in out
-
-
 @pytest.mark.parametrize("whom", ["agent", "rank"])
 def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
     """The agent passes it on to its ranks; a scheduler may send it to a rank alone."""

@@ -53,12 +53,20 @@ class DeviceActivations:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Most bytes that a GPU held for a rank's tensors, weights and all: as simulated, and as torch counted."""
+    """Most bytes that a GPU held for a rank's tensors, weights and all: as simulated, and as torch counted.
+
+    Torch had ``reserved_bytes`` for them, what it keeps for later and gaps between them included. In use were
+    ``used_bytes``, with CUDA's context, NCCL's buffers, and whoever shares the GPU. ``retries`` tells how often torch
+    had to give memory back to get other.
+    """
 
     device: int
     rank: int
     planned_bytes: int
     measured_bytes: int
+    reserved_bytes: int
+    used_bytes: int
+    retries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +210,17 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         ),
         times=tuple(x.times for x in measurements),
         memory=tuple(
-            DeviceMemory(device, rank, uses[device].peak_bytes, peak)
+            DeviceMemory(
+                device,
+                rank,
+                planned_bytes=uses[device].peak_bytes,
+                measured_bytes=gpu.allocated,
+                reserved_bytes=gpu.reserved,
+                used_bytes=gpu.reserved + gpu.others,
+                retries=gpu.retries,
+            )
             for rank, device in enumerate(lowered.devices)
-            if (peak := measurements[rank].peak_device_bytes) is not None
+            if (gpu := measurements[rank].gpu) is not None
         ),
         hardware=tuple(x.device for x in measurements),
         exchange=measurements[0].exchange,

@@ -36,12 +36,24 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuBytes:
+    """Most bytes of a GPU that a rank's tensors took, and that torch held for them; what was in use beside that at the
+    end, by CUDA's context, NCCL, and whoever shares the GPU; and how often torch had to give some back to get others.
+    """
+
+    allocated: int
+    reserved: int
+    others: int
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankMeasurement:
     """What one rank reports: its operations, losses by microbatch, and peak activations.
 
     ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
     versions that were live at once. ``device`` and ``exchange`` name what it ran on and how its tensors travelled;
-    ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU. ``state_bytes`` is the most that weights,
+    ``gpu`` is what it took of a GPU, None on a CPU. ``state_bytes`` is the most that weights,
     gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
     the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
     run are not among ``times``.
@@ -55,7 +67,7 @@ class RankMeasurement:
     versions: dict[int, int]
     device: str = "cpu"
     exchange: str = "gloo"
-    peak_device_bytes: int | None = None
+    gpu: GpuBytes | None = None
     state_bytes: int = 0
     host_bytes: int = 0
     skipped: tuple[int, ...] = ()

@@ -242,7 +242,7 @@ def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
             module.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for owner, name, buffer in buffers:
-                    buffer.copy_(owner._buffers[name])
+                    buffer.copy_(owner.get_buffer(name))
                     owner._buffers[name] = buffer
             module.to(home)
 
