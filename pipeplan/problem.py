@@ -80,8 +80,8 @@ class Chain:
 
     @property
     def of_cpu(self) -> bool:
-        """Whether it was measured on a CPU, whose name the profiler ends with the number of threads."""
-        return re.search(r", \d+ threads?$", self.device) is not None
+        """Whether it was measured on a CPU, whose name the profiler ends with threads, and with what it measured."""
+        return re.search(r", \d+ threads?(, CPU time)?$", self.device) is not None
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -66,6 +66,7 @@ def test_auto_takes_a_gpu_if_there_is_one_and_the_profile_is_not_of_a_cpu(gpus, 
     assert kind("auto", "NVIDIA H200") == "cuda"
     assert kind("auto", "V100 (estimated)") == "cuda"
     assert kind("auto", device_name("cpu", 1)) == kind("auto", device_name("cpu", 16)) == "cpu"
+    assert kind("auto", f"{device_name('cpu', 2)}, CPU time") == "cpu"
     assert kind("cuda", device_name("cpu", 1)) == "cuda"
     assert kind("cpu", "NVIDIA H200") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
