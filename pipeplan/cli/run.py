@@ -239,7 +239,8 @@ def command(
     from ..runtime.launch import run_plan
 
     ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
-    note = sharing(kind_of(options.device, loaded.chain), ranks)
+    by_threads = KINDS[loaded.schedule.kind].by_arrival or bool(options.link_delay_ns)
+    note = sharing(kind_of(options.device, loaded.chain), ranks, by_threads)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)
     report = run_plan(

@@ -19,9 +19,10 @@ from ..units import format_bytes, format_ns
 from .tables import console, make_table
 
 QUICK_NS = 10**9  # a line of progress at most so often
-_EXCHANGES = {
-    "nccl": "tensors travelled over NCCL",
-    "staged": "ranks shared GPUs, so tensors travelled through host memory",
+_EXCHANGES = {  # of messages, and of sums
+    ("nccl", "nccl"): "tensors travelled over NCCL",
+    ("staged", "nccl"): "threads received, so messages travelled through host memory, and sums over NCCL",
+    ("staged", "staged"): "ranks shared GPUs, so tensors travelled through host memory",
 }
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
     if report.exchange != "gloo":
-        out.print(f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange]}")
+        out.print(
+            f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange, report.sums]}"
+        )
     for memory in report.memory:
         out.print(
             f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "

@@ -63,12 +63,17 @@ def own_device(kind: Kind, local_rank: int) -> torch.device:
     return device
 
 
-def sharing(kind: Kind, ranks: int) -> str | None:
-    """Return what to tell a user whose machine has fewer GPUs than it runs ranks; None if it has enough."""
+def sharing(kind: Kind, ranks: int, by_threads: bool = False) -> str | None:
+    """Return why tensors of GPUs travel through host memory, None if they don't.
+
+    That is where ranks share GPUs, and for messages that threads receive (``by_threads``).
+    """
     gpus = torch.cuda.device_count() if kind == "cuda" else ranks
-    if gpus >= ranks:
-        return None
-    return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}: what they exchange travels through host memory"
+    if gpus < ranks:
+        return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}: what they exchange travels through host memory"
+    if kind == "cuda" and by_threads:
+        return "messages come in any order, so threads receive them, through host memory; sums travel over NCCL"
+    return None
 
 
 def label(device: torch.device) -> str:
@@ -92,7 +97,7 @@ def _exchange(gpus: Sequence[tuple[str, str] | None]) -> Exchange:
     """Return how ranks on these (machine, GPU), None for a CPU, exchange tensors."""
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if not without:
-        return "nccl" if len(set(gpus)) == len(gpus) else "staged"
+        return "nccl" if len(set(gpus)) == len(gpus) and dist.is_nccl_available() else "staged"
     if len(without) < len(gpus):
         raise RunFailed(f"rank {without[0]} sees no GPU, others do; run all with --device cpu or give it one")
     return "gloo"

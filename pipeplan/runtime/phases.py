@@ -23,12 +23,13 @@ from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
 from .launcher import Launcher
+from .measure.drift import straightened
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
 from .measure.times import GpuBytes, RankMeasurement
 from .minibatch_end import MiniBatchEnd
 from .model.loaded import LoadedModel
-from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, meet
+from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
 from .training.rank import Rank
 from .training.state import trained_state
 
@@ -127,17 +128,19 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
 def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
     runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
+    clock = compared_clocks(rank.number)
     measurements = gathered(
         rank.number,
         RankMeasurement(
             rank=rank.number,
-            times=tuple(times),
+            times=tuple(straightened(list(times), meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
             peak_activation_bytes=stages.activations.peak_bytes,
             transfer_ns={edge: ns + job.options.link_delay_ns for edge, ns in meeting.transfer_ns.items()},
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,
+            sums=meeting.sums,
             gpu=None if peak is None else GpuBytes(*peak),
             state_bytes=stages.states.device_bytes,
             host_bytes=stages.states.host_bytes,

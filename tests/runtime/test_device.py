@@ -82,10 +82,10 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_process_starts():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
-    script = Path(__file__).parents[2] / "scripts" / "checks" / "gpu.py"
+    script = Path(__file__).parents[2] / "scripts" / "checks" / "cuda"
     done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "gpu: torch sees no GPU here; --device cpu rehearses the checks\n"
+    assert done.stderr == "cuda: torch sees no GPU here; --device cpu rehearses the checks\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -113,7 +113,8 @@ def test_processes_of_a_machine_go_round_its_gpus(gpus):
 def test_ranks_that_share_gpus_are_told_of(gpus):
     assert sharing("cuda", 4) == "4 ranks share 2 GPUs: what they exchange travels through host memory"
     assert sharing("cuda", 2) is None
-    assert sharing("cpu", 4) is None
+    assert sharing("cpu", 4, True) is None
+    assert sharing("cuda", 2, True).startswith("messages come in any order, so threads receive them")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch, everybodys, exchange):
     own = everybodys[0]
     monkeypatch.setattr(module.dist, "get_world_size", lambda: len(everybodys))
     monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(uuid=own[1]))
+    monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
     told = []
 
     def all_gather_object(found, mine):

@@ -29,6 +29,9 @@ class Transport(Protocol):
     def look_ahead(self, edge: Edge) -> None:
         """Be ready for what comes next along ``edge``, once a message has been taken."""
 
+    def await_room(self, send: Send) -> bool:
+        """Wait until the message that is sent next can be under way; whether there was anything to wait for."""
+
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send a message."""
 
@@ -78,12 +81,19 @@ class Sends:
 
     def issue(self, send: Send, tensor: Tensor, tag: int = 0, group: Any = None) -> None:
         """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
-        self._wait(send.edge)
+        self.await_room(send)
         tensor = tensor.contiguous()
         with exchanging(sentence(send), send.peer):
             work = dist.isend(tensor, send.peer, group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._sent[send.edge] = send, work, tensor
+
+    def await_room(self, send: Send) -> bool:
+        """Wait until the edge's last send is through; False if there is none under way."""
+        if send.edge not in self._sent:
+            return False
+        self._wait(send.edge)
+        return True
 
     def finish(self) -> None:
         """Wait until all are through."""
@@ -91,8 +101,7 @@ class Sends:
             self._wait(edge)
 
     def _wait(self, edge: Edge) -> None:
-        if edge in self._sent:
-            send, work, _ = self._sent[edge]
-            with exchanging(sentence(send), send.peer):
-                work.wait()
-            del self._sent[edge]
+        send, work, _ = self._sent[edge]
+        with exchanging(sentence(send), send.peer):
+            work.wait()
+        del self._sent[edge]

@@ -106,9 +106,10 @@ class RunReport:
     that the operations took in this run, so that what is left is the model's error; ``measured_period_ns`` is the
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
     value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
-    tensors travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``memory`` is of GPUs alone.
-    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32. Of a long run
-    ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out.
+    messages travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``sums`` how those of gradients
+    did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
+    one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
+    operations are left out.
     """
 
     steps: int
@@ -127,6 +128,7 @@ class RunReport:
     memory: tuple[DeviceMemory, ...] = ()
     hardware: tuple[str, ...] = ()
     exchange: str = "gloo"
+    sums: str = "gloo"
     states: tuple[DeviceState, ...] = ()
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
@@ -224,6 +226,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         ),
         hardware=tuple(x.device for x in measurements),
         exchange=measurements[0].exchange,
+        sums=measurements[0].sums,
         states=tuple(
             DeviceState(
                 device,

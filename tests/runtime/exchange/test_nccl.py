@@ -18,12 +18,15 @@ from oracles.nccl import SEMANTICS, stuck
 from pipeplan.errors import InvalidPlan
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
-from pipeplan.runtime.exchange.links import OrderedTransport
+from pipeplan.runtime import preparation
+from pipeplan.runtime.exchange.links import OrderedTransport, in_rounds, pair_options
 from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.exchange.transport import Sends
 from pipeplan.runtime.job import job_of
+from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering import instructions
 from pipeplan.runtime.lowering.instructions import Agree, ReduceTied, Update
+from pipeplan.runtime.lowering.lowered_run import message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 
@@ -186,3 +189,59 @@ def test_ranks_that_connect_in_different_orders_are_seen():
     trace[exchanges[0]], trace[exchanges[-1]] = trace[exchanges[-1]], trace[exchanges[0]]
     with pytest.raises(AssertionError, match=r"hosts meet|in one"):
         assert stuck({gpu.rank: gpu.trace for gpu in found}, "asynchronous") == ["the hosts meet"]
+
+
+# --- how ranks connect -----------------------------------------------------------------------------------------------
+
+
+def turns(pairs):
+    """How many pairs connect one after the other where each rank goes through its own in this order."""
+    at = Counter()
+    for a, b in pairs:
+        at[a] = at[b] = 1 + max(at[a], at[b])
+    return max(at.values())
+
+
+def test_a_chain_of_any_length_connects_in_four_rounds():
+    chain = {(a, b) for a in range(64) for b in (a - 1, a + 1) if 0 <= b < 64}
+    assert turns(sorted(chain)) >= 64
+    assert turns(in_rounds(chain)) == 4
+    assert in_rounds(chain)[:2] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_pairs_connect_in_few_rounds_each_once(seed):
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 20)
+    pairs = {(a, b) for a in range(ranks) for b in range(ranks) if a != b and rng.random() < 3 / ranks} or {(0, 1)}
+    found = in_rounds(pairs)
+    assert sorted(found) == sorted(pairs)
+    assert found == in_rounds(sorted(pairs, reverse=True)), "all ranks find the same order"
+    degree = Counter(rank for pair in pairs for rank in pair)
+    assert turns(found) <= 2 * max(degree.values())
+
+
+def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.is_high_priority_stream, self.config = is_high_priority_stream, mock.Mock()
+
+    assert pair_options("gloo") is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", mock.Mock(Options=Options), raising=False)
+    found = played(job("linears", [(0, 4, (0, 1)), (4, 9, (2,))], weights="2bw"))
+    for _, ranks in found:
+        pairs = {group.ranks: options for group, options in zip(ranks.groups, ranks.options, strict=True)}
+        assert pairs.pop((0, 1)) is None, "the sum of the replicas"
+        assert [(x.is_high_priority_stream, x.config.max_ctas) for x in pairs.values()] == [(True, 4)] * 2
+
+
+def test_sums_of_message_driven_pipelines_travel_over_nccl():
+    plan = message_driven_plan(plan_of(profile("linears"), [(0, 4, (0, 1)), (4, 9, (2, 3))], accumulate=4))
+    own = job_for(plan, "linears")
+    with on_gpu.gpu_of(0, 4) as (_, ranks), mock.patch.object(preparation, "transfer_times", return_value={}):
+        launcher = Launcher(lambda: None)
+        rank, ties, masters = preparation.build_model(own, 0, launcher)
+        meeting = preparation.meet(own, rank, launcher, ties, masters)
+    assert (meeting.links.exchange, meeting.sums) == ("staged", "nccl")
+    assert [(group.ranks, group.backend) for group in ranks.groups] == [((0, 1), "nccl"), ((2, 3), "nccl")]

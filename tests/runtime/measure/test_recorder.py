@@ -9,6 +9,7 @@ from pipeplan.runtime.executor import OperationFailed
 from pipeplan.runtime.failure import failure_of
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.measure import recorder as module
+from pipeplan.runtime.measure.drift import Compared, straightened
 from pipeplan.runtime.measure.recorder import CudaRecorder, HostRecorder, Times
 from pipeplan.runtime.measure.times import OpTime
 
@@ -23,6 +24,8 @@ class Gpu:
         self.now = 5 * MS
         self.queued_ns = self.now  # when all that is queued will be done
         self.waits, self.hangs = 0, False
+        self.fast = 0.0  # how much too long the GPU's own clock finds what it measures
+        self.late_ns = 0  # how much later the host hears of what it waits for
 
     def work(self, ns):
         """Queue a kernel; the host goes on at once."""
@@ -42,14 +45,15 @@ class Event:
 
     def query(self):
         if self.at > self.gpu.now and not self.gpu.hangs:
-            self.gpu.now = self.at  # as long as the host pauses until it looks again
+            self.gpu.now = self.at + self.gpu.late_ns  # as long as the host pauses until it looks again
             return False
         self.gpu.waits += 1
         return not self.gpu.hangs
 
     def elapsed_time(self, other):
         assert max(self.at, other.at) <= self.gpu.now, "torch raises for an event that is not reached"
-        return torch.tensor((other.at - self.at) / 1e6, dtype=torch.float32).item()  # as torch's: a float in ms
+        distance = (other.at - self.at) * (1 + self.gpu.fast)
+        return torch.tensor(distance / 1e6, dtype=torch.float32).item()  # as torch's: a float in ms
 
 
 @pytest.fixture
@@ -95,6 +99,35 @@ def test_a_long_run_loses_no_precision(gpu):
     times = list(recorder.settle())
     assert abs(times[-1].end_ns - (3600 * 10**9 + 5 * MS)) < 3600 * 100
     assert all(abs(t.duration_ns - 1234) <= 1 for t in times)
+
+
+@pytest.mark.parametrize("fast", [50e-6, -50e-6])
+def test_a_clock_that_runs_away_is_set_right_again(gpu, fast):
+    """The host hears of what it waits for 10 to 70 us later; after two windows it knows how fast the clock is."""
+    gpu.fast = fast
+    recorder = CudaRecorder(PATIENCE, ahead=1)
+    begun = gpu.now
+    ends = []
+    for m in range(1200):
+        start = recorder.mark()
+        gpu.work(50 * MS)
+        ends.append(gpu.queued_ns)
+        recorder.note("F", 0, m, start)
+        gpu.late_ns = 10_000 + 60_000 * (m % 7 == 3)
+    times = list(recorder.settle())
+    assert gpu.now - begun >= 60 * 10**9
+    wrong = [abs(t.end_ns - end) for t, end in zip(times, ends, strict=True)]
+    assert max(wrong[:200]) > 400_000, "0.5 ms in 10 s"
+    assert max(wrong[500:]) < 20_000, "3 ms in a minute, if nobody looked"
+    assert all(t.duration_ns > 0 for t in times)
+
+
+def test_hosts_whose_clocks_run_apart_are_set_right_evenly():
+    told = [OpTime("F", 0, 0, 1500, 1600), OpTime("B", 0, 0, 2000, 3500)]  # 500 are to be added from 1000 on
+    same = straightened(told, Compared(500, 1000), Compared(500, 3000))
+    assert same == told
+    right = straightened(told, Compared(500, 1000), Compared(700, 3000))  # and 700 at 3000
+    assert [(t.start_ns, t.end_ns) for t in right] == [(1500, 1610), (2050, 3700)]
 
 
 def test_the_host_runs_no_more_than_so_many_notes_ahead(gpu):

@@ -34,8 +34,8 @@ def mixed(build, stages, *, dtype=torch.bfloat16, data=None, offload=False, buck
 def test_the_scale_is_halved_on_overflow_and_doubled_after_so_many_good_updates():
     scale = LossScale(8.0, 3)
     seen = []
-    for overflow in (False, False, True, False, False, False, False, True, True):
-        scale = scale.after(overflow)
+    for overflows in (False, False, True, False, False, False, False, True, True):
+        scale = scale.after(overflows)
         seen.append((scale.scale, scale.good))
     assert seen == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0), (8, 1), (4, 0), (2, 0)]
     assert LossScale(8.0, 0).after(False).after(False).scale == 8
