@@ -44,11 +44,11 @@ from .model.weight_copies import refuse_copies
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
+from .training.offload import BucketBuffers
 from .training.optimizers import schedule_maker
 from .training.rank import Rank
 from .training.shards import Sharing
 from .training.stage import StageModule
-from .training.stage_optimizer import BucketBuffers
 from .training.state import restore
 from .training.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
 from .training.update import StageUpdate

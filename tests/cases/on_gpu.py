@@ -16,7 +16,7 @@ from pipeplan.runtime.exchange import links
 from pipeplan.runtime.job import Job
 from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import loss_scale, stage
+from pipeplan.runtime.training import loss_scale, offload, stage
 
 
 def mean_square(output, target):
@@ -50,6 +50,8 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (torch.cuda, "current_stream", lambda *_: Stream(gpu, gpu.current)),
             (torch.Tensor, "record_stream", lambda tensor, chosen: gpu.record_stream(tensor, chosen)),
             (links, "new_stream", lambda *_, **__: gpu.new_stream()),
+            (offload, "new_stream", lambda *_: gpu.new_stream()),
+            (offload, "_event", lambda _: Stream(gpu, gpu.current).record_event()),
             (links, "settle", lambda _: gpu.settle()),
             (links, "on_host", gpu.on_host),
             (stage, "on_host", gpu.on_host),

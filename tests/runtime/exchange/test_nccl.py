@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from cases import on_gpu, runtime
 from cases.on_gpu import played
 from cases.runtime import chain_of, plan_of
+from oracles.gpu import Event
 from oracles.nccl import SEMANTICS, stuck
 
 from pipeplan.errors import InvalidPlan
@@ -180,6 +181,12 @@ def test_a_wait_that_is_left_out_is_seen():
 
     with mock.patch.object(OrderedTransport, "take", at_once):
         assert any("compute uses what communicator" in race for gpu in two_ranks() for race in gpu.races)
+
+
+def test_state_that_is_stepped_before_it_has_come_is_seen():
+    with mock.patch.object(Event, "wait", nothing):
+        races = [race for gpu, _ in played(JOBS["offloaded"]()) for race in gpu.races]
+    assert any("on compute uses what stream" in race for race in races)
 
 
 def test_ranks_that_connect_in_different_orders_are_seen():

@@ -17,12 +17,12 @@ from pipeplan.runtime.device import CPU
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training.bucketed_optimizer import BucketedOptimizer
 from pipeplan.runtime.training.buckets import cut_into_buckets
+from pipeplan.runtime.training.offload import BucketBuffers
 from pipeplan.runtime.training.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
 from pipeplan.runtime.training.stage_optimizer import (
     ELEMENTWISE,
-    BucketBuffers,
-    BucketedOptimizer,
     Rates,
     WholeOptimizer,
     nothing,
