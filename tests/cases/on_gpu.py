@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
     fakes = {name: getattr(ranks, name) for name in dir(Ranks) if not name.startswith("_")}
     with ExitStack() as held:
         held.enter_context(mock.patch.multiple("torch.distributed", **fakes))
+        held.enter_context(mock.patch.dict(os.environ))
         for owner, name, value in (
             (torch.cuda, "Event", lambda enable_timing=False: Event(gpu)),
             (torch.cuda, "Stream", lambda *_, **__: gpu.new_stream()),

@@ -18,7 +18,7 @@ from ..device import Exchange, group_timeout
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
-from .links import Group, Links
+from .links import Group, Links, in_hosts_order
 from .transport import exchanging
 
 PINGS = 10
@@ -52,6 +52,8 @@ def stage_groups(
     All ranks make all groups, in one order, as torch wants it. gloo's take tensors of GPUs too, through the host.
     """
     backend = "nccl" if exchange == "nccl" else "gloo"
+    if backend == "nccl":
+        in_hosts_order()
     groups: dict[tuple[int, ...], Group] = {}
     made: dict[tuple[int, ...], Group] = {}
     with exchanging("the making of groups that sum gradients"):

@@ -8,6 +8,7 @@ group, so a communicator and a stream, of its own: messages overlap with passes 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -85,6 +86,7 @@ def open_links(
         (r, x.peer) for r, orders in enumerate(lowered.instructions) for x in orders.kinds() if isinstance(x, Send)
     }
     pairs: dict[Pair, Group] = {}
+    in_hosts_order()
     with exchanging("the connecting of GPUs"):
         for pair in in_rounds(found):
             group = dist.new_group(
@@ -118,6 +120,16 @@ def in_rounds(pairs: Collection[Pair]) -> list[Pair]:
                 rounds.append(found := [])
             found.append(pair)
     return [pair for connected in rounds for pair in connected]
+
+
+def in_hosts_order() -> None:
+    """Let NCCL begin what a GPU has in several communicators in the order of the host, unless the user says otherwise.
+
+    That is one total order over all ranks, so nothing deadlocks wherever CUDA should not let two of them run at once.
+    NCCL has it since 2.26, and does none of it without being asked; RCCL's is said to be broken.
+    """
+    if torch.version.hip is None:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def pair_options(backend: str) -> Any:
