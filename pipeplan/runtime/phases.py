@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..files.text import replaced
 from .arrival_order import arrival_order
 from .device import begin_peak, label, moved, peak_bytes
-from .exchange.collective import barrier, gathered, pipeline_group
+from .exchange.collective import barrier, gathered, pipeline_group, together
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
@@ -153,9 +153,8 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
         for runner in runners.values():
             runner.versions.assemble()
         trained = trained_state(rank, rank.first_of, runners)
-        everybodys = gathered(rank.number, {key: value.cpu() for key, value in trained.items()})
-        if everybodys is not None:
-            whole = {key: value for state in everybodys for key, value in state.items()}
+        whole = together(rank.number, trained)
+        if whole is not None:
             again = {name: whole[first] for name, first in rank.model.first_names.items()}
             with replaced(str(job.options.save)) as file:
                 torch.save(again | whole, file)

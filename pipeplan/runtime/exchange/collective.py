@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from .links import Group, Links, in_hosts_order
 from .transport import exchanging
 
 PINGS = 10
+PATIENCE: Final = timedelta(hours=4)  # for a turn to give what was trained; ranks that have gone show at once
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
 
 
@@ -169,3 +170,25 @@ def gathered(rank: int, value: Any) -> list[Any] | None:
     with exchanging("the gathering of results"):
         dist.gather_object(value, values, dst=0)
     return values
+
+
+def together(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return everybody's ``tensors`` in host memory on rank 0, of equal names the last rank's; None elsewhere.
+
+    One after the other, so that nothing is there twice, and however long all of them take.
+    """
+    named = gathered(rank, [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
+    with exchanging("the gathering of the trained model"):
+        group = dist.new_group(timeout=PATIENCE, backend="gloo")
+        if named is None:
+            for tensor in tensors.values():
+                if tensor.numel():
+                    dist.send(tensor.cpu().contiguous(), 0, group=group)
+            return None
+        found = {name: tensor.cpu() for name, tensor in tensors.items()}
+        for other, those in enumerate(named[1:], 1):
+            for name, shape, dtype in those:
+                found[name] = torch.empty(shape, dtype=dtype)
+                if found[name].numel():
+                    dist.recv(found[name], other, group=group)
+        return found
