@@ -93,7 +93,22 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     if lowered.reads_newest and not options.evaluates:
         for s in rank.stages:
             _prepare_for_newer_weights(rank, s)
+    _release_others(rank)
     return rank, ties, masters
+
+
+def _release_others(rank: Rank) -> None:
+    """Give back the memory of layers that other ranks train, but for what the rank's own have of theirs."""
+    loss = [rank.model.loss] if isinstance(rank.model.loss, nn.Module) else []
+    mine = [module for s in rank.stages for module in rank.modules(s)] + loss
+    kept = {tensor for module in mine for tensor in (*module.parameters(), *module.buffers())}
+    for part in (part for layer in rank.model.layers for part in layer.module.modules()):
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter not in kept:
+                part._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer not in kept:
+                part._buffers[name] = buffer.to("meta")
 
 
 def _refuse_traced(job: Job, lowered: LoweredRun) -> None:

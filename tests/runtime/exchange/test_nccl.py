@@ -274,3 +274,14 @@ def test_sums_of_message_driven_pipelines_travel_over_nccl():
         meeting = preparation.meet(own, rank, launcher, ties, masters)
     assert (meeting.links.exchange, meeting.sums) == ("staged", "nccl")
     assert [(group.ranks, group.backend) for group in ranks.groups] == [((0, 1), "nccl"), ((2, 3), "nccl")]
+
+
+@pytest.mark.parametrize("name", ["linears", "tied"])
+def test_a_rank_keeps_no_layers_but_its_own(name):
+    own = job(name, [(0, 3, (0,)), (3, 9, (1,))], accumulate=2)
+    for number, layers in ((0, range(3)), (1, range(3, 8))):
+        rank, _, _ = preparation.build_model(own, number, Launcher(lambda: None))
+        found = [layer.module for layer in rank.model.layers if any(not x.is_meta for x in layer.module.parameters())]
+        shared = [7, 4] if (name, number) == ("tied", 0) else [0, 1] if name == "tied" else []
+        assert {id(x) for x in found} == {id(rank.model.layers[i].module) for i in [*layers, *shared]}
+        assert not any(x.is_meta for s in rank.stages for module in rank.modules(s) for x in module.parameters())
