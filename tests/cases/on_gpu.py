@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from oracles.gpu import Event, Gpu, Kernels, Ranks, Stream, in_stream
+from oracles.gpu import Event, Gpu, Kernels, Stream, in_stream
+from oracles.ranks import Ranks
 from torch import nn
 
 from pipeplan.runtime import phases, preparation

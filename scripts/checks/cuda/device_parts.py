@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ MIB = 2**20
 def hardware(check: Check) -> Outcome:
     """What is this machine, and what of it would get in the way of runs?"""
     shm = shutil.disk_usage("/dev/shm") if os.path.exists("/dev/shm") else None
-    own = {address[4][0] for address in socket.getaddrinfo(socket.gethostname(), None)}
+    own: set[Any] = set()
+    with suppress(OSError):  # a name that nothing knows
+        own = {address[4][0] for address in socket.getaddrinfo(socket.gethostname(), None)}
     figures: Figures = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -43,7 +46,7 @@ def hardware(check: Check) -> Outcome:
     }
     wrong = []
     if all(str(x).startswith("127.") or x == "::1" for x in own):
-        wrong.append("the host's own name stands for the loopback, so other nodes need GLOO_SOCKET_IFNAME")
+        wrong.append("the host's own name stands for the loopback or nothing, so other nodes need GLOO_SOCKET_IFNAME")
     if shm is not None and shm.total < LEAST_SHM:
         wrong.append(f"/dev/shm has {shm.total // MIB} MiB, too little for NCCL between GPUs without peer access")
     words = f"torch {torch.__version__} on {os.cpu_count()} CPUs"
