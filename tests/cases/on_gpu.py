@@ -55,7 +55,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (links, "new_stream", lambda *_, **__: gpu.new_stream()),
             (offload, "new_stream", lambda *_: gpu.new_stream()),
             (offload, "_event", lambda _: Stream(gpu, gpu.current).record_event()),
-            (links, "settle", lambda _: gpu.settle()),
+            (links, "settle", lambda *_: Stream(gpu, gpu.current).synchronize()),
             (links, "on_host", gpu.on_host),
             (stage, "on_host", gpu.on_host),
             (loss_scale, "on_host", gpu.on_host),
@@ -63,7 +63,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (phases, "gc", SimpleNamespace(collect=int, freeze=int)),
             (preparation, "exchange_of", lambda *_: "nccl"),
             (preparation, "clock_offset", lambda *_: 0),
-            (preparation, "recorder_of", lambda _, offset_ns: CudaRecorder(offset_ns)),
+            (preparation, "recorder_of", lambda _, offset_ns, timeout: CudaRecorder(timeout, offset_ns)),
         ):
             held.enter_context(mock.patch.object(owner, name, value))
         yield gpu, ranks

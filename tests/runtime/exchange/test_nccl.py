@@ -118,7 +118,7 @@ def check(found):
     for gpu, ranks in found:
         assert gpu.races == []
         assert ranks.groups == found[0][1].groups
-        assert gpu.waits.pop()[1] == "the device"  # at the end
+        assert gpu.waits.pop()[1] == "a stream"  # at the end
         waits = Counter(doing for doing, _ in gpu.waits)
         assert all(isinstance(doing, Agree | Update | ReduceTied) and count == 1 for doing, count in waits.items())
 
