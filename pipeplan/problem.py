@@ -5,6 +5,7 @@ Times are integer nanoseconds per microbatch, sizes integer bytes, layer ranges 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -76,6 +77,11 @@ class Chain:
     dtype: str = "float32"
     device: str = ""
     source: str = ""
+
+    @property
+    def of_cpu(self) -> bool:
+        """Whether it was measured on a CPU, whose name the profiler ends with threads, and with what it measured."""
+        return re.search(r", \d+ threads?(, CPU time)?$", self.device) is not None
 
     def __len__(self) -> int:
         return len(self.layers)

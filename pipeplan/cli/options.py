@@ -20,6 +20,7 @@ from . import TRACEBACK
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST_COUNT = 4096  # GPUs that any command plans for
 DEFAULT_BANDWIDTH = "12GB/s"
+RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
 
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
 LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
@@ -132,7 +133,10 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     "gpus": click.option("--gpus", type=click.IntRange(1, MOST_COUNT), help="Number of equal GPUs."),
     "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
     "reserve": click.option(
-        "--reserve", metavar="SIZE", help="Memory of each GPU that is not for plans: CUDA's, fragments, such as 2GB."
+        "--reserve",
+        metavar="SIZE|auto",
+        help=f"Memory of each GPU that is not for plans: CUDA's, NCCL's, fragments. auto: {RESERVE}, or nothing for a "
+        "profile of a CPU.  [default: nothing]",
     ),
     "bandwidth": click.option(
         "--bandwidth",
@@ -255,6 +259,8 @@ def read_problem(
     merge, whole = merging(granularity), read_profile(profile)
     where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
     where = replace(where, blocking=where.blocking or blocking_transfers)
+    if reserve == "auto":
+        reserve = None if whole.of_cpu else RESERVE
     if reserve is not None:
         where = reserving(where, reserve, "--reserve")
     chain = merge(whole)

@@ -130,6 +130,9 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 kind, s, m = instruction.kind, instruction.stage, instruction.microbatch
                 tensor = made.pop((instruction.edge, m))
                 start = recorder.mark()
+                if transport.await_room(instruction):
+                    recorder.note("ROOM_F" if kind == "F" else "ROOM_B", s, m, start)
+                    start = recorder.mark()
                 transport.send(instruction, tensor)
                 recorder.note("SEND_F" if kind == "F" else "SEND_B", s, m, start)
             case Receive():

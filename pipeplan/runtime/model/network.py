@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
+from ..device import place
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
@@ -205,6 +206,8 @@ def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
 
 def final_outputs(network: Network, device: str, release: bool) -> list[Tensor]:
     """Run the layers forward one after the other, holding nothing longer than needed, and return the last values."""
+    if not release:
+        place_all(network, device)
     values = dict(enumerate(network.inputs))
     for index, layer in enumerate(network.layers):
         with resident(layer.module, device, release):
@@ -225,27 +228,29 @@ def drop(values: dict[int, Any], network: Network, index: int) -> None:
 
 @contextmanager
 def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
-    """Hold ``module`` on ``device``; with ``release`` only for the time being, so that one layer is there at once."""
+    """Hold ``module`` on ``device``; with ``release`` only for the time being, so that one layer is there at once.
+
+    What it shares with other modules stays one: it gets its own buffers back, with what became of them.
+    """
     home = next((t.device for t in (*module.parameters(), *module.buffers())), None)
-    place(module, device)
+    buffers = list(_buffers([module]))
+    _place([module], device)
     try:
         yield
     finally:
         if release and home is not None and home != torch.device(device):
             module.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for owner, name, buffer in buffers:
+                    buffer.copy_(owner.get_buffer(name))
+                    owner._buffers[name] = buffer
             module.to(home)
 
 
 @contextmanager
 def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
-    originals = [
-        (owner, name, buffer)
-        for module in dict.fromkeys(modules)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    originals = list(_buffers(modules))
     for owner, name, buffer in originals:
         owner._buffers[name] = buffer.clone()
     try:
@@ -255,10 +260,22 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
             owner._buffers[name] = buffer
 
 
-def place(module: nn.Module, device: str) -> None:
-    """Move what is not there yet to ``device``; a module of fake tensors, which cannot be moved, is left alone."""
-    if any(t.device != torch.device(device) for t in (*module.parameters(), *module.buffers())):
-        module.to(device)
+def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in dict.fromkeys(modules):
+        for owner in module.modules():
+            yield from ((owner, name, buffer) for name, buffer in owner._buffers.items() if buffer is not None)
+
+
+def place_all(network: Network, device: str) -> None:
+    """Move all layers to ``device``; what is one weight or one buffer in several of them stays one."""
+    _place([layer.module for layer in network.layers], device)
+
+
+def _place(modules: Sequence[nn.Module], device: str) -> None:
+    """Move what is not there yet to ``device``; modules of fake tensors, which cannot be moved, are left alone."""
+    target = torch.device(device)
+    if any(t.device != target for module in modules for t in (*module.parameters(), *module.buffers())):
+        place(modules, target)
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> None:

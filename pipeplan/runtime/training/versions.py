@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from ..device import CPU
 from ..exchange.replica_sum import ChunkSum
+from .bucketed_optimizer import BucketedOptimizer, StageOptimizer
 from .buckets import Bucket, FlatGradient, cut_into_buckets
+from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule
 from .shards import Kept, Rows, SharedChunk, Sharing, gathered, shared_chunks
-from .stage_optimizer import BucketBuffers, BucketedOptimizer, Rates, StageOptimizer, WholeOptimizer, nothing
+from .stage_optimizer import Rates, WholeOptimizer, nothing
 
 
 @dataclass(frozen=True)
@@ -319,6 +321,7 @@ class Versions:
 
     def assemble(self) -> None:
         """Bring what replicas share together on the first of them, until :meth:`part` is called; all do so at once."""
+        self.optimizer.settle()
         if self._sharing is not None:
             mixed = self._mixed
             kept = [Kept(x.data if mixed else None, self.optimizer.state_of(i)) for i, x in enumerate(self._masters)]
