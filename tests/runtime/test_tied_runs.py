@@ -33,6 +33,7 @@ from pipeplan.runtime.model.loading import (
 )
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training.borrowed import borrowers
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.optimizers import Choice
 from pipeplan.runtime.training.tied import check_ties, separated, ties_of
@@ -267,7 +268,7 @@ def test_an_optimizer_that_cannot_step_weights_apart_is_refused(chain):
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
 def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chain):
-    loose = plan_of(replace(chain, tied=()), APART, weights=weights, accumulate=3)
+    loose = plan_of(replace(chain, tied=(), shared=None), APART, weights=weights, accumulate=3)
     plan = replace(loose, chain=chain)
     with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights 2bw and flush can"):
         lower_run(plan, 1)
@@ -282,7 +283,7 @@ def test_torchs_engine_refuses(chain):
 
 def test_model_and_profile_must_share_the_same(chain):
     other = GPT.replace("tied=true", "tied=false")
-    untied = replace(plan_of(replace(chain, tied=()), APART, weights="flush", accumulate=2))
+    untied = replace(plan_of(replace(chain, tied=(), shared=None), APART, weights="flush", accumulate=2))
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share weights, .* test doesn't say"):
         run_plan(untied, ModelSpec(GPT), RunOptions(steps=1, lr=0.1))
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
@@ -344,7 +345,7 @@ def test_only_whole_parameters_can_be_copied_to_other_stages():
         check_ties(loaded(layers), profile_of(layers, ((0, 1),)), [1])
 
 
-def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
+def test_stages_of_one_rank_have_modules_of_their_own_with_the_same_weights():
     layers = linears(4)
     layers[1].weight = layers[2].weight = layers[3].weight = layers[0].weight
     layers[2].bias.requires_grad_(False)
@@ -354,13 +355,18 @@ def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
     plan = plan_of(chain, [(0, 2, (0,)), (2, 5, (0,))], weights="flush", accumulate=1)
     script = lower_run(plan, 1)
     ties = ties_of(script, model)
-    assert [tie.places for tie in ties] == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
+    assert ties == []
+    assert borrowers({0: layers[:2], 1: layers[2:]}) == {0: {1}, 1: set()}
     apart = [layer.module for layer in separated(script, 0, model).layers]
-    assert apart[:2] == layers[:2]
-    assert apart[2].weight is apart[3].weight is not layers[0].weight
-    assert apart[2].bias is apart[3].bias
-    assert torch.equal(apart[2].weight, layers[0].weight)
-    assert not apart[2].bias.requires_grad
+    assert apart[:4] == layers, "they share weights and no module"
+    several = lower_run(plan_of(chain, [(0, 2, (0,)), (2, 5, (1,))], weights="flush", accumulate=1), 1)
+    places = [tie.places for tie in ties_of(several, model)]
+    assert places == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
+    twice = loaded([layers[0], layers[1], layers[0], layers[3]])
+    apart = [layer.module for layer in separated(script, 0, twice).layers]
+    assert apart[2] is not apart[0]
+    assert apart[2].weight is apart[3].weight is apart[0].weight
+    assert apart[2].bias is apart[0].bias
 
 
 def test_copies_begin_equal_whatever_each_rank_has_built(tmp_path, monkeypatch):
