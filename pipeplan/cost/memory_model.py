@@ -79,8 +79,14 @@ def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
     That is g with one replica and an update every microbatch. With vertical sync no stage keeps fewer than the first.
     """
     if versions_grow(policy):
-        return ceil_div(replicas * in_flight - 1, policy.update_interval(replicas)) + 1
+        return updates_over(policy, in_flight, replicas) + 1
     return 2 if policy.weights == "2bw" else 1
+
+
+def updates_over(policy: Policy, held: IntLike, replicas: int = 1) -> IntLike:
+    """Return how many updates are due, at most, while ``replicas`` replicas hold ``held`` microbatches each: from when
+    the last of them comes until it goes."""
+    return ceil_div(replicas * held - 1, policy.update_interval(replicas))
 
 
 def versions_grow(policy: Policy) -> bool:

@@ -6,7 +6,7 @@ only a :class:`StageGraph`. The path of one microbatch is stated here and nowher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,7 @@ from math import gcd, lcm
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
-from ..problem import Chain, Platform, Policy, connected
+from ..problem import Chain, Platform, Policy, SharedWeights, connected
 from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
@@ -29,7 +29,8 @@ class StageCost:
     Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
 
     What several stages of one group of devices share, as far as that is known, counts in the first of them alone.
-    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages.
+    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages; ``lent`` are (stage,
+    bytes) of the last one on the same devices that begins gradients of weights that this one keeps, of updates to come.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
@@ -54,6 +55,7 @@ class StageCost:
     update_ns: int = 0
     update_share_ns: int = 0
     waiting_bytes: int = 0
+    lent: tuple[tuple[int, int], ...] = ()
 
     @property
     def total_ns(self) -> int:
@@ -163,6 +165,15 @@ class StageGraph:
         held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept, replicas)
         return int(held) + cost.waiting_bytes
 
+    def lent_bytes(self, stage: int, begun: Callable[[int], int]) -> int:
+        """Return the gradients, for updates after the next, that a device holds of weights that ``stage`` keeps.
+
+        ``begun(s)`` microbatches at most have begun their backward in stage s there and not ended it in ``stage``.
+        """
+        cost = self.stages[stage]
+        replicas = self.resources[cost.resource].replicas
+        return sum(size * memory_model.updates_over(self.policy, begun(s), replicas) for s, size in cost.lent)
+
     def host_bytes(self, stage: int) -> int:
         """Return what a device has of ``stage`` in host memory."""
         cost = self.stages[stage]
@@ -233,8 +244,8 @@ def stage_graph(
         for stage, two, borrowed in zip(stages, ends, borrowed_weights(chain, stages), strict=True)
     ]
     if chain.tied:
-        waiting = _waiting_bytes(chain, policy, stages)
-        parts = [replace(part, waiting_bytes=size) for part, size in zip(parts, waiting, strict=True)]
+        pairs = zip(parts, _waiting_bytes(chain, policy, stages), _lent(chain, policy, stages), strict=True)
+        parts = [replace(part, waiting_bytes=size, lent=lent) for part, size, lent in pairs]
     resources = [_group(platform, devices) for devices in groups]
     if platform.blocking:
         parts = _blocked(chain, platform, stages, parts, transfers, sharing)
@@ -308,16 +319,35 @@ def borrowed_weights(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
 
 def _waiting_bytes(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[int]:
     """Return what waits in each stage of the gradients of shared weights, once on a group of devices that holds one."""
-    found = []
-    held: set[tuple[tuple[int, ...], int]] = set()
-    for stage in stages:
-        size = 0
-        for n, shared in enumerate(chain.ties):
-            if (stage.devices, n) not in held and memory_model.waits(chain, policy, shared, stage.start, stage.stop):
-                size += memory_model.shared_gradient(policy, shared)
+    found = [0] * len(stages)
+    for shared in chain.ties:
+        held: set[tuple[int, ...]] = set()
+        for s in _holders(stages, shared.layers) if _on_several(chain, stages, shared) else ():
+            stage = stages[s]
+            if stage.devices not in held and memory_model.waits(chain, policy, shared, stage.start, stage.stop):
+                found[s] += memory_model.shared_gradient(policy, shared)
                 if chain.shared is not None:
-                    held.add((stage.devices, n))
-        found.append(size)
+                    held.add(stage.devices)
+    return found
+
+
+def _on_several(chain: Chain, stages: Sequence[Stage], shared: SharedWeights) -> bool:
+    """Whether there are copies: on several groups of devices, or wherever it isn't known what layers share."""
+    homes = first_on_devices(stages, _holders(stages, shared.layers))
+    return len(homes) > 1 or chain.shared is None
+
+
+def _lent(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[tuple[tuple[int, int], ...]]:
+    """Return :attr:`StageCost.lent` of each stage, for weights whose gradients wait for those of no other device."""
+    found: list[tuple[tuple[int, int], ...]] = [()] * len(stages)
+    for shared in () if policy.drains else chain.ties:
+        if policy.updates_together and _on_several(chain, stages, shared):
+            continue
+        holders = _holders(stages, shared.layers)
+        for home in first_on_devices(stages, holders):
+            last = max(s for s in holders if stages[s].devices == stages[home].devices)
+            if last > home:
+                found[home] += ((last, memory_model.shared_gradient(policy, shared)),)
     return found
 
 

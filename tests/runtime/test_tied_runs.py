@@ -10,6 +10,7 @@ from cases import runtime as runtime_cases
 from cases.half import halved_serial
 from cases.runtime import (
     chain_of,
+    emulated,
     largest_difference,
     plan_of,
     serial,
@@ -54,7 +55,6 @@ def chain():
 RUNS = {
     "apart": {"stages": APART, "optimizer": "adam", "lr": 0.002},
     "one between": {"stages": [(0, 1, (0,)), (1, 4, (1,)), (4, 6, (2,))], "optimizer": "momentum"},
-    "on one device": {"stages": TOGETHER, "optimizer": "adam", "lr": 0.002},
     "first replicated": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "momentum", "coarsening": 1},
     "last replicated": {"stages": [(0, 3, (0,)), (3, 6, (1, 2))], "optimizer": "adam", "lr": 0.002},
     "on two devices": {"stages": [(0, 2, (0, 1)), (2, 4, (2,)), (4, 6, (0, 1))], "optimizer": "momentum"},
@@ -62,7 +62,6 @@ RUNS = {
     "bucket by bucket": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "adam", "lr": 0.002, "bucket": 700},
     "in the order of messages": {"stages": [(0, 2, (0, 1)), (2, 6, (2, 3))], "optimizer": "momentum", "driven": True},
     "2bw, apart": {"stages": APART, "optimizer": "adam", "lr": 0.002, "weights": "2bw"},
-    "2bw, on one device": {"stages": TOGETHER, "optimizer": "momentum", "weights": "2bw"},
     "2bw, four stages": {
         "stages": [(0, 1, (0,)), (1, 2, (1,)), (2, 4, (2,)), (4, 6, (3,))], "optimizer": "momentum", "weights": "2bw",
     },
@@ -103,6 +102,41 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
     if delayed and given["bucket"] is None:  # gradients that wait among them, where there are backwards meanwhile
         free = [x.planned_bytes - x.measured_bytes for x in report.states]
         assert free == [0, 4 * chain.layers[4].parameter_count if case == "2bw, apart" else 0, 0, 0][: len(free)]
+
+
+ONE, TWO = [(0, 6, (0,))], [(0, 2, (0,)), (2, 6, (0,))]  # stages of one device
+
+
+@pytest.mark.parametrize(
+    ("stages", "weights", "accumulate", "optimizer"),
+    [
+        (ONE, "flush", 2, "adam"),
+        (ONE, "2bw", 2, "momentum"),
+        (TWO, "flush", 2, "adam"),
+        (TWO, "2bw", 4, "adam"),
+        (TWO, "stash", 1, "momentum"),
+        (TOGETHER, "flush", 2, "momentum"),
+        (TOGETHER, "2bw", None, "momentum"),
+        (TOGETHER, "stash", 1, "adam"),
+        (TOGETHER, "stash", 3, "momentum"),
+        (TOGETHER, "latest", 1, "momentum"),
+        (TOGETHER, "latest", 2, "adam"),
+    ],
+)
+def test_one_storage_on_one_device_trains_bit_for_bit_as_emulated(
+    stages, weights, accumulate, optimizer, chain, tmp_path
+):
+    """One weight, gradient and optimizer state for both layers, under every policy, and no more memory than planned."""
+    plan = plan_of(chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer)
+    options = {"steps": 9, "lr": 0.002 if optimizer == "adam" else 0.05, "seed": 2}
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", **options))
+    losses, state = emulated(plan, GPT, 2, optimizer=optimizer, **options)
+    assert list(report.losses) == losses
+    assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+    free = [x.planned_bytes - x.measured_bytes for x in report.states]
+    # one microbatch at a time: the second stage's gradient is gone when the first one's is there
+    gone = sum(x.weight_bytes for x in chain.layers[2:4]) if (stages, weights) == (TWO, "stash") else 0
+    assert free == [gone, *[0] * (len(free) - 1)]
 
 
 @pytest.mark.parametrize(
@@ -267,10 +301,10 @@ def test_an_optimizer_that_cannot_step_weights_apart_is_refused(chain):
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chain):
+def test_updates_at_different_times_refuse_copies_on_several_devices(weights, chain):
     loose = plan_of(replace(chain, tied=(), shared=None), APART, weights=weights, accumulate=3)
     plan = replace(loose, chain=chain)
-    with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights 2bw and flush can"):
+    with pytest.raises(BadInput, match=r"are in stages 0 and 1 on different GPUs; only --weights 2bw and"):
         lower_run(plan, 1)
     assert violations(plan), "nor is it a valid plan"
 

@@ -21,7 +21,7 @@ from ...errors import BadInput
 from ...integers import IntLike, ceil_div
 from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Policy, Problem
-from ..cuts import crossing_bytes, legal_cuts, round_trips_ns
+from ..cuts import crossing_bytes, legal_cuts, parting, round_trips_ns
 from ..in_flight import in_flight_limit
 
 MOST_CUTS = 1000  # the tables take 200 bytes for each pair
@@ -43,17 +43,17 @@ def _alike(platform: Platform, device: Device, path: tuple[int, int]) -> Platfor
     return replace(platform, devices=(device,) * count, levels=(Level(count, *path),))
 
 
-StageCosts = tuple[int, int, int]  # work ns, bytes beside versions and activations, bytes of one version
+StageCosts = tuple[int, int, int]  # work ns, fixed bytes, bytes of one version: see MadPipeTables
 
 
 @dataclass(frozen=True)
 class MadPipeTables:
     """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
 
-    ``work`` ns, ``limit`` microbatches in flight that fit a device, ``fixed`` bytes without activations, buffers and
-    weight versions, ``version`` bytes of one version, ``saved`` bytes for each microbatch, ``holds`` bits for the
-    weights that it may share with others; per cut its round trip and its buffers, and what the layers before it save at
-    least, wherever they are cut.
+    ``work`` ns, ``limit`` microbatches in flight that fit a device of its own, ``fixed`` bytes without activations,
+    buffers, weight versions and gradients of shared weights that wait, ``version`` bytes of one version, ``saved`` bytes for each microbatch, ``holds`` bits
+    for the weights that it may share with others; per cut its round trip and its buffers, and what the layers before it
+    save at least, wherever they are cut.
     """
 
     policy: Policy
@@ -118,7 +118,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     BadInput for more than :data:`MOST_CUTS` cuts.
     """
     chain, policy = problem.chain, problem.policy
-    cuts = legal_cuts(problem)
+    cuts = legal_cuts(problem, several=True)
     if len(cuts) > MOST_CUTS + 1:
         raise BadInput(
             f"madpipe: the network can be cut in {len(cuts)} places, and at most {MOST_CUTS} are searched; "
@@ -128,8 +128,8 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     device = platform.devices[0]
     size, count = memory_model.weights_of(chain, start, stop)
     none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
-    waiting = memory_model.waiting_bytes(chain, policy, start, stop)
     saved = np.asarray(saved_bytes(chain, start, stop))
+    limit = in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes)
     timed = chain.timed(device.times)
     holds = np.zeros(np.broadcast(start, stop).shape, dtype=object)
     for n, shared in enumerate(chain.sums.shared):
@@ -141,14 +141,9 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         size, count = memory_model.weights_of(chain, first, last)
         size, count = size - sum(x.weight_bytes for x in sums), count - sum(x.parameters for x in sums)
         none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
-        waiting = sum(
-            memory_model.shared_gradient(policy, x)
-            for n, x in enumerate(chain.ties)
-            if not lent >> n & 1 and memory_model.waits(chain, policy, x, first, last)
-        )
         elsewhere = sum(x.optimizer_ns for x in sums)
         work = time_model.work_ns(timed, policy, first, last, speed=device.speed, elsewhere_ns=elsewhere)
-        return int(work), int(none) + waiting, int(one - none)
+        return int(work), int(none), int(one - none)
 
     return MadPipeTables(
         policy=policy,
@@ -159,8 +154,8 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
         duplex=platform.full_duplex,
         work=time_model.work_ns(timed, policy, start, stop, speed=device.speed).tolist(),
-        limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
-        fixed=(none + waiting).tolist(),
+        limit=np.where(parting(problem, cuts), 0, limit).tolist(),
+        fixed=none.tolist(),
         version=(one - none).tolist(),
         saved=saved.tolist(),
         holds=holds.tolist(),
