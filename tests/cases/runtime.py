@@ -433,6 +433,14 @@ def tied_writing(batch):
     return layers, torch.zeros(batch, 16), mean_square
 
 
+def four_tied(batch):
+    torch.manual_seed(5)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    for i in (2, 4, 6):
+        layers[i].weight = layers[0].weight
+    return layers, torch.zeros(batch, 16), mean_square
+
+
 def tied_anyhow(batch):
     """The same with weights that differ from process to process."""
     layers, x, loss = tied_writing(batch)

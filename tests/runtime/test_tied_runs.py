@@ -161,6 +161,26 @@ def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, weights, tmp
     assert all(list(dict.fromkeys(one)) == list(dict.fromkeys(written[0])) for one in written)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_on_devices_with_several_holders_train_as_one_weight_on_one(replicas, tmp_path):
+    """Gradients wait there for those of the first device, while stages behind are at the next mini-batch."""
+    model = ModelSpec("cases.runtime:four_tied", "cases.runtime:vectors")
+    chain = chain_of(runtime_cases.four_tied, 4)
+    one, other = tuple(range(replicas)), tuple(range(replicas, 2 * replicas))
+    stages = [(0, 2, one), (2, 4, other), (4, 6, one), (6, 9, other)]
+    several = plan_of(chain, stages, weights="2bw", optimizer="momentum")
+    single = plan_of(chain, [(0, 9, (0,))], weights="2bw", accumulate=several.interval, optimizer="momentum")
+    options, losses, states = {"steps": 5, "lr": 0.05}, [], []
+    for plan in (several, single):
+        report = run_plan(plan, model, RunOptions(save=tmp_path / "s", **options))
+        losses.append(report.losses)
+        states.append(torch.load(tmp_path / "s"))
+        assert all(x.measured_bytes <= x.planned_bytes for x in report.states)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert largest_difference(*states) <= 1e-5
+    assert torch.equal(states[0]["0.weight"], states[0]["6.weight"])
+
+
 def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
     """Copies apart, one weight on one device, copies on one device, apart again: weights, momenta, counts, all bits."""
     folder, saved = tmp_path / "c", tmp_path / "s"

@@ -51,9 +51,9 @@ class MadPipeTables:
     """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
 
     ``work`` ns, ``limit`` microbatches in flight that fit a device of its own, ``fixed`` bytes without activations,
-    buffers, weight versions and gradients of shared weights that wait, ``version`` bytes of one version, ``saved`` bytes for each microbatch, ``holds`` bits
-    for the weights that it may share with others; per cut its round trip and its buffers, and what the layers before it
-    save at least, wherever they are cut.
+    buffers, weight versions and gradients of shared weights that wait, ``version`` bytes of one version, ``saved``
+    bytes for each microbatch, ``holds`` bits for the weights that it may share with others; per cut its round trip and
+    its buffers, and what the layers before it save at least, wherever they are cut.
     """
 
     policy: Policy

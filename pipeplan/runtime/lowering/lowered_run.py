@@ -5,14 +5,14 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 
 from ...check.evaluate import evaluate
 from ...check.shared_weights import tied_violations
-from ...cost.stage_graph import StageGraph, lending_stages, summed_stages
+from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
 from ...errors import BadInput
 from ...plan import Plan, Schedule
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
@@ -169,6 +169,10 @@ class LoweredRun:
     def waits(self, stage: int) -> bool:
         """Whether gradients of weights that ``stage`` shares wait until an earlier stage's are there."""
         return not self.drains and any(stage in stages[1:] for stages in self.tied)
+
+    def homes(self, stages: Iterable[int]) -> list[int]:
+        """Return of ``stages``, which share weights, those that keep them: the first on each group of devices."""
+        return first_on_devices(self.plan.allocation.stages, stages)
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in chain order."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cost.stage_graph import first_on_devices
 from ...errors import BadInput
 from ...problem import Chain, connected
 from ..exchange.replica_sum import ChunkSum, Group
@@ -101,8 +100,7 @@ def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
             for name, parameter in layer.module.named_parameters():
                 if parameter.requires_grad:
                     places.setdefault(parameter, {}).setdefault(s, (i, name))
-    every = lowered.plan.allocation.stages
-    ties = [Tie({s: found[s] for s in first_on_devices(every, found)}) for found in places.values()]
+    ties = [Tie({s: found[s] for s in lowered.homes(found)}) for found in places.values()]
     return [tie for tie in ties if len(tie.places) > 1]
 
 

@@ -272,7 +272,10 @@ class Versions:
 
     def step(self, part: int, scale: float = 1.0) -> None:
         """Make one of the optimizer's parts of the new version from the gradient divided by ``scale``."""
-        self.optimizer.step(part, self._gradients, scale, self._next)
+        gradients = self._gradients
+        if self.waits:  # what there is of the tied ones' is for the next update
+            gradients = [*gradients[: self.own], *[None] * (len(gradients) - self.own)]
+        self.optimizer.step(part, gradients, scale, self._next)
 
     def end_update(self, version: int) -> None:
         """Let what has been made be ``version``; the gradient is gone afterwards, but for what waits."""
