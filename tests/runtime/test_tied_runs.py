@@ -111,8 +111,6 @@ ONE, TWO = [(0, 6, (0,))], [(0, 2, (0,)), (2, 6, (0,))]  # stages of one device
     ("stages", "weights", "accumulate", "optimizer"),
     [
         (ONE, "flush", 2, "adam"),
-        (ONE, "2bw", 2, "momentum"),
-        (TWO, "flush", 2, "adam"),
         (TWO, "2bw", 4, "adam"),
         (TWO, "stash", 1, "momentum"),
         (TOGETHER, "flush", 2, "momentum"),
