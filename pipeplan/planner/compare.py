@@ -14,6 +14,7 @@ from ..integers import ceil_div
 from ..partition.balance import balance
 from ..problem import Device, Problem
 from ..schedule.gpipe import gpipe
+from ..schedule.kinds import endless
 from ..schedule.memory import run_uses
 from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
@@ -139,12 +140,15 @@ def gpipe_period_ns(problem: Problem, microbatches: int) -> int | None:
     """Return the makespan per microbatch (ns) of GPipe on balanced stages, or None when they don't fit the memory.
 
     One weight version, mini-batches of ``microbatches``, every one of them in flight before the first backward; stages
-    are recomputed where the problem allows it and they don't fit otherwise. None at the problem's deadline.
+    are recomputed where the problem allows it and they don't fit otherwise. None at the problem's deadline, and where
+    the mini-batch has too many steps to be simulated.
     """
     policy = replace(problem.policy, weights="flush", accumulate=microbatches)
-    with suppress(OutOfTime):
+    with suppress(OutOfTime), problem.deadline.insist():
         for allocation in balance(problem.with_policy(policy)):
             graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
+            if endless(len(graph.operations) * microbatches, GPIPE) is not None:
+                continue
             timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
             if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
                 return ceil_div(flush_makespan_ns(timeline), microbatches)

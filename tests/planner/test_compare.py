@@ -24,6 +24,7 @@ def test_gpipe_drains_a_mini_batch_and_recomputes_only_where_it_must() -> None:
     assert gpipe_period_ns(pair(800), 8) == 34  # (8 + 1) * 30 ns for 8 microbatches
     assert gpipe_period_ns(pair(799), 8) == 45  # (8 + 1) * 40
     assert gpipe_period_ns(replace(pair(799), checkpointing="none"), 8) is None
+    assert gpipe_period_ns(pair(10**15), 10**7) is None  # of more steps than are simulated
 
 
 def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
