@@ -18,9 +18,9 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.cost.stage_graph import least_load_ns, stage_graph
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
-from pipeplan.partition.contiguous.counted_states import Counted, most_states
+from pipeplan.partition.contiguous.counted_states import Counted
 from pipeplan.partition.contiguous.device_classes import DeviceKinds
-from pipeplan.partition.contiguous.orders import Orders
+from pipeplan.partition.contiguous.orders import Orders, most_states
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Device, LayerTimes, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star

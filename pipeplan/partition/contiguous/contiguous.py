@@ -1,8 +1,9 @@
-"""Which stages, each on devices of its own in the platform's order, have the shortest period?
+"""Which stages, each on devices of its own, have the shortest period?
 
-Exact: optimal among allocations whose stages take devices in platform order (any may stay unused), each stage with any
-number of replicas and recomputed as the problem allows, under schedules that repeat every period (1F1B*, ALGORITHMS
-sections 4 and 5). A period can be met or not (:mod:`.decision`); here the smallest one that can is searched.
+Exact: optimal among allocations whose stages take devices in any order that keeps servers together (:mod:`.orders`; any
+may stay unused), each stage with any number of replicas and recomputed as the problem allows, under schedules that
+repeat every period (1F1B*, ALGORITHMS sections 4 and 5). A period can be met or not (:mod:`.decision`); here the
+smallest one that can is searched.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
-    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), and one whose replicas sum
-    the gradients of weights that stages share (:mod:`.tied`). The decision for one period is a dynamic program over
-    (first layer, first device), O(L^2 P^2) with replicas for L layers and P devices before pruning.
+    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), one on devices of too many
+    kinds (:mod:`.orders`), and one whose replicas sum the gradients of weights that stages share (:mod:`.tied`). The
+    decision for one period is a dynamic program over (first layer, what is left of the devices), with replicas O(L^2
+    P^2) for L layers and P equal devices before pruning.
     """
     best = smallest_period(problem)
     if best is not None:

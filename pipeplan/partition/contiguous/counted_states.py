@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import groupby
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -256,24 +254,6 @@ class Counted:
 def counted(platform: Platform, replicas: bool, speed_of: tuple[Fraction, ...]) -> Counted:
     """Return the states of all orders of a platform's devices, remembered while searches ask for them again."""
     return Counted(DeviceKinds.on(platform, replicas), replicas, speed_of)
-
-
-def most_states(platform: Platform) -> int:
-    """Return how many states there are at most."""
-    of = {x: i for i, x in enumerate(dict.fromkeys(platform.devices))}
-    sizes = (1, *platform.unit_sizes)
-
-    def shape(start: int, level: int) -> Key:
-        if level == 0:
-            return (of[platform.devices[start]],)
-        return tuple(sorted(shape(i, level - 1) for i in range(start, start + sizes[level], sizes[level - 1])))
-
-    def states(part: Key, level: int) -> int:
-        counts = [len(list(x)) for _, x in groupby(part)]
-        inside = sum(states(x, level - 1) - 2 for x in dict.fromkeys(part)) if level > 1 else 0
-        return prod(n + 1 for n in counts) * (1 + inside)
-
-    return states(shape(0, len(platform.levels)), len(platform.levels))
 
 
 def _key(unit: Unit | None) -> Key:

@@ -161,20 +161,25 @@ class _Sweep:
         trips = self.round_trips[:, i, None]
         # idle time in a link's group is less than the transfers, so what lags by them is never better
         hopeful = behind < np.where(trips <= self.period, behind.min(axis=1) + trips + 1, NEVER)[:, None]
-        level, other, state = (x.ravel() for x in np.nonzero(hopeful))
+        level, found, other = np.nonzero(hopeful[:, :, self.possible[i]].transpose(0, 2, 1))
+        state = self.possible[i][found]
+        starts = np.flatnonzero(np.diff(level * len(self.left) + state, prepend=-1))
+        delays, at = behind[level, other, state], (level[starts], state[starts])
         entering = np.full((len(self.sizes), self.levels, len(self.left)), NEVER, dtype=np.int64)
-        for own in range(len(self.sizes)):
-            through = self._through(i, own, level, other, behind[hopeful])
-            np.minimum.at(entering[own], (level, state), through)
+        for own in range(len(self.sizes)) if len(starts) else ():
+            entering[own][at] = np.minimum.reduceat(self._through(i, own, level, other, delays), starts)
         return np.minimum.accumulate(entering[:, ::-1], axis=1)[:, ::-1]
 
     def _through(self, i: int, own: int, level: Ints, other: Ints, behind: Ints) -> Ints:
         """Return the delays ``behind`` cut ``i`` after transfers over ``level`` between ``sizes[own]`` devices before
         it and ``sizes[other]`` behind it."""
         trips, period = self.round_trips[level, i], self.link_periods[own, other]
-        both_ways, extended = self.both_ways[level], extend_array(behind, np.minimum(trips, period), period)
-        load, through = np.where(both_ways, trips // 2, trips), np.where(both_ways, behind + trips, extended)
-        return np.where((load <= period) & (behind < NEVER), through, NEVER)
+        through, load = extend_array(behind, np.minimum(trips, period), period), trips
+        if self.both_ways.any():
+            apart = self.both_ways[level]
+            through, load = np.where(apart, behind + trips, through), np.where(apart, trips // 2, trips)
+        through[(load > period) | (behind >= NEVER)] = NEVER
+        return through
 
     def _open(self, i: int) -> None:
         """Add the columns of cut ``i``."""

@@ -45,10 +45,11 @@ class Step(NamedTuple):
 
 
 class DeviceStates(Protocol):
-    """The states, in order of the devices left, from none to all.
+    """The states, in order of the numbers of devices left, from none to all.
 
-    A label of a state has a level: the lowest whose unit joins the last taken devices with what is left *near* them,
-    where the next stage takes its devices first.
+    A *label* of a state is what the last stage to take devices leaves beside it: its delay, its number of devices, and
+    a level, the lowest of a unit that has all its devices and some of those left. A transfer from the stage before is
+    inside that unit where the stage before takes its devices there.
     """
 
     @property
@@ -106,7 +107,7 @@ class Line:
     replicas: bool
     speed_of: tuple[Fraction, ...]  # of each device
 
-    @property
+    @cached_property
     def left(self) -> Ints:
         """How many devices are left in each state."""
         return np.arange(len(self.order) + 1)
@@ -219,7 +220,7 @@ class Line:
 
 
 def in_their_order(platform: Platform, group: Iterable[int]) -> tuple[int, ...]:
-    """Return a stage's devices in the order in which they were taken, sorted where that says nothing."""
+    """Return a stage's devices in the chain's order, which keeps units together; sorted where there is one unit."""
     return tuple(sorted(group)) if len(platform.levels) == 1 else tuple(group)
 
 

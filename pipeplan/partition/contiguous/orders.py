@@ -17,7 +17,6 @@ from typing import Any
 
 from ...problem import Device, Platform, Problem
 from ..cuts import legal_cuts
-from .counted_states import most_states
 
 Order = tuple[int, ...]  # the device at each position
 
@@ -51,7 +50,7 @@ class Orders:
     @cached_property
     def count(self) -> int:
         """How many different orders there are."""
-        return 1 if self.kinds == 1 else _count(self._tree(0, len(self._sizes) - 1))
+        return 1 if self.kinds == 1 else _count(_tree(self.platform))
 
     @cached_property
     def kinds(self) -> int:
@@ -122,19 +121,6 @@ class Orders:
     def _sizes(self) -> tuple[int, ...]:
         return (1, *self.platform.unit_sizes)
 
-    def _tree(self, start: int, level: int) -> _Tree:
-        """Return the unit of ``level`` (0: a device) at ``start`` as nested tuples down to kinds, equal ones equal."""
-        if level == 0:
-            return (self._kinds[start],)
-        parts = range(start, start + self._sizes[level], self._sizes[level - 1])
-        return ("unit", *sorted((self._tree(i, level - 1) for i in parts), key=repr))
-
-    @cached_property
-    def _kinds(self) -> tuple[int, ...]:
-        """The kind of each device, numbered by first use."""
-        numbers = {x: i for i, x in enumerate(dict.fromkeys(self.platform.devices))}
-        return tuple(numbers[x] for x in self.platform.devices)
-
 
 _Tree = tuple[Any, ...]  # ("unit", *children), or (kind,) of a device
 
@@ -146,3 +132,28 @@ def _count(tree: _Tree) -> int:
     for child, n in kinds.items():
         ways *= _count(child) ** n
     return ways
+
+
+def most_states(platform: Platform) -> int:
+    """Return how many states (:mod:`.counted_states`) a platform's devices have at most."""
+    return _states(_tree(platform))
+
+
+def _states(tree: _Tree) -> int:
+    parts = Counter(tree[1:])
+    inside = sum(_states(part) - 2 for part in parts if len(part) > 1)  # neither all nor none of an open one is left
+    return prod(n + 1 for n in parts.values()) * (1 + inside)
+
+
+def _tree(platform: Platform) -> _Tree:
+    """Return the platform as nested tuples down to kinds of devices, equal units equal."""
+    numbers = {x: i for i, x in enumerate(dict.fromkeys(platform.devices))}
+    sizes = (1, *platform.unit_sizes)
+
+    def unit(start: int, level: int) -> _Tree:
+        if level == 0:
+            return (numbers[platform.devices[start]],)
+        parts = range(start, start + sizes[level], sizes[level - 1])
+        return ("unit", *sorted((unit(i, level - 1) for i in parts), key=repr))
+
+    return unit(0, len(platform.levels))
