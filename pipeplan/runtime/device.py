@@ -26,7 +26,7 @@ Choice = Literal["auto", "cpu", "cuda"]
 Exchange = Literal["gloo", "staged", "nccl"]  # between CPUs; between GPUs through host memory; between GPUs
 
 CPU: Final = torch.device("cpu")
-LOOKS_S: Final = (5e-5, 1e-3)  # pauses between two looks at an event, growing from the first to the second
+LOOKS_S: Final = (5e-5, 2e-4)  # pauses between two looks at an event, growing from the first to the second
 LAST_RESORT: Final = timedelta(minutes=2)  # by which torch's watchdog is later than we are
 NCCL: Final = {  # torch's watchdog of exchanges over NCCL, where the user doesn't say otherwise
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # it ends the process and doesn't first wait for NCCL, which may hang

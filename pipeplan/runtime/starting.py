@@ -28,9 +28,7 @@ from .peers import looks
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers
 TELL_S: Final = 30.0  # for which a rank that has failed looks for the store
-HEARD_S: Final = (
-    60.0  # for which one that failed before they met stays, so that the store does, for those still to come
-)
+HEARD_S: Final = 60.0  # for which one that failed before they met stays for those still to come, as the store does
 WHERE: Final = "the meeting of the ranks"
 _STARTS, _PROPOSED = "starts", "proposed"  # keys: the last ticket; what rank 0 has proposed last
 
@@ -158,9 +156,7 @@ class Start:
             if dead is not None:
                 failure = self.died(dead, f": {failure.message}")
             root = told(replace(failure, host=self.host), store, self.world, GRACE_S, self.rank)
-        except RuntimeError:  # the store has gone meanwhile
-            return failure
-        except PeerLost:
+        except (PeerLost, RuntimeError):  # the store has gone, or doesn't answer
             return failure
         atexit.register(self.stay, store, HEARD_S if early else GRACE_S)
         return root
