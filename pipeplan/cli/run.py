@@ -49,6 +49,7 @@ def _heard_by_others() -> Iterator[None]:
     if any(name not in os.environ for name in TORCHRUN):
         yield
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that has gone is no reason for a page of C++
     with watching() as watch:
         watch.tell_signal = _told_of_signal
         try:

@@ -26,7 +26,8 @@ Choice = Literal["auto", "cpu", "cuda"]
 Exchange = Literal["gloo", "staged", "nccl"]  # between CPUs; between GPUs through host memory; between GPUs
 
 CPU: Final = torch.device("cpu")
-LOOKS_S: Final = (5e-5, 1e-3)  # pauses between two looks at an event, growing from the first to the second
+LOOKS_S: Final = (5e-5, 2e-4)  # pauses between two looks at an event, growing from the first to the second
+LONG: Final = timedelta(minutes=10)  # for what needs no other rank
 LAST_RESORT: Final = timedelta(minutes=2)  # by which torch's watchdog is later than we are
 NCCL: Final = {  # torch's watchdog of exchanges over NCCL, where the user doesn't say otherwise
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # it ends the process and doesn't first wait for NCCL, which may hang
@@ -164,7 +165,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def settle(device: torch.device, timeout: timedelta) -> None:
+def settle(device: torch.device, timeout: timedelta = LONG) -> None:
     """Wait until the device has done what the current stream was given, and all that this waits for in others."""
     if device.type == "cuda":
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

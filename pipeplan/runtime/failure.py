@@ -80,12 +80,12 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: ROOT_FIRST.index(failure.kind))
 
 
-def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
+def told(failure: Failure, store: Any, world: int, grace_s: float, teller: int | None = None) -> Failure:
     """Tell the other ranks of ``failure`` through ``store``, which keeps the first root cause, and return that.
 
-    A rank that merely lost another one waits ``grace_s`` for the other's reason. If no rank of the ``world`` has one,
-    those that were not heard of at all are named: those of them that somebody has lost, if there are any, as others may
-    only wait for ranks that wait, too.
+    ``teller`` is the rank that tells, if it isn't its own failure. A rank that merely lost another one waits
+    ``grace_s`` for the other's reason. If no rank of the ``world`` has one, those that were not heard of at all are
+    named: those of them that somebody has lost, if there are any, as others may only wait for ranks that wait, too.
     """
     try:
         store.set(_lost(failure.rank), json.dumps(failure.peers))
@@ -99,7 +99,7 @@ def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
             if silent:
                 message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
                 store.compare_set(FAILURE, "", json.dumps(asdict(replace(failure, message=message))))
-        return failure_told(store, failure.rank) or failure
+        return failure_told(store, failure.rank if teller is None else teller) or failure
     except RuntimeError:  # the store has gone too
         return failure
 

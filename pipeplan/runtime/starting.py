@@ -28,9 +28,7 @@ from .peers import looks
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers
 TELL_S: Final = 30.0  # for which a rank that has failed looks for the store
-HEARD_S: Final = (
-    60.0  # for which one that failed before they met stays, so that the store does, for those still to come
-)
+HEARD_S: Final = 60.0  # for which one that failed before they met stays for those still to come, as the store does
 WHERE: Final = "the meeting of the ranks"
 _STARTS, _PROPOSED = "starts", "proposed"  # keys: the last ticket; what rank 0 has proposed last
 
@@ -145,8 +143,8 @@ class Start:
     def tell(self, failure: Failure) -> Failure:
         """Tell the others of this rank's ``failure``, and return the root cause.
 
-        Before they have met that is told only if torchrun won't start this rank again: others then wait for it. The
-        process stays until all have heard of it, for with it torchrun may go, and its store.
+        Before they have met that is told only if torchrun won't start this rank again: others then wait for it. Of a
+        neighbour that has died, which cannot tell, is told instead of its loss.
         """
         store, early = self.met, self.met is None
         try:
@@ -154,15 +152,26 @@ class Start:
                 store = self.open(TELL_S)
             if store is None:
                 return failure
-            root = told(replace(failure, host=self.host), store, self.world, GRACE_S)
-        except PeerLost:
+            dead = self.dead_neighbour(store) if failure.kind == "lost" and not early else None
+            if dead is not None:
+                failure = self.died(dead, f": {failure.message}")
+            root = told(replace(failure, host=self.host), store, self.world, GRACE_S, self.rank)
+        except (PeerLost, RuntimeError):  # the store has gone, or doesn't answer
             return failure
-        if root.rank == self.rank and self.host:
-            atexit.register(self.stay, store, HEARD_S if early else GRACE_S)
+        atexit.register(self.stay, store, HEARD_S if early else GRACE_S)
         return root
 
+    def died(self, rank: int, words: str = "") -> Failure:
+        """Return what to tell of a rank of this process's agent that has gone."""
+        return Failure(rank, "died", f"rank {rank} died without a word, torchrun says how{words}", host=self.host)
+
     def stay(self, store: Any, seconds: float) -> None:
-        """Wait until all others have heard of the failure that is in ``store``, at most so long."""
+        """Where the store goes with torchrun on this node, wait until all have heard of the failure that is in it.
+
+        At most so long: others may have gone.
+        """
+        if not self.host or number_in_environment("GROUP_RANK", self.rank):
+            return
         keys = [has_heard(rank) for rank in range(self.world) if rank != self.rank]
         with suppress(RuntimeError):  # the store has gone, and whoever listened
             for _ in looks(seconds):

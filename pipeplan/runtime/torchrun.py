@@ -86,7 +86,7 @@ def run_under_torchrun(
         except RAISED as error:
             raise _told(start, watch, error) from error
         finally:
-            watch.look = watch.ask = None
+            watch.ask = None
             watch.over.set()
 
 
@@ -126,10 +126,9 @@ def _ended(start: Start, number: int) -> PipeplanError | None:
         store = start.of_met(store)
         dead = start.dead_neighbour(store)
         if dead is not None and failure_told(store, start.rank) is None:
-            failure = Failure(dead, "died", f"rank {dead} died without a word; torchrun says how", host=start.host)
-    root = told(failure, store, start.world, GRACE_S)
-    if start.host:
-        start.stay(store, GRACE_S)
+            failure = start.died(dead)
+    root = told(failure, store, start.world, GRACE_S, start.rank)
+    start.stay(store, GRACE_S)
     return None if root == failure and root.kind == "ended" else root.error(elsewhere=True)
 
 
@@ -148,7 +147,7 @@ def _run(
     peers: Peers = Alone()
     if start.world > 1:
         peers = StorePeers(start.meet(), start.rank, start.world, max(LEAST_TIMEOUT_S, options.timeout_s or 0.0))
-        watch.look = _Elsewhere(start)
+        watch.look(_Elsewhere(start))
     options.check()
     model.check()
     if options.max_restarts:

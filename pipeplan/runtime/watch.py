@@ -20,6 +20,7 @@ from ..names import SENTENCE, shown
 
 POLL_S: Final = 0.5  # how often the thread looks
 PATIENCE_S: Final = 4.0  # for which a rank may end by itself: longer than it takes to hear of a root cause
+TELLING_S: Final = 10.0  # for which a store may keep waiting who has no more than a signal to tell
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that torchrun sets for a rank
 AGENT: Final = "TORCHELASTIC_RUN_ID"  # where the parent is torchrun's agent
@@ -28,13 +29,12 @@ AGENT: Final = "TORCHELASTIC_RUN_ID"  # where the parent is torchrun's agent
 class Watch:
     """Watches over one process, whose :data:`SIGNALS` it takes if it is made on the main thread.
 
-    ``look`` returns what has gone wrong elsewhere, None while all is well; ``ask`` is called by a signal instead of
-    ending, where there is one; ``tell_signal`` tells the others of a signal that ends this process, and returns what
-    had gone wrong before, if anything had. While ``telling`` this process is telling why it ends already.
+    ``ask`` is called by a signal instead of ending, where there is one; ``tell_signal`` tells the others of a signal
+    that ends this process, and returns what had gone wrong before, if anything had. While ``telling`` this process is
+    telling why it ends already.
     """
 
     def __init__(self) -> None:
-        self.look: Callable[[], PipeplanError | None] | None = None
         self.ask: Callable[[], None] | None = None
         self.tell_signal: Callable[[int], PipeplanError | None] | None = None
         self.telling = False
@@ -75,6 +75,18 @@ class Watch:
             signal.signal(number, signal.SIG_DFL if self._process != os.getpid() else handler)
         self._handlers = {}
 
+    def look(self, elsewhere: Callable[[], PipeplanError | None]) -> None:
+        """Let a thread of its own ask what has gone wrong ``elsewhere``, None while all is well, for that may wait."""
+        threading.Thread(target=self._look, args=(elsewhere,), daemon=True).start()
+
+    def _look(self, elsewhere: Callable[[], PipeplanError | None]) -> None:
+        while not self.over.wait(POLL_S):
+            error = None if self.telling else elsewhere()
+            if error is not None:
+                if not self.over.wait(PATIENCE_S):
+                    end(f"error: {shown(str(error), SENTENCE)}", error.exit_code)
+                return
+
     def _watch(self) -> None:
         while True:
             ready, _, _ = select.select([self._reader], [], [], POLL_S)
@@ -85,10 +97,6 @@ class Watch:
                 self._signalled(max(numbers))
             elif self._parent not in (None, os.getppid()) and not self.over.is_set():
                 self._end_by("error: torchrun has gone, which started this process", signal.SIGTERM)
-            elif self.look is not None and not self.telling and (error := self.look()) is not None:
-                if not self.over.wait(PATIENCE_S):
-                    end(f"error: {shown(str(error), SENTENCE)}", error.exit_code)
-                self.look = None
 
     def _signalled(self, number: int) -> None:
         if self.telling or self.told:
@@ -100,12 +108,19 @@ class Watch:
         self._end_by("interrupted" if number == signal.SIGINT else f"ended by {name}", number)
 
     def _end_by(self, words: str, number: int) -> NoReturn:
-        code = BY_SIGNAL + number
-        if self.tell_signal is not None and not self.over.is_set():
+        code, causes = BY_SIGNAL + number, list[PipeplanError | None]()
+
+        def tell() -> None:
             with suppress(Exception):  # there is nothing left to be done about it
-                cause = self.tell_signal(number)
-                if cause is not None:
-                    words, code = f"error: {shown(str(cause), SENTENCE)}", cause.exit_code
+                causes.append(None if self.tell_signal is None else self.tell_signal(number))
+
+        if not self.over.is_set():
+            teller = threading.Thread(target=tell, daemon=True)
+            teller.start()
+            teller.join(TELLING_S)
+        for cause in causes:
+            if cause is not None:
+                words, code = f"error: {shown(str(cause), SENTENCE)}", cause.exit_code
         end(words, code)
 
 

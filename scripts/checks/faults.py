@@ -222,7 +222,8 @@ class Row:
     whom: str = "any"
 
 
-SILENT = r"(torchrun: rank {rank}: Signal 9|rank {rank} doesn't answer: rank \d+ lost another rank)"
+UNTOLD = r"torchrun: rank {rank}: Signal 9|rank {rank} died without a word, torchrun says how"
+SILENT = rf"({UNTOLD}|rank {{rank}} doesn't answer: rank \d+ lost another rank)"
 TOGETHER = r"(rank \d+ doesn't answer; )*" + SILENT  # any that wait for all may be what is not heard of
 DIED = r"rank {rank} died .*: killed by SIGKILL"
 STOPPED = r"rank {rank} (has been stopped for|is stopped) "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def two_nodes(
         yield nodes
     finally:
         for node in nodes:
-            node.agent.terminate()
+            with suppress(ProcessLookupError):  # nothing is left
+                os.killpg(node.agent.pid, signal.SIGKILL)
             node.agent.join(SECONDS)
 
 

@@ -108,3 +108,15 @@ def test_standard_output_takes_one_document(arguments: tuple[str, ...], pipeplan
     assert (code, out) == (2, "")
     assert f"{arguments[-3]} - and --json would both go to standard output" in err
     refuse_two_documents(False, trace="-", csv=None)
+
+
+@pytest.mark.parametrize(
+    ("profile", "reserved"),
+    [("vgg16-224-b32-v100", "16.00 GB less 2.00 GB reserved"), ("gpt-tiny-b8-cpu", "16.00 GB,")],
+)
+def test_what_is_reserved_by_itself_is_for_gpus_alone(profile: str, reserved: str, pipeplan: Command) -> None:
+    path = str(Path(__file__).parents[2] / "profiles" / f"{profile}.json")
+    limits = ("--gpus", "2", "--mem", "16GB", "--reserve", "auto", "--algorithm", "balance")
+    code, out, _ = pipeplan("plan", path, *limits)
+    assert code == 0
+    assert f"GPUs of {reserved}" in out

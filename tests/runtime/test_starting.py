@@ -156,7 +156,7 @@ def signalled(watch, path):
 
 
 def failed_elsewhere(watch):
-    watch.look = lambda: BadInput("rank 3: no plan")
+    watch.look(lambda: BadInput("rank 3: no plan"))
 
 
 def signalled_after_a_failure(watch):

@@ -68,6 +68,7 @@ def _cause(words: str) -> str:
     """Return what an error says in one line: the first, and what NCCL puts behind it as its last error."""
     first, _, rest = words.strip().partition("\n")
     plain = first.rpartition("] ")[2] if first.startswith("[") else first
+    plain = plain.partition(". This is typically caused by ")[0]  # gloo's advice, on whatever goes wrong
     _, found, last = rest.partition("Last error:")
     lines = [line.strip() for line in last.splitlines() if line.strip()]
     return f"{plain}: {lines[0]}" if found and lines else plain
