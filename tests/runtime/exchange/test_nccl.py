@@ -26,6 +26,7 @@ from pipeplan.runtime.exchange.transport import Sends
 from pipeplan.runtime.job import job_of
 from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering import instructions
+from pipeplan.runtime.lowering.blocking import run_deadlock
 from pipeplan.runtime.lowering.instructions import Agree, ReduceTied, Update
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
 from pipeplan.runtime.model.spec import ModelSpec
@@ -128,9 +129,14 @@ def test_every_kind_of_run_comes_through(name):
     check(played(JOBS[name]()))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 5, 6, 7, 11, 13, 17])  # stages that come back to a device; every policy
 def test_random_plans_come_through(seed):
     check(played(job_for(any_plan(seed), "linears")))
+
+
+def test_instructions_of_random_plans_come_through_when_everything_blocks():
+    for seed in range(16):
+        assert run_deadlock(any_plan(seed)) == [], seed
 
 
 def test_offloaded_state_has_its_room_before_the_run_and_travels_beside_its_steps():
