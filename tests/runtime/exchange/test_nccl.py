@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from unittest import mock
 
@@ -261,7 +262,7 @@ def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
         def __init__(self, is_high_priority_stream):
             self.is_high_priority_stream, self.config = is_high_priority_stream, mock.Mock()
 
-    assert pair_options("gloo") is None
+    assert pair_options("gloo", timedelta(seconds=1)) is None
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", mock.Mock(Options=Options), raising=False)
     found = played(job("linears", [(0, 4, (0, 1)), (4, 9, (2,))], weights="2bw"))
@@ -269,6 +270,8 @@ def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
         pairs = {group.ranks: options for group, options in zip(ranks.groups, ranks.options, strict=True)}
         assert pairs.pop((0, 1)) is None, "the sum of the replicas"
         assert [(x.is_high_priority_stream, x.config.max_ctas) for x in pairs.values()] == [(True, 4)] * 2
+        made = zip(ranks.options, ranks.timeouts, strict=True)
+        assert all(x is None or x._timeout == its for x, its in made), "torch would warn"
 
 
 def test_sums_of_message_driven_pipelines_travel_over_nccl():
