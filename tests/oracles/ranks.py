@@ -44,7 +44,8 @@ class Ranks:
     def __init__(self, gpu: Gpu, world: int) -> None:
         self.gpu, self.everybody = gpu, tuple(range(world))
         self.groups: list[Group] = []
-        self.options: list[Any] = []  # that groups were made with
+        self.options: list[Any] = []  # that groups were made with, and timeouts
+        self.timeouts: list[Any] = []
         self._connected: set[Group] = set()
 
     def new_group(
@@ -53,6 +54,7 @@ class Ranks:
         group = Group(len(self.groups), tuple(ranks), backend)
         self.groups.append(group)
         self.options.append(pg_options)
+        self.timeouts.append(timeout)
         self._meet(("a new group", group))
         return group
 

@@ -89,9 +89,8 @@ def open_links(
     in_hosts_order()
     with exchanging("the connecting of GPUs"):
         for pair in in_rounds(found):
-            group = dist.new_group(
-                sorted(pair), group_timeout(timeout, backend), backend, pg_options=pair_options(backend)
-            )
+            patience = group_timeout(timeout, backend)
+            group = dist.new_group(sorted(pair), patience, backend, pg_options=pair_options(backend, patience))
             if rank in pair:
                 pairs[pair] = group
         for (sender, receiver), group in pairs.items():
@@ -132,7 +131,7 @@ def in_hosts_order() -> None:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
-def pair_options(backend: str) -> Any:
+def pair_options(backend: str, timeout: timedelta) -> Any:
     """Return what the communicator of a pair is made with.
 
     NCCL moves messages by kernels. A receive that waits for its message keeps its processors from the passes, so it
@@ -142,6 +141,7 @@ def pair_options(backend: str) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MOST_BLOCKS  # NCCL_MAX_CTAS goes before
+    options._timeout = timeout  # torch warns of another one than the group's
     return options
 
 

@@ -67,7 +67,7 @@ class BucketedOptimizer:
         if not self._offload or not self._masters:
             return {}
         dtypes = [master.dtype for master in self._masters]
-        names = ["weights"] * self._mixed + self.rates.large_state(dtypes[0])
+        names = ["weights"] * self._mixed + self.rates.large_state(dtypes[0], self._device)
         return {name: host_rooms(self._shapes, dtypes, self._device) for name in names}
 
     @property
@@ -91,25 +91,7 @@ class BucketedOptimizer:
                 self._buffers.keep_ahead(self, following, self._fetched(following))
         if fetched.event is not None:
             fetched.event.wait()
-        for group in optimizer.param_groups:
-            group["params"] = []
-        optimizer.state.clear()
-        stepped: list[tuple[Slice, nn.Parameter]] = []
-        offset = self._offset(piece)
-        for span, weight, state in zip(piece.slices, fetched.weights, fetched.states, strict=True):
-            gradient, master = gradients[span.index], self._masters[span.index]
-            parameter = nn.Parameter(weight)
-            if gradient is not None:
-                found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
-                if self._mixed:
-                    copy = self._buffer("gradient", master.dtype, offset, span.size)
-                    found = copy.copy_(found).mul_(1 / scale)
-                parameter.grad = found
-                if state:
-                    optimizer.state[parameter] = state
-            optimizer.param_groups[self._group[master]]["params"].append(parameter)
-            stepped.append((span, parameter))
-            offset += span.size
+        stepped = self._given(optimizer, piece, fetched, gradients, scale)
         optimizer.step()
         home: list[tuple[Tensor, Tensor]] = []
         for span, parameter in stepped:
@@ -123,6 +105,36 @@ class BucketedOptimizer:
         else:
             for to, of in home:
                 to.copy_(of)
+
+    def _given(
+        self,
+        optimizer: torch.optim.Optimizer,
+        piece: Piece,
+        fetched: Fetched,
+        gradients: Sequence[Tensor | None],
+        scale: float,
+    ) -> list[tuple[Slice, nn.Parameter]]:
+        """Let ``optimizer`` have the slices of ``piece`` for its weights, and nothing else; return what they are."""
+        for group in optimizer.param_groups:
+            group["params"] = []
+        optimizer.state.clear()
+        given: list[tuple[Slice, nn.Parameter]] = []
+        offset = self._offset(piece)
+        for span, weight, state in zip(piece.slices, fetched.weights, fetched.states, strict=True):
+            gradient, master = gradients[span.index], self._masters[span.index]
+            parameter = nn.Parameter(weight)
+            if gradient is not None:
+                found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
+                if self._mixed:
+                    copy = self._buffer("gradient", master.dtype, offset, span.size)
+                    found = copy.copy_(found).mul_(1 / scale)
+                parameter.grad = found
+                if state:
+                    optimizer.state[parameter] = state
+            optimizer.param_groups[self._group[master]]["params"].append(parameter)
+            given.append((span, parameter))
+            offset += span.size
+        return given
 
     def _following(self, piece: Piece) -> Iterator[Piece]:
         """Yield the pieces behind ``piece`` that can be on the device together with it."""

@@ -85,9 +85,9 @@ class Rates:
         if self._schedule is not None and schedule is not None:
             self._schedule.load_state_dict(schedule)
 
-    def large_state(self, dtype: torch.dtype) -> list[str]:
+    def large_state(self, dtype: torch.dtype, device: torch.device) -> list[str]:
         """Return what the optimizer will remember of each element of a weight of this type, told from a small one."""
-        weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+        weight = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
         weight.grad = torch.zeros_like(weight)
         tried = self._make_optimizer([weight])
         tried.step()

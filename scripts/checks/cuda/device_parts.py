@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipeplan.runtime.training.optimizers import optimizer_maker
 LEAST_NCCL = (2, 26)  # from which on several communicators of a GPU keep the host's order
 LEAST_SHM = 2**30
 MIB = 2**20
+TIMEOUT = timedelta(minutes=10)
 
 
 def hardware(check: Check) -> Outcome:
@@ -102,8 +104,8 @@ def nccl(check: Check) -> Outcome:
 
     with _alone():
         found = []
-        for options in (None, pair_options("nccl")):
-            group = dist.new_group([0], backend="nccl", pg_options=options)
+        for options in (None, pair_options("nccl", TIMEOUT)):
+            group = dist.new_group([0], TIMEOUT, "nccl", options)
             x = torch.ones(1000, device=check.device)
             dist.all_reduce(x, group=group)
             dist.barrier()
@@ -131,9 +133,9 @@ def memory(check: Check) -> Outcome:
 
     figures: Figures = {"context_bytes": _outside()}
     with _alone():
-        for name, options in (("group", None), ("pair", pair_options("nccl"))):
+        for name, options in (("group", None), ("pair", pair_options("nccl", TIMEOUT))):
             before = _outside()
-            dist.all_reduce(torch.ones(2**20, device=check.device), group=dist.new_group([0], None, "nccl", options))
+            dist.all_reduce(torch.ones(2**20, device=check.device), group=dist.new_group([0], TIMEOUT, "nccl", options))
             settle(check.device)
             figures[f"nccl_{name}_of_one_bytes"] = _outside() - before
     before = _outside()

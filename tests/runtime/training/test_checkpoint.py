@@ -152,7 +152,7 @@ def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
         written[1], VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, resume=True), None, heard.append
     )
     assert report.steps == 3
-    assert heard == [f"{lost}: no such file or directory"]
+    assert heard == [f"damaged, and passed over: {lost}: no such file or directory"]
     assert newest(str(folder)).position.step == 5
 
 
