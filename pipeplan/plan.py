@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from .problem import Chain, Checkpointing, Platform, Policy, Weights
 
-AllocationClass = Literal["contiguous", "one-special", "any"]
+AllocationClass = Literal[
+    "contiguous", "one-special", "any", "megatron", "torchtitan", "deepspeed", "torch"
+]  # the last are what these can express
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
 
@@ -104,7 +106,7 @@ class Bound:
     any_interval: bool = False
 
 
-ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven"]
+ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True)

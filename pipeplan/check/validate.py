@@ -20,6 +20,7 @@ from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_o
 from ..units import format_bytes
 from .evaluate import Evaluation, evaluate
 from .shared_weights import tied_violations
+from .targets import TARGETS, target_violations
 
 
 def check(plan: Plan) -> Evaluation:
@@ -284,6 +285,9 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         if bound.any_interval and plan.policy.weights != "2bw":
             found.append(f"{_bound_name(bound)} is for any interval between updates of 2bw, not {plan.policy.weights}")
+        if bound.allocation in TARGETS:
+            outside = target_violations(plan, bound.allocation)
+            found += [f"{_bound_name(bound)} does not hold for this plan: {reason}" for reason in outside]
         found += class_violations(bound, plan.allocation, plan.platform)
     return found
 
@@ -297,7 +301,7 @@ def class_violations(bound: Bound, allocation: Allocation, platform: Platform) -
         "any": True,
     }
     found = []
-    if not inside[bound.allocation]:
+    if not inside.get(bound.allocation, True):  # of a target's class the schedule decides, too
         found.append(f"{name} does not hold for this plan: its stages are not in that class")
     if not bound.replicas and any(stage.replicas > 1 for stage in stages):
         found.append(f"{name} is for plans without replicas; this one has some")

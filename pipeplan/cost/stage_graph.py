@@ -168,6 +168,13 @@ class StageGraph:
         replicas = self.resources[cost.resource].replicas
         return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas))
 
+    def first_replicas(self) -> StageGraph:
+        """Return the graph of the first of equal pipelines alone, each stage on the first of its devices."""
+        alone = (
+            replace(x, devices=x.devices[:1], replicas=1, ends=tuple(end[:1] for end in x.ends)) for x in self.resources
+        )
+        return replace(self, resources=tuple(alone))
+
     @property
     def contiguous(self) -> bool:
         """Whether every stage has its devices for itself."""

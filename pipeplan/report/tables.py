@@ -14,6 +14,7 @@ from rich.text import Text
 from ..check.bounds import bounded
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
+from ..check.targets import TARGETS
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..partition.contiguous.orders import Orders
@@ -66,6 +67,8 @@ def headline(plan: Plan) -> str:
 
 def bound_class(bound: Bound) -> str:
     """Return the class of plans that a bound holds for, in words, and whether it does however rare updates are."""
+    if bound.allocation in TARGETS:
+        return f"{bound.allocation}, this interval"
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
@@ -170,6 +173,8 @@ def print_plan(
         orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
+    for line in restriction(plan, result):
+        out.print(line)
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         out.print(f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling")
@@ -178,6 +183,9 @@ def print_plan(
     others = other_weights(plan, result)
     if others is not None:
         out.print(f"otherwise   {others}")
+    idle = sorted(set(range(len(platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
+    if idle:
+        out.print(f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(tuple(idle))}: no stage is on them")
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
@@ -188,6 +196,27 @@ def print_plan(
         out.print(f"note        the search ended early: {status}")
     out.print()
     out.print(_stage_table(plan, result, out.width))
+
+
+def restriction(plan: Plan, result: Evaluation) -> list[str]:
+    """Return what a plan was restricted to, and at which price, in lines; nothing where it wasn't."""
+    options = plan.provenance.options
+    target, price = TARGETS.get(str(options.get("for"))), options.get("price")
+    if target is None:
+        return []
+    lines = [f"for         {target.what}: whole units, equal pipelines, {' or '.join(target.kinds)}"]
+    if isinstance(price, dict) and price:
+        found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
+        lines.append(f"price       without that restriction {', '.join(found)}")
+    return lines
+
+
+def _dearer(period_ns: int, result: Evaluation) -> str:
+    """Return in words how much longer the plan's period is than one without its restriction."""
+    ratio = result.period_ns / period_ns
+    if ratio <= 1:
+        return "no shorter than this"
+    return f"{ratio:.2f} times longer" if ratio >= 1.1 else f"{ratio - 1:.1%} longer"
 
 
 MEANING: dict[Weights, str] = {
