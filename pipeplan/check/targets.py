@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from ..errors import PipeplanError
@@ -22,6 +23,7 @@ Rule = Literal["none", "first", "every"]
 BLOCK = re.compile(
     r"((?:.*\.)?(?:(?:blocks?|layers?|decoder|h)\.\d+|(?:blocks?|layers?|decoder|h)_?\d+(?:\.\d+)?))(?:\..*)?"
 )
+MTP = re.compile(r"(?:.*\.)?mtp(?:_layers?)?[._]?\d*")
 LOSS = "loss"  # how profiles name what comes behind the model
 
 
@@ -131,13 +133,8 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
             raise CannotExpress(
                 f"{name}: stage {s} ends inside of {_named(chain, unit)}, which are one there (plan with --for {name})"
             )
-        if len(stages) > 1 and not target.ties:
-            for one, other in chain.tied:
-                if (stage.start <= one < stage.stop) != (stage.start <= other < stage.stop):
-                    raise CannotExpress(
-                        f"{name}: layers {one} and {other} share weights and are in two stages, whose gradients nobody "
-                        "sums there"
-                    )
+    if not target.ties:
+        refuse_parted(chain, stages, name)
     parts = tuple(tuple(unit for unit in units if stage.start <= unit.start < stage.stop) for stage in stages)
     weights = weight_bytes(chain)
     most = max(map(len, parts))
@@ -151,6 +148,16 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
         f"{name}: stage {s} recomputes {_ranges(stages[s].checkpoint)}; there all stages recompute "
         f"{' or '.join(_RULES[rule] for rule in target.rules)} (plan with --for {name}, or --no-checkpointing)"
     )
+
+
+def refuse_parted(chain: Chain, stages: Sequence[Stage], name: str) -> None:
+    """Raise CannotExpress where layers that share weights are in two stages, whose gradients a target doesn't sum."""
+    for one, other in chain.tied:
+        if any((stage.start <= one < stage.stop) != (stage.start <= other < stage.stop) for stage in stages):
+            raise CannotExpress(
+                f"{name}: layers {one} and {other} share weights and are in two stages, whose gradients nobody sums "
+                "there"
+            )
 
 
 _RULES: dict[Rule, str] = {
@@ -224,28 +231,43 @@ def whole_blocks(chain: Chain) -> tuple[Unit, ...]:
 def decoder(chain: Chain) -> tuple[Unit, ...]:
     """Return an embedding, the decoder's layers, and the output with the loss, as Megatron-LM has them.
 
-    The final norm is with the output, as it is there without multi-token prediction.
+    The final norm is with the output, as it is there without multi-token prediction; layers of that are one unit.
     """
     units = whole_blocks(chain)
     blocks = [i for i, unit in enumerate(units) if unit.block]
     if not blocks:
         raise CannotExpress(f"megatron: no layer of {shown(chain.name)} is named as a decoder layer, such as layers.3")
     first, last = blocks[0], blocks[-1]
+    ahead = next((i for i in range(last + 1, len(units)) if MTP.match(units[i].name)), None)
     odd = next((unit for unit in units[first:last] if not unit.block), None)
     if odd is not None:
         raise CannotExpress(f"megatron: layer {odd.start} ({shown(odd.name)}) between the decoder layers is none")
     if first == 0 or last == len(units) - 1:
         raise CannotExpress("megatron: a layout starts with the embedding and ends with the output layer")
     start, stop = units[first].start, units[last].stop
+    extra: tuple[Unit, ...] = ()
+    if ahead is not None:  # the final norm is then with the last decoder layer
+        begin, behind = units[ahead].start, next(unit for unit in units[ahead:] if not MTP.match(unit.name))
+        extra = (
+            replace(units[last], stop=begin, modules_stop=begin),
+            Unit("mtp", begin, behind.start, behind.start, False),
+        )
+        last, stop = last - 1, behind.start
     return (
         Unit("embedding", 0, start, start, False),
         *units[first : last + 1],
+        *extra,
         Unit("output", stop, len(chain), units[-1].modules_stop, False),
     )
 
 
+def mtp_layers(chain: Chain) -> int:
+    """Return how many layers of multi-token prediction a decoder has."""
+    return len({found[0] for layer in chain.layers if (found := MTP.match(layer.name))})
+
+
 def layers_in_a_row(chain: Chain) -> tuple[Unit, ...]:
-    """Return the whole blocks of a list of layers, each of which reads the one before it, as DeepSpeed runs them."""
+    """Return the layers of a list, each of which reads the one before it, as DeepSpeed runs them."""
     if chain.edges is not None:
         raise CannotExpress(
             "deepspeed: the profile was traced and is no list of layers, each of which takes what the one before it "
@@ -255,7 +277,12 @@ def layers_in_a_row(chain: Chain) -> tuple[Unit, ...]:
     joined = next((i for i in range(1, count) if ".." in chain.layers[i].name), None)
     if joined is not None:
         raise CannotExpress(f"deepspeed: layer {joined} ({shown(chain.layers[joined].name)}) is several modules")
-    return whole_blocks(chain)
+    last = whole_blocks(chain)[-1]
+    ends = [*range(1, last.modules_stop), count]
+    return tuple(
+        Unit(chain.layers[start].name, start, stop, min(stop, last.modules_stop), True)
+        for start, stop in pairwise([0, *ends])
+    )
 
 
 # --- the other rules ------------------------------------------------------------------------------------------------
