@@ -285,6 +285,8 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         if bound.any_interval and plan.policy.weights != "2bw":
             found.append(f"{_bound_name(bound)} is for any interval between updates of 2bw, not {plan.policy.weights}")
+        if bound.schedule not in (None, plan.schedule.kind):
+            found.append(f"{_bound_name(bound)} is for {bound.schedule}, not {plan.schedule.kind}")
         if bound.allocation in TARGETS:
             outside = target_violations(plan, bound.allocation)
             found += [f"{_bound_name(bound)} does not hold for this plan: {reason}" for reason in outside]

@@ -48,7 +48,7 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
     prove = PROOFS.get(bound.allocation)
     if bound.allocation in TARGETS:
-        prove = partial(target_bound, name=bound.allocation)
+        prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     assert prove is not None, "bounds of class any are never claimed"

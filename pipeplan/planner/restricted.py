@@ -76,30 +76,38 @@ def make_target_plan(
     if problem.policy.accumulate is None:
         every = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=every))
-    search = _Search(problem, name, kinds or TARGETS[name].kinds, settings or Settings())
+    all_kinds = TARGETS[name].kinds
+    search = _Search(problem, name, kinds or all_kinds, settings or Settings())
     stopped = search.run(EFFORTS[effort])
     if search.best is None:
         raise Infeasible(search.why_none(stopped))
     best, count = search.best, problem.policy.accumulate or 1
-    bound = Bound(name, problem.replicas, _allowed(problem), ceil_div(search.bound_ns, count))  # type: ignore[arg-type]  # targets are classes
+    classes = dict.fromkeys((None if set(search.kinds) == set(all_kinds) else best.config.kind, best.config.kind))
+    bounds = tuple(
+        Bound(name, problem.replicas, _allowed(problem), ceil_div(search.bound_ns(kind), count), schedule=kind)  # type: ignore[arg-type]  # targets are classes
+        for kind in (classes if len(all_kinds) > 1 else (None,))
+    )
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,
         policy=problem.policy,
         allocation=Allocation(best.stages),
         pattern=None,
-        lower_bounds=(bound, any_bound(problem)),
+        lower_bounds=(*bounds, any_bound(problem)),
         provenance=Provenance("target", {"for": name, "effort": effort}, solver_status=stopped, version=__version__),
         schedule=Schedule(best.config.kind, count),
     )
     return Planned(plan, check(plan))
 
 
-def target_bound(problem: Problem, name: str) -> int | None:
-    """Return a period (ns) below which the target ``name`` has no plan of a problem, None where nothing fits."""
-    search = _Search(problem, name, TARGETS[name].kinds, Settings())
-    search.run(0)
-    return ceil_div(search.bound_ns, problem.policy.accumulate or 1) if search.best is not None else None
+def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) -> int | None:
+    """Return a period (ns) below which the target ``name`` has no plan of a problem, None where nothing fits; with
+    ``kind`` none under that schedule."""
+    search = _Search(problem, name, TARGETS[name].kinds if kind is None else (kind,), Settings())
+    search.run(EFFORTS["normal"])
+    if search.best is None:
+        return None
+    return ceil_div(search.bound_ns(kind), problem.policy.accumulate or 1)
 
 
 def with_price(planned: Planned, problem: Problem, settings: Settings | None = None, effort: str = "normal") -> Planned:
@@ -121,10 +129,10 @@ def _allowed(problem: Problem) -> str:
 
 
 class _Search:
-    """``best`` so far, and ``bound_ns``: no plan of the class runs a mini-batch in less."""
+    """The search of one class; ``best`` is the best so far."""
 
     def __init__(self, problem: Problem, name: str, kinds: Sequence[ScheduleKind], settings: Settings) -> None:
-        self.name, self.target, self.settings = name, TARGETS[name], settings
+        self.name, self.target, self.settings, self.kinds = name, TARGETS[name], settings, tuple(kinds)
         self.problem = problem if self.target.ties else replace(problem, tied="together")
         units = self.target.units(problem.chain)
         legal = set(legal_cuts(self.problem).tolist())
@@ -196,11 +204,11 @@ class _Search:
             return "interrupted"
         return None
 
-    @property
-    def bound_ns(self) -> int:
-        """No plan of the class runs a mini-batch in less."""
+    def bound_ns(self, kind: ScheduleKind | None = None) -> int:
+        """Return a time below which no plan of the class runs a mini-batch; with ``kind`` none under that schedule."""
         assert self.best is not None
-        return min(self.best.makespan_ns, *(self.bounds.get(config, config.bound_ns) for config in self.configs))
+        own = [config for config in self.configs if kind in (None, config.kind)]
+        return min(self.best.makespan_ns, *(self.bounds.get(config, config.bound_ns) for config in own))
 
     def _probe(self, config: Config) -> None:
         """Try the splits of a configuration that promise most, for every way to recompute that may pay."""

@@ -68,7 +68,7 @@ def headline(plan: Plan) -> str:
 def bound_class(bound: Bound) -> str:
     """Return the class of plans that a bound holds for, in words, and whether it does however rare updates are."""
     if bound.allocation in TARGETS:
-        return f"{bound.allocation}, this interval"
+        return f"{bound.allocation}{f' under {bound.schedule}' if bound.schedule else ''}, this interval"
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
@@ -96,6 +96,7 @@ def bound_figures(plan: Plan) -> list[dict[str, Any]]:
             "replicas": bound.replicas,
             "checkpointing": bound.checkpointing,
             "any_interval": bound.any_interval,
+            "schedule": bound.schedule,
             "period_ns": bound.period_ns,
             "checked": not bound.claimed,
             "gap": None if bound.claimed else gap(period, bound),
