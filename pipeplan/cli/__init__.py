@@ -33,6 +33,7 @@ COMMANDS = {
     "estimate": ("estimate", "Estimate memory and time of a large transformer from its sizes."),
     "diff": ("diff", "Compare two profiles, and a plan's worth on the other."),
     "timeprest": ("timeprest", "Show what TiMePReSt's schedule does to weights and memory."),
+    "list": ("list", "List the GPUs and the zoo's models that can be named."),
     "algorithms": ("algorithms", "List the partitioning algorithms."),
     "schema": ("schema", "Print the JSON Schema of a file."),
 }

@@ -62,7 +62,14 @@ def headline(plan: Plan) -> str:
         f"lower bound {format_ns(b.period_ns)} (class {bound_class(b)}), {distance(b, result.period_ns)}"
         for b in plan.lower_bounds
     )
-    return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}; {bounds}"
+    idle = idle_devices(plan)
+    rest = f"; GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)} idle" if idle else ""
+    return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}; {bounds}{rest}"
+
+
+def idle_devices(plan: Plan) -> list[int]:
+    """Return the devices of the platform on which a plan has no stage."""
+    return sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
 
 
 def bound_class(bound: Bound) -> str:
@@ -184,9 +191,9 @@ def print_plan(
     others = other_weights(plan, result)
     if others is not None:
         out.print(f"otherwise   {others}")
-    idle = sorted(set(range(len(platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
+    idle = idle_devices(plan)
     if idle:
-        out.print(f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(tuple(idle))}: no stage is on them")
+        out.print(f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)}, on which there is no stage")
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
