@@ -1,6 +1,7 @@
 """Do the frameworks' own parsers and splitters accept what is exported, with every parameter in exactly one stage?
 
-    python scripts/checks/exports.py [--megatron DIR] [--torchtitan DIR] [--deepspeed DIR] [--gpus 8,2x8] [--quick]
+    python scripts/checks/exports.py [--megatron DIR] [--torchtitan DIR] [--deepspeed DIR] [--gpus 8,2x8]
+                                     [--models gpt2-xl,llama3-8b,vision] [--quick]
 
 DIR is a checkout of the framework's source, of which only the parser or the splitter is run, on stand-ins for what it
 imports and doesn't need; without one the framework is skipped, and the output says so. torch is the installed one.
@@ -339,11 +340,11 @@ def platforms(text: str) -> Iterator[tuple[str, Platform]]:
         yield part, Platform((Device(80 * 10**9),) * count, levels)
 
 
-def check(folders: dict[str, Path | None], gpus: str, quick: bool) -> bool:
+def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: bool) -> bool:
     good = True
     heads = "".join(f" {name:>10}" for name in ("period", "bound", *(() if quick else ("flush", "2bw"))))
     print(f"{'model':10} {'GPUs':5} {'to':12}{heads}  what its own code says")
-    for case in CASES:
+    for case in (case for case in CASES if case.name in models):
         chain = case.profile()
         for label, platform in platforms(gpus):
             policy = Policy("flush", accumulate=8 * len(platform), optimizer="adam", precision="mixed")
@@ -457,6 +458,7 @@ def main() -> None:
     for name in ("megatron", "torchtitan", "deepspeed"):
         parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=f"a checkout of {name}'s source")
     parser.add_argument("--gpus", default="8,2x8", help="GPUs, or nodes x GPUs")
+    parser.add_argument("--models", default=",".join(case.name for case in CASES))
     parser.add_argument("--quick", action="store_true", help="without the prices")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about itself
@@ -465,7 +467,7 @@ def main() -> None:
     for name, folder in folders.items():
         print(f"{name}: {'skipped, no source given' if folder is None else version(folder)}")
     print(f"torch: {torch.__version__}\n")
-    good = check(folders, given.gpus, given.quick)
+    good = check(folders, given.gpus, given.models.split(","), given.quick)
     print()
     good &= train(1) and train(2)
     sys.exit(0 if good else 1)
