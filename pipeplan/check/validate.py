@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..cost import time_model
-from ..cost.stage_graph import Operation, Resource, StageGraph
+from ..cost.stage_graph import Operation, Resource, StageGraph, borrowed_weights
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
@@ -95,10 +95,7 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
         position = stage.stop
         found += _device_violations(s, stage.devices, platform)
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
-        known = [d for d in stage.devices if 0 <= d < len(platform)]
-        timed = chain.timed(platform.slowest(known).times) if known else chain
-        if time_model.work_ns(timed, policy, stage.start, stage.stop) == 0:
-            found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
+    found += _idle_violations(chain, platform, policy, stages)
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
     groups = list(dict.fromkeys(stage.devices for stage in stages))
@@ -147,6 +144,17 @@ def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> 
     ]
     if len(set(devices)) != len(devices):
         found.append(f"stage {s} lists a device twice: {list(devices)}")
+    return found
+
+
+def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    found = []
+    for s, (stage, borrowed) in enumerate(zip(stages, borrowed_weights(chain, stages), strict=True)):
+        known = [d for d in stage.devices if 0 <= d < len(platform)]
+        timed = chain.timed(platform.slowest(known).times) if known else chain
+        elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
+        if time_model.work_ns(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere) == 0:
+            found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
     return found
 
 

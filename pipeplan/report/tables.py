@@ -15,6 +15,7 @@ from ..check.bounds import bounded
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
+from ..cost.memory_model import weights_of
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..partition.contiguous.orders import Orders
@@ -153,7 +154,7 @@ def print_plan(
         Text.assemble(
             (shown(chain.name), "bold"),
             f": {len(chain)} layers, {format_ns(alone)} forward and backward, "
-            f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights",
+            f"{format_bytes(weights_of(chain, 0, len(chain))[0])} of weights",
         )
     )
     out.print(f"on {len(platform)} {machine(platform)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,6 +41,7 @@ from .model.fitting import check_buffers, check_model, fitted
 from .model.loading import load_model, load_weights
 from .model.network import TensorSpec
 from .model.weight_copies import refuse_copies
+from .training.borrowed import borrowers
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
@@ -247,6 +248,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         scaling = Scaling(first_scale(plan, half, options.half), any_rank if lowered.drains else None)
     runners: dict[int, StageModule] = {}
     updates: dict[int, StageUpdate] = {}
+    borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
     for s in rank.stages:
         bucket = job.bucket_of(s, lowered.graph.stages[s].parameters)
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
@@ -257,8 +259,9 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         keeping = Keeping(
             masters, bucket, plan.policy.offload, group is not None, tied, waits, sharing, buffers, states.note
         )
-        runners[s] = _stage_module(job, rank, s, activations, meeting.recorder, keeping)
-        versions = runners[s].versions
+        lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
+        versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
+        runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions)
         updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)
         states.watch(updates[s].tensors)
     masters.clear()
@@ -271,20 +274,25 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states)
 
 
-def _stage_module(
-    job: Job, rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, keeping: Keeping
-) -> StageModule:
-    lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
-    scheduler = job.options.scheduler
-    versions = Versions(
+def _versions(
+    job: Job, rank: Rank, s: int, keeping: Keeping, lenders: Mapping[int, Versions], borrowing: Set[int]
+) -> Versions:
+    """Return the weights of stage ``s``, some of which ``lenders`` keep, and which it keeps for those ``borrowing``."""
+    lowered, scheduler = rank.lowered, job.options.scheduler
+    return Versions(
         rank.modules(s),
-        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s),
+        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
         job.make_optimizer,
         None if scheduler is None else schedule_maker(scheduler),
         lowered.first.step,
         lowered.reads_newest,
         keeping,
+        lenders,
     )
+
+
+def _stage_module(rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, versions: Versions) -> StageModule:
+    lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
     return StageModule(
         index=s,

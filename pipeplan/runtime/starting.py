@@ -26,6 +26,7 @@ from .own_processes import has_gone
 from .peers import looks
 
 START_S: Final = 600.0  # by which nodes may start one after the other
+SERVED_S: Final = 60.0  # by which the store of an agent answers
 TELL_S: Final = 30.0  # for which a rank that has failed looks for the store
 HEARD_S: Final = (
     60.0  # for which one that failed before they met stays, so that the store does, for those still to come
@@ -83,9 +84,10 @@ class Start:
         return dist.PrefixStore(f"pipeplan/{self.run}", store)  # type: ignore[attr-defined]  # not exported for type checkers
 
     def open(self, seconds: float) -> Any:
-        """Return the store; it is connected to once."""
+        """Return the store; it is connected to once. An agent's is there already."""
         if self.store is None:
-            self.store = self.connected(seconds)
+            served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+            self.store = self.connected(min(seconds, SERVED_S) if served else seconds)
         return self.store
 
     def of_met(self, store: Any) -> Any:

@@ -36,8 +36,8 @@ def refuse_for_torch(lowered: LoweredRun) -> None:
         raise BadInput("plan: torch's engine runs in fp32; the precision is mixed")
     if lowered.evaluates:
         raise BadInput("run: torch's engine trains; evaluate with our own")
-    if lowered.tied:
-        names = " and ".join(map(str, lowered.tied[0]))
+    if lowered.graph.tied:
+        names = " and ".join(map(str, lowered.graph.tied[0]))
         raise BadInput(f"plan: stages {names} share weights, whose gradients torch's engine doesn't sum")
     for s, stage in enumerate(stages):
         if stage.replicas > 1:

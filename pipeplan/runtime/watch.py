@@ -78,10 +78,10 @@ class Watch:
     def _watch(self) -> None:
         while True:
             ready, _, _ = select.select([self._reader], [], [], POLL_S)
-            numbers = os.read(self._reader, 64) if ready else b""
+            numbers = {*os.read(self._reader, 64)} & self._handlers.keys() if ready else set()
             if self._closed:
                 return
-            if any(numbers):
+            if numbers:  # others have handlers of their own
                 self._signalled(max(numbers))
             elif self._parent not in (None, os.getppid()) and not self.over.is_set():
                 self._end_by("error: torchrun has gone, which started this process", signal.SIGTERM)

@@ -159,7 +159,10 @@ class ContiguousJudge:
         return self.shared() if stage.start <= other < stage.stop and not stage.start <= one else 0
 
     def shared(self) -> int:
-        """Return the gradient's bytes of the one pair of tied layers: all that the smaller has."""
+        """Return the gradient's bytes of the one pair of tied layers: what they share, or all that the smaller has."""
+        if self.problem.chain.shared is not None:
+            (known,) = self.problem.chain.shared
+            return 2 * known.parameter_count if self.problem.policy.precision == "mixed" else known.weight_bytes
         least = min((self.problem.chain.layers[i] for i in self.problem.chain.tied[0]), key=lambda x: x.weight_bytes)
         return 2 * least.parameter_count if self.problem.policy.precision == "mixed" else least.weight_bytes
 
@@ -260,6 +263,9 @@ class ContiguousJudge:
             work += sum(2 * platform.transfer_ns(chain.cut_bytes[cut], 0) for cut in inner)
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
+        for known in chain.shared or ():
+            if all(i <= holder < j for holder in known.layers):
+                weights, parameters = weights - known.weight_bytes, parameters - known.parameter_count
         gradient = memory_model.gradient_bytes(policy, weights, parameters)
         path = platform.paths[platform.level_of(stage.devices)]
         return (

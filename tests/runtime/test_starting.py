@@ -187,14 +187,20 @@ def test_a_watched_process_ends_by_itself_wherever_it_waits(tmp_path):
     ]
 
 
-def test_signals_are_as_before_once_nobody_watches_and_for_what_is_forked_meanwhile():
+def test_signals_are_as_before_once_nobody_watches_and_for_what_is_forked_meanwhile(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
+    heard = []
+    monkeypatch.setattr(watch_room.Watch, "_signalled", lambda _, number: heard.append(number))
+    usual = signal.signal(signal.SIGUSR1, lambda *_: None)
     with watching():
+        os.kill(os.getpid(), signal.SIGUSR1)
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    signal.signal(signal.SIGUSR1, usual)
+    assert heard == [], "the handler's own"
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
 

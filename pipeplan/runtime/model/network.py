@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
+from ...problem import SharedWeights
 from ..device import place
 from .user_code import RAISED, code_failed, user_code
 
@@ -166,11 +167,23 @@ def tied_layers(modules: Iterable[nn.Module]) -> tuple[tuple[int, int], ...]:
 
     Parameters are the same when they are one object or two views of one storage.
     """
-    holders: dict[int, list[int]] = {}
+    return tuple(sorted({pair for x in shared_weights(modules) for pair in pairwise(x.layers)}))
+
+
+def shared_weights(modules: Iterable[nn.Module]) -> tuple[SharedWeights, ...]:
+    """Return what layers have in common, for each set of layers; of views of one storage as much as the smallest."""
+    holders: dict[int, dict[int, tuple[int, int]]] = {}  # storage -> layer -> bytes, parameters
     for index, module in enumerate(modules):
-        for key in {p.untyped_storage()._cdata for p in module.parameters()}:
-            holders.setdefault(key, []).append(index)
-    return tuple(sorted({pair for indices in holders.values() for pair in pairwise(indices)}))
+        for p in module.parameters():
+            sizes = holders.setdefault(p.untyped_storage()._cdata, {})
+            sizes[index] = min(sizes.get(index, (p.nbytes, p.numel())), (p.nbytes, p.numel()))
+    total: dict[tuple[int, ...], tuple[int, int]] = {}
+    for sizes in holders.values():
+        if len(sizes) > 1:
+            layers, (size, count) = tuple(sizes), min(sizes.values())
+            before = total.get(layers, (0, 0))
+            total[layers] = before[0] + size, before[1] + count
+    return tuple(SharedWeights(layers, *total[layers]) for layers in sorted(total))
 
 
 def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:

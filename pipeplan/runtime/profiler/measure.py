@@ -36,6 +36,7 @@ from ..model.network import (
     kind_of,
     named_layers,
     scalar_loss,
+    shared_weights,
     tied_layers,
 )
 from ..model.user_code import user_code
@@ -134,6 +135,7 @@ def network_chain(
         input_bytes=sum(x.nbytes for x in network.inputs),
         edges=None if network.chain else whole.edges(),
         tied=tied_layers(code.module for code in network.layers),
+        shared=shared_weights(code.module for code in network.layers) or None,
         microbatch=batch,
         dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
         device=device,
