@@ -33,6 +33,9 @@ class InvalidPlan(PipeplanError):
         self.violations = list(violations)
         super().__init__("; ".join(self.violations))
 
+    def __reduce__(self) -> tuple[type[InvalidPlan], tuple[list[str]]]:
+        return type(self), (self.violations,)  # on its way from another process
+
 
 class RunFailed(PipeplanError):
     """A run on torch that ended early; the message names the root cause, the rank and the operation."""

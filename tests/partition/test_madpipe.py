@@ -14,7 +14,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.madpipe.exact import Charge, decide, madpipe, one_special_bound, smallest_period
 from pipeplan.plan import Allocation, Stage
-from pipeplan.problem import Device, Level, Platform, Policy, Problem, SharedWeights
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 
 CHARGES: tuple[Charge, ...] = ("paper", "tight", "full")
@@ -150,6 +150,19 @@ def test_the_bound_is_below_every_plan_of_its_class():
                 assert bound <= best, seed
                 tight += bound == best
     assert tight >= 60
+
+
+@pytest.mark.parametrize("memory", [420, 480, 560])
+def test_the_update_of_weights_that_a_device_shares_is_made_in_its_first_stage(memory):
+    """No backward on the way there waits for it: with it in the last stage the bound would be 210."""
+    end, middle = Layer("end", 10, 20, 100, 5, 50, optimizer_ns=400), Layer("middle", 10, 20, 150, 5, 50)
+    chain = Chain("tied", (end, middle, middle, end), 5, tied=((0, 3),), shared=(SharedWeights((0, 3), 100),))
+    problem = Problem(chain, Platform.flat(3, memory, 10**9), Policy("stash", 4), False, "none")
+    found = scheduled(problem, ((0, 1, True), (1, 2, False), (2, 3, False), (3, 4, True)), None)
+    bound = one_special_bound(problem)
+    assert found == 205
+    assert bound is not None
+    assert bound <= found
 
 
 def test_the_bound_is_of_the_whole_class_with_neighbours_on_the_special_device():

@@ -87,7 +87,8 @@ class _Label(NamedTuple):
     and ``memory`` bytes of the special device; ``first`` the group count of its last stage in the chain (0 while it has
     none, or where the charge doesn't ask); ``beside`` whether the nearest stage is special, and then ``memory`` has its
     buffers for the cut; ``shared`` has a bit for each of the weights on the special device that others may share, where
-    more is better.
+    more is better. Their bytes count where they come first, from the last cut; their updates in the first stage of the
+    chain that holds them, or, below the truth, nowhere where that has a device of its own.
     """
 
     delay: int
@@ -149,13 +150,15 @@ def _extensions(
     behind = label.stages
     apart = _after_transfer(tables, period, label.delay, j)
     for i in range(j - 1, -1, -1):
-        lent = tables.costs(i, j, label.shared)
-        if lent[0] > period:
+        first_of_none, *_ = tables.costs(i, j, tables.holds[0][i])
+        if first_of_none > period:
             return
-        if lent[0] == 0:
+        if first_of_none == 0:
             continue
         for special in (False, True):
-            work, fixed, version = lent if special else tables.costs(i, j)
+            work, fixed, version = tables.costs(i, j, label.shared if special else 0)
+            if special:  # the first stage of a device makes the updates of weights that others there share
+                work = first_of_none
             if work > period:
                 continue
             shared = label.shared | (tables.holds[i][j] if special else 0)
