@@ -127,6 +127,8 @@ def schedule_violations(plan: Plan) -> list[str]:
             )
     if kind.simulated is not None and plan.pattern is not None:
         found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
+    if kind.limit is None and schedule.limit is not None:
+        found.append(f"schedule.limit is {schedule.limit}; {schedule.kind} holds what its order says and has no limit")
     if kind.limit is not None and (schedule.limit is None or schedule.limit < 1):
         said = "missing" if schedule.limit is None else schedule.limit
         plural = f"{kind.limit.noun}es{kind.limit.where}"

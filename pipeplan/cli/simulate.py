@@ -34,9 +34,9 @@ MOST_RUNS = 10**4
     "--schedule",
     "names",
     multiple=True,
-    metavar="NAME",
+    metavar="NAME|FILE.csv",
     help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
-    "several are compared.  [default: the plan's own]",
+    "several are compared.  One that is written as torch reads it, instead.  [default: the plan's own]",
 )
 @click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
 @click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
@@ -88,12 +88,16 @@ def command(
     """
     from ..errors import BadInput
     from ..files.plans import load_plan
+    from ..files.schedule_csv import read_schedule
     from ..files.text import write_text
     from ..planner.other_schedules import own_schedule
-    from ..planner.simulation import Refused, compare_schedules, simulate_plan
+    from ..planner.simulation import Refused, compare_schedules, simulate_plan, simulate_written
     from ..schedule.registry import schedules
 
-    refuse_unknown(names, "all")
+    files = [name for name in names if name.endswith(".csv")]
+    refuse_unknown([name for name in names if name not in files], "all")
+    if files and len(names) > 1:
+        raise BadInput("--schedule: one that is written in a file is simulated by itself")
     refuse_two_documents(as_json, trace=trace)
     if as_text and as_json:
         raise click.UsageError("say either --text or --json")
@@ -108,7 +112,9 @@ def command(
         if batch is not None:
             options["batch"] = whole_microbatches(batch, loaded.chain.microbatch)
         chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
-        if len(chosen) == 1:
+        if files:
+            simulations = [simulate_written(loaded, read_schedule(files[0]), files[0])]
+        elif len(chosen) == 1:
             simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
         else:
             simulations, refused = compare_schedules(loaded, chosen, microbatches, options)

@@ -18,8 +18,10 @@ from ..plan import Plan, Schedule, Stage
 from ..problem import Platform, Policy, Problem
 from ..schedule.kinds import endless, graph_of, kind_of, loop, shown_microbatches, too_long
 from ..schedule.nf1b import DEFAULT_BATCH
-from ..schedule.program import Program, unroll
+from ..schedule.program import Program, pipelines, unroll
 from ..schedule.registry import schedules
+from ..schedule.slots import explicit
+from ..schedule.written import Written, deadlock, incomplete
 
 
 def drains(plan: Plan, schedule: str) -> bool:
@@ -61,6 +63,33 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         limited = Schedule(schedule, given["batch"], given.get("limit"))  # type: ignore[arg-type]  # such are kinds
         _refuse(too_long(len(graph.operations), limited))
     return entry.build(graph, microbatches, **given)
+
+
+def program_of_written(plan: Plan, written: Written, name: str) -> Program:
+    """Return the program of a schedule that somebody wrote for the stages of ``plan``, drained; of equal pipelines each
+    runs it. BadInput says where the two don't fit. Sends and receives are left to what the plan's links do."""
+    stages = plan.allocation.stages
+    found = incomplete(written) or deadlock(written)
+    if found:
+        raise BadInput(f"{name}: {found[0]}")
+    groups = sorted({stage.devices for stage in stages})
+    homes = [groups.index(stage.devices) for stage in stages]
+    if written.stages != len(stages) or [written.homes[s] for s in range(len(stages))] != homes:
+        said = [written.homes[s] for s in range(written.stages)]
+        raise BadInput(f"{name}: its stages are on ranks {said}, those of the plan on {homes}")
+    alone = stage_graph(plan.chain, plan.platform, replace(plan.policy, weights="flush", accumulate=1), stages)
+    count = pipelines(alone, name)
+    policy = replace(plan.policy, weights="flush", accumulate=written.microbatches * count, vertical_sync=False)
+    graph = stage_graph(plan.chain, plan.platform, policy, stages)
+    kinds = {"I": "B"}
+    passes = {
+        graph.stages[homes.index(rank)].resource: [
+            (kinds.get(x.kind, x.kind), x.stage, x.microbatch) for x in row if x.computes
+        ]
+        for rank, row in enumerate(written.rows)
+    }
+    _refuse_endless(graph, written.microbatches * count)
+    return explicit(graph, written.microbatches * count, lambda _: passes, count, split=written.split)
 
 
 def _refuse_endless(graph: StageGraph, microbatches: int) -> None:

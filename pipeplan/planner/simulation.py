@@ -19,7 +19,8 @@ from ..schedule.simulate import jittered_ns, simulate
 from ..schedule.steady import SteadyRun
 from ..schedule.timeline import Timeline, flush_makespan_ns
 from ..schedule.weight_versions import kept_by_stages, weight_policy
-from .other_schedules import default_microbatches, drains, own_schedule, program_of
+from ..schedule.written import Written
+from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
 Progress = Callable[[], None]  # called after each simulated run
 
@@ -50,7 +51,8 @@ class Simulation:
     @property
     def steady(self) -> SteadyRun | None:
         """The steady state of nF1B; None for other schedules."""
-        program, steady = self.timeline.program, schedules()[self.schedule].steady
+        program, entry = self.timeline.program, schedules().get(self.schedule)
+        steady = None if entry is None else entry.steady
         if steady is None or program.limit is None:
             return None
         return steady(program.graph, program.batch, program.limit)
@@ -69,7 +71,7 @@ class Simulation:
     @property
     def drained(self) -> bool:
         """Whether the run ends a mini-batch: the pipeline empties and weights are synchronised."""
-        return drains(self.plan, self.schedule)
+        return self.schedule not in schedules() or drains(self.plan, self.schedule)  # written ones drain
 
     @property
     def makespan_ns(self) -> int:
@@ -182,6 +184,12 @@ def simulate_plan(
     if microbatches is None:
         microbatches = default_microbatches(plan, schedule, options)
     return Simulation(plan, schedule, promised, simulate(program_of(plan, schedule, microbatches, options)))
+
+
+def simulate_written(plan: Plan, written: Written, name: str) -> Simulation:
+    """Return the run of a schedule that somebody wrote, called ``name``, on the stages of a valid plan."""
+    program = program_of_written(plan, written, name)
+    return Simulation(plan, name, evaluate(plan), simulate(program))
 
 
 def under_jitter(simulation: Simulation, share: float, seeds: Iterable[int], done: Progress) -> Simulation:

@@ -103,9 +103,9 @@ OTHER_WORDS = {
     "weights": ("2bw", "stash", "flush", "latest"),
     "optimizer": ("sgd", "momentum", "adam"),
     "precision": ("fp32", "mixed"),
-    "class": ("contiguous", "one-special", "any"),
+    "class": ("contiguous", "one-special", "any", "torch", "deepspeed"),
     "checkpointing": ("none", "stages", "segments"),
-    "kind": ("pattern", "flush", "nf1b", "message-driven", "F", "B", "SEND_F", "SEND_B"),
+    "kind": ("pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved", "F", "B", "SEND_F", "SEND_B"),
 }
 
 
@@ -203,6 +203,10 @@ ACCEPTED: dict[str, tuple[str, str]] = {
     r"pattern\.operations\[\d+\]\.start_ns": (
         r"\+1|-1",
         "a start is a decision: within its slack, the order, the period and every peak are the same",
+    ),
+    r"lower_bounds\[\d+\]\.schedule": (
+        r"left out|null",
+        "for any schedule, which most bounds are; of a target's class it is then a claim about all its schedules",
     ),
     r"groups": (r"left out|null", "they follow from the starts, and older files have none"),
     r"stages\[\d+\]\.checkpoint": (r"a list|empty|null", "no segments, said in the other way"),

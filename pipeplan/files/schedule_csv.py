@@ -1,0 +1,46 @@
+"""Which schedule is in a CSV file as torch.distributed.pipelining writes and reads them? A row of actions per rank."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from ..errors import BadInput
+from ..names import shown
+from ..schedule.written import Action, Written
+from .text import read_text
+
+ACTION = re.compile(r"([0-9]{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]{1,6})")
+OTHERS = re.compile(
+    r"[0-9]{1,6}(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:[0-9]{1,6})?"
+)  # of sharded weights; they wait for nobody
+OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def read_schedule(path: str) -> Written:
+    """Return the schedule in torch's compute-only or full CSV; BadInput names the row and the cell that is none.
+
+    Cells that overlap a forward and a backward are taken one after the other.
+    """
+    rows: list[list[Action]] = []
+    for number, cells in enumerate(csv.reader(io.StringIO(read_text(path))), 1):
+        row: list[Action] = []
+        for column, cell in enumerate(cells, 1):
+            overlap = OVERLAP.fullmatch(cell.strip())
+            for text in overlap[1].split(";") if overlap else [cell]:
+                text = text.strip()
+                found = ACTION.fullmatch(text)
+                if found:
+                    row.append(Action(int(found[1]), found[2], int(found[3])))  # type: ignore[arg-type]  # as matched
+                elif text and not OTHERS.fullmatch(text):
+                    raise BadInput(
+                        f"{path}: row {number}, cell {column}: '{shown(text)}' is no action such as 0F0 or 1RECV_F3"
+                    )
+        rows.append(row)
+    while rows and not rows[-1]:
+        rows.pop()
+    written = Written(tuple(map(tuple, rows)))
+    if not written.stages:
+        raise BadInput(f"{path}: has no action of a stage")
+    return written
