@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
+from .structure import mapped
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
@@ -57,7 +58,7 @@ class Network:
 
     ``inputs`` are the tensors of values 0, 1, ..; ``outputs`` are the values that the loss reads, and ``structure``
     makes of their tensors what the model returned. ``chain`` says that each layer reads its predecessor alone; of
-    other networks ``shapes`` has the shape and type of every value.
+    other networks ``shapes`` has the shape and type of every value. ``notes`` say what its author's module gave up.
     """
 
     layers: tuple[LayerCode, ...]
@@ -66,6 +67,7 @@ class Network:
     structure: Callable[[Sequence[Tensor]], Any]
     chain: bool
     shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -179,13 +181,13 @@ def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, tuple | list):
-        return type(value)(_widened(x) for x in value)
-    if isinstance(value, dict):
-        return {key: _widened(x) for key, x in value.items()}
-    return value
+    return mapped(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, value)
+
+
+def own_loss(output: Any, _: Any) -> Tensor:
+    """Return the loss of a model that computes it itself and puts out nothing else."""
+    loss: Tensor = output
+    return loss
 
 
 def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
@@ -238,14 +240,15 @@ def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
+    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once.
+
+    Plain numbers that they keep as attributes count once, too.
+    """
+    owners = list(dict.fromkeys(owner for module in dict.fromkeys(modules) for owner in module.modules()))
     originals = [
-        (owner, name, buffer)
-        for module in dict.fromkeys(modules)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
+        (owner, name, buffer) for owner in owners for name, buffer in owner._buffers.items() if buffer is not None
     ]
+    numbers = [(owner, {k: x for k, x in vars(owner).items() if type(x) in (bool, int, float)}) for owner in owners]
     for owner, name, buffer in originals:
         owner._buffers[name] = buffer.clone()
     try:
@@ -253,6 +256,8 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for owner, name, buffer in originals:
             owner._buffers[name] = buffer
+        for owner, before in numbers:
+            vars(owner).update(before)
 
 
 def place(module: nn.Module, device: str) -> None:
