@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from .user_code import place_of
 
 GENERATOR = "_checkpoint_without_reentrant_generator"  # what torch.utils.checkpoint recomputes with
+PACKED = "find_packed_sequence_indices"  # with which transformers asks whether positions begin anew
 COMPILED = "torch._dynamo.eval_frame"  # where torch keeps the class of what it has compiled
 
 
@@ -182,22 +183,24 @@ def assigned_in_place(module: nn.Module) -> Iterator[list[str]]:
 
 
 @contextmanager
-def as_in_eager() -> Iterator[list[str]]:
+def as_in_eager(places: Sequence[str]) -> Iterator[list[str]]:
     """Let transformers choose its attention as it does outside a trace: without a mask none is made.
 
-    Its own question whether it is traced decides there; a mask made for a trace is another kernel, and more bytes. What
-    depends on the values of a mask that is given stays as a trace has it; a line says so then.
+    Its own question whether it is traced decides there; a mask made for a trace is another kernel, and more bytes.
+    ``places`` are the inputs: what depends on the values of a mask, or of positions that may be several sequences in
+    one, stays as a trace has it; a line says so then.
     """
     library = sys.modules.get("transformers.masking_utils")
+    given = [place for place in places if "mask" in place or "position" in place]
     lines: list[str] = []
 
     def asked(before: Any, tensor: Any = None) -> bool:
         if tensor is None:
             return False
-        if not lines:
+        if given and not lines:
             lines.append(
-                "attention_mask: where nothing is padded transformers leaves it out in plain training, which a trace "
-                "cannot know: it is applied, which takes more bytes; leave it out of the inputs where none is needed"
+                f"{given[0]}: where nothing is padded transformers attends without a mask in plain training, which a "
+                "trace cannot know: it has one, which takes more bytes; leave that input out where none is needed"
             )
         return bool(before(tensor))
 
@@ -205,6 +208,8 @@ def as_in_eager() -> Iterator[list[str]]:
         for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling", "is_tracing"):
             if library is not None and hasattr(library, name):
                 stack.enter_context(_replaced(library, name, partial(asked, getattr(library, name))))
+        if hasattr(library, PACKED) and not given:  # the model's own positions are those of one sequence
+            stack.enter_context(_replaced(library, PACKED, lambda *_, **__: None))
         yield lines
 
 

@@ -71,14 +71,13 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False) ->
     inner = uncompiled(module)
     with user_code(name), run_uncompiled([module]):
         root, seen = _flat(inner, example_input, loss_alone)
-        graph, recomputed, masked = _graph(root, arguments, name)
+        graph, recomputed, masked = _graph(root, arguments, places_in(example_input), name)
     for node in graph.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
                 where = line_of_node(node)
                 raise BadInput(f"{name} cannot be traced: the shape of {node.name} depends on data{where}. {ADVICE}")
     assert seen.restored is not None, "what was exported has run"
-    masked = masked if any("mask" in place for place in places_in(example_input)) else []
     notes += [*compiled_lines([module]), *recomputed, *masked, *_counting_line(inner, seen.counting)]
     _assign_early(graph, [f"{ROOT}.{name}" for name in seen.assigned])
     return Exported(graph, root, arguments, seen.restored, tuple(notes))
@@ -225,10 +224,12 @@ def _parameters(module: nn.Module, count: int) -> list[str]:
     return [names[i] if i < len(names) else f"input{i}" for i in range(count)]
 
 
-def _graph(root: nn.Module, arguments: Sequence[Tensor], name: str) -> tuple[fx.GraphModule, list[str], list[str]]:
+def _graph(
+    root: nn.Module, arguments: Sequence[Tensor], places: Sequence[str], name: str
+) -> tuple[fx.GraphModule, list[str], list[str]]:
     """Return torch's export as operations, the lines of recomputation given up, and of masks that it applies."""
     try:
-        with _quiet(), plainly_called() as seen, as_in_eager() as masked:
+        with _quiet(), plainly_called() as seen, as_in_eager(places) as masked:
             graph = torch.export.export(root, tuple(arguments), strict=False).module(check_guards=False)
     except BadInput:
         raise

@@ -48,7 +48,10 @@ class LayerCode:
             shapes = " and ".join(f"{tuple(x.shape)}, {x.dtype}" for x in inputs)
             raise code_failed(f"{self.place} failed on an input of shape {shapes}", error) from error
         if [x._version for x in inputs] != versions:
-            raise BadInput(f"{self.place} changes its input in place; a cut before it would lose the change")
+            raise BadInput(
+                f"{self.place} changes its input in place, which a cut before it would lose; let it work on a copy "
+                "(inplace=False), or make one layer of it and the one before: nn.Sequential(one, other)"
+            )
         return outputs
 
 
