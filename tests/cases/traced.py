@@ -238,7 +238,31 @@ def labelled(index, seed):
     return Batch(labels=torch.randint(3, (4,), generator=generator), rows=torch.randn(4, 4, generator=generator))
 
 
+class Attending(nn.Module):
+    """Heads by views that aren't in the order of memory, as the kernel for attention reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 24), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(2, (2, 4)).transpose(1, 2) * 1.5 for y in self.enter(x).chunk(3, dim=2))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.leave(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], 8))
+
+
+def attending(batch):
+    torch.manual_seed(1)
+    return Attending(), torch.zeros(batch, 6, 4), functional.mse_loss
+
+
+def sequences(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return torch.randn(4, 6, 4, generator=generator), torch.randn(4, 6, 4, generator=generator)
+
+
 DATA = {
+    attending: sequences,
     averaging: labelled,
     residual: images,
     transformer: tokens,

@@ -294,6 +294,20 @@ def test_statistics_that_are_written_twice_stay_in_one_layer():
     assert [x.name for x in chain(traced_cases.shared_norm).layers] == ["one", "batch_norm..batch_norm", "loss"]
 
 
+def test_what_crosses_a_cut_lies_in_memory_as_it_did(tmp_path):
+    """A kernel that wants another order would keep copies that nobody has planned."""
+    build = traced_cases.attending
+    profile = chain(build)
+    cut, end = position(profile, "scaled_dot_product_attention"), len(profile)
+    plan = plan_of(profile, [(0, cut, (0,)), (cut, end, (1,))], weights="flush", accumulate=2)
+    assert {spec.order for spec in load_model(spec_of(build), 4, 0).cut(cut).specs} == {(0, 2, 1, 3)}
+    report, state = run(plan, build, tmp_path, steps=2)
+    losses, expected = serial(build, steps=2, accumulate=2, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    assert planned_bytes_are_held(report)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_model_that_returns_its_loss_and_has_a_state_that_forwards_change(again, tmp_path):
     """Several microbatches are in flight, each with its own averages; types are the author's."""

@@ -69,7 +69,7 @@ class Network:
     outputs: tuple[int, ...]
     structure: Callable[[Sequence[Tensor]], Any]
     chain: bool
-    shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    shapes: Mapping[int, TensorSpec] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -299,10 +299,27 @@ def _shape(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of the tensor that crosses a cut; both ends must agree before anything is sent."""
+    """Shape and type of the tensor that crosses a cut; both ends must agree before anything is sent.
+
+    ``order`` has its dimensions from the outermost to the innermost in memory, where that isn't their own order: what
+    reads the tensor behind the cut then finds it as it would without one, and makes no copy more.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorSpec:
+        """Return that of ``tensor``."""
+        order = tuple(sorted(range(tensor.dim()), key=lambda i: -tensor.stride()[i]))
+        dense = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, order if dense else ())
+
+    @property
+    def in_memory(self) -> TensorSpec:
+        """What is sent: the tensor with its dimensions in the order of its memory."""
+        return TensorSpec(tuple(self.shape[i] for i in self.order), self.dtype) if self.order else self
 
     @property
     def nbytes(self) -> int:

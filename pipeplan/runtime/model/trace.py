@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import BadInput
 from .exported import ROOT, Exported, exported, line_of_node
-from .network import LayerCode, Network, buffers_kept
+from .network import LayerCode, Network, TensorSpec, buffers_kept
 
 TRACED_ON = {"cpu", "cuda"}
 
@@ -363,8 +363,8 @@ def _network(found: Exported, facts: _Facts, groups: list[_Group], inputs: dict[
         )
     ordered = sorted(inputs, key=lambda n: inputs[n])
     tensors = tuple(arguments[inputs[n]] for n in ordered)
-    shapes = {number: (tuple(facts.tensors[n].shape), facts.tensors[n].dtype) for n, number in numbers.items()}
-    shapes |= {i: (tuple(x.shape), x.dtype) for i, x in enumerate(tensors)}
+    shapes = {number: TensorSpec.of(facts.tensors[n]) for n, number in numbers.items()}
+    shapes |= {i: TensorSpec(tuple(x.shape), x.dtype) for i, x in enumerate(tensors)}
     return Network(tuple(layers), tensors, tuple(numbers[n] for n in last), list, chain=False, shapes=shapes)
 
 

@@ -27,10 +27,11 @@ def traced_model(
     Without ``loss`` the module returns it.
     """
     network = trace_module(module, example_input, str(device), loss_alone=loss is None)
-    specs = {v: TensorSpec(shape, dtype) for v, (shape, dtype) in network.shapes.items()}
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(compared, network.outputs, network.structure))
-    model = LoadedModel(False, len(network.inputs), (), specs, compared, data, (("", module),), notes=network.notes)
+    model = LoadedModel(
+        False, len(network.inputs), (), network.shapes, compared, data, (("", module),), notes=network.notes
+    )
     model = grouped(model, [(code,) for code in codes])
     inputs, wanted = model.cut(0), places_in(example_input)
 

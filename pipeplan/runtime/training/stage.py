@@ -253,7 +253,7 @@ class StageModule:
             return values[LOSS]
         for value, spec in zip(self._output.values, self._output.specs, strict=True):
             self._check(microbatch, "puts out", values[value], spec)
-        return packed([values[value] for value in self._output.values])
+        return packed([values[value] for value in self._output.values], self._output.specs)
 
     def _opened_back(self, message: Tensor | None) -> dict[int, Tensor]:
         if message is None:

@@ -1,7 +1,7 @@
 """What its author's model does beyond layers: types, recomputation, compilation, state; and what is said of it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -153,7 +153,8 @@ class Stack(nn.Module):
 def test_a_layer_for_each_block_by_its_own_name():
     x = torch.zeros(2, 3, dtype=torch.int64)
     module = Whole(Stack())
-    chain = merge_blocks(measured(module, x).chain)
+    fine = measured(module, x).chain
+    chain = merge_blocks(fine)
     blocks = [f"layers.blocks.{i}" for i in range(3)]
     names = [layer.name for layer in chain.layers]
     assert [x for x in names if "blocks" in x] == blocks, names
@@ -168,3 +169,5 @@ def test_a_layer_for_each_block_by_its_own_name():
     problem = Problem(chain, Platform.flat(2, 10**9))
     (allocation,) = stated(problem, "layers.blocks.1")
     assert allocation.stages[1].start == names.index("layers.blocks.1")
+    (allocation,) = stated(replace(problem, chain=fine), "layers.blocks.1")
+    assert fine.layers[allocation.stages[1].start].name == "layers.blocks.1.first"
