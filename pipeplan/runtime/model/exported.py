@@ -32,6 +32,7 @@ from .adapted import (
     without_cache,
 )
 from .network import kind_of
+from .own_gradients import own_gradients
 from .structure import closed_leaf, places_in, refilling, tensors_in
 from .user_code import line_of, place_of, user_code
 
@@ -229,7 +230,7 @@ def _graph(
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
     """Return torch's export as operations, the lines of recomputation given up, and of masks that it applies."""
     try:
-        with _quiet(), plainly_called() as seen, as_in_eager(places) as masked:
+        with _quiet(), plainly_called() as seen, as_in_eager(places) as masked, own_gradients():
             graph = torch.export.export(root, tuple(arguments), strict=False).module(check_guards=False)
     except BadInput:
         raise

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ...errors import BadInput
 from .exported import ROOT, Exported, exported, line_of_node
 from .network import LayerCode, Network, TensorSpec, buffers_kept
+from .own_gradients import SPACE, function_of
 
 TRACED_ON = {"cpu", "cuda"}
 
@@ -279,8 +280,10 @@ def _operation(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{_operation(node.all_input_nodes[0])}{node.args[1]}"
     target = node.target
-    name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else node.name
-    return name.strip("_")
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.name.strip("_")
+    name = target.overloadpacket.__name__
+    return function_of(name) if target.namespace == SPACE else name.strip("_")
 
 
 def _merged_in_place(facts: _Facts, groups: list[_Group]) -> list[_Group]:

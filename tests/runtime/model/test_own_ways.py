@@ -99,6 +99,37 @@ def test_a_compiled_module_runs_as_it_is_written_under_its_own_names():
     assert {name for layer in model.layers for name in layer.names.values()} == set(compiled.state_dict())
 
 
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        return torch.round(x * scale), x > 0
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return 3 * gradient, None
+
+
+class Quantized(Typed):
+    def forward(self, x):
+        y, positive = Straight.apply(self.linear(x), 2.0)
+        return self.linear(y) * positive
+
+
+def test_a_gradient_of_its_own_stays():
+    module, x = Quantized(), torch.randn(2, 4)
+    found = []
+    for _ in range(2):
+        network = trace_module(module, x)
+        assert [layer.name for layer in network.layers] == ["linear", "Straight", "linear#2", "mul"]
+        values = {0: x}
+        for layer in network.layers:
+            values |= dict(zip(layer.makes, layer.forward([values[v] for v in layer.reads]), strict=True))
+        found += torch.autograd.grad(values[network.outputs[0]].sum(), module.linear.weight)
+    (expected,) = torch.autograd.grad(module(x).sum(), module.linear.weight)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)
+
+
 class Counting(Typed):
     def __init__(self):
         super().__init__()
