@@ -69,8 +69,7 @@ HF = {
     "electra": "ElectraForTokenClassification,{text},embedding_size=16",
     "albert": "AlbertForMaskedLM,{text},embedding_size=16",
     "deberta-v2": "DebertaV2ForMaskedLM,{text}",
-    "t5": "T5ForConditionalGeneration,d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=97,sequence=16,"
-    "decoder_start_token_id=0",
+    "t5": "T5ForConditionalGeneration,d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=97,sequence=16",
     "bart": "BartForConditionalGeneration,{seq2seq}",
     "pegasus": "PegasusForConditionalGeneration,{seq2seq}",
     "whisper": "WhisperForConditionalGeneration,{seq2seq},num_mel_bins=8,max_source_positions=16,"
@@ -78,8 +77,10 @@ HF = {
     "vit": "ViTForImageClassification,{vision}",
     "deit": "DeiTForImageClassification,{vision}",
     "beit": "BeitForImageClassification,{vision}",
-    "dinov2": "Dinov2ForImageClassification,{vision}",
-    "swin": "SwinForImageClassification,image_size=32,patch_size=4,embed_dim=8,window_size=4",
+    "dinov2": "Dinov2ForImageClassification,num_hidden_layers=4,hidden_size=32,num_attention_heads=4,image_size=32,"
+    "patch_size=8",
+    "swin": "SwinForImageClassification,image_size=64,patch_size=4,embed_dim=8,window_size=4,depths=[2,2],"
+    "num_heads=[2,4]",
     "convnext": "ConvNextForImageClassification,image_size=32,num_channels=3",
     "segformer": "SegformerForSemanticSegmentation,image_size=32",
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from .adapted import run_uncompiled
 from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
-from .user_code import place_of, user_code
+from .user_code import defined_at, user_code
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
@@ -118,9 +118,7 @@ def _check_takes(function: Callable[..., Any], what: str, arguments: str, meanin
         return
     except TypeError:
         name = getattr(function, "__name__", what)
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        place = None if code is None else place_of(code.co_filename, code.co_firstlineno)
         raise BadInput(
-            f"{what}: {name}{inspect.signature(function)}{f' ({place})' if place else ''} is called as "
+            f"{what}: {name}{inspect.signature(function)}{defined_at(function)} is called as "
             f"{name}({arguments}), with {meaning}"
         ) from None

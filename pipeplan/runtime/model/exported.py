@@ -34,7 +34,7 @@ from .adapted import (
 from .network import kind_of
 from .own_gradients import own_gradients
 from .structure import closed_leaf, places_in, refilling, tensors_in
-from .user_code import line_of, place_of, user_code
+from .user_code import defined_at, line_of, place_of, user_code
 
 ROOT = "model"  # what the module is called in the one that is exported
 ADVICE = (
@@ -140,7 +140,7 @@ def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module,
         after = _plain_numbers(module)
         seen.counting = [name for name in before if after.get(name) != before[name]]
         if loss_alone:
-            output = loss_in(output)
+            output = loss_in(module, output)
         _refuse_closed(module, output)
         seen.restored = refilling(output)
         return tensors_in(output)
@@ -160,7 +160,7 @@ def _refuse_closed(module: nn.Module, output: Any) -> None:
         step = "set use_cache=False, as a cache is for generation"
     else:
         step = "return them in lists, dicts, named tuples or dataclasses, or register the type with torch.utils._pytree"
-    name = type(module).__name__
+    name = f"{type(module).__name__}{defined_at(module.forward)}"
     raise BadInput(f"{name} returns {kind_of(closed)}, which holds tensors where nobody can take them out; {step}")
 
 
@@ -183,8 +183,8 @@ def _counting_line(module: nn.Module, names: Sequence[str]) -> list[str]:
     ]
 
 
-def loss_in(output: Any) -> Tensor:
-    """Return the loss among what a model returned: it itself, ``.loss``, or the first of a tuple; BadInput if none."""
+def loss_in(module: nn.Module, output: Any) -> Tensor:
+    """Return the loss among what ``module`` returned: itself, ``.loss``, or the first of a tuple; BadInput if none."""
     found = output
     if isinstance(output, Mapping) and "loss" in output:
         found = output["loss"]
@@ -196,8 +196,8 @@ def loss_in(output: Any) -> Tensor:
         return found if found.dim() == 0 else found.reshape(())
     said = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else kind_of(output)
     raise BadInput(
-        f"the model returned {said} without a loss, and build gave none: put labels among its inputs, or return "
-        "(model, example_input, loss)"
+        f"{type(module).__name__}{defined_at(module.forward)} returned {said} without a loss, and build gave none: put "
+        "labels among its inputs, or return (model, example_input, loss)"
     )
 
 

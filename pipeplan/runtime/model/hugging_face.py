@@ -8,6 +8,7 @@ data are random numbers in the shapes of the model's inputs, labels among them, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -66,7 +67,7 @@ def _generator(index: int, seed: int) -> torch.Generator:
 
 def named(text: str) -> HuggingFace:
     """Return the model that ``text`` names; BadInput if there is none, or transformers isn't installed."""
-    what, *options = text.split(",")
+    what, *options = re.split(r",(?![^\[]*\])", text)  # a list is one value: depths=[2,2]
     library = _library()
     given = dict(_option(option) for option in options)
     asked = given.pop(SEQUENCE, None)

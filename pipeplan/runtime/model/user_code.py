@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
+from typing import Any
 
 from ...errors import CodeFailed, PipeplanError
 
@@ -64,6 +66,13 @@ def place_of(file: str, line: int) -> str | None:
     if file.startswith(STANDARD):
         return None
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Return where a function of the user's begins, as errors put it behind its name; empty if nobody knows."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = None if code is None else place_of(code.co_filename, code.co_firstlineno)
+    return f" ({place})" if place else ""
 
 
 def is_installed(file: str) -> bool:

@@ -157,7 +157,10 @@ class Branching(Typed):
 
 def test_what_a_trace_cannot_keep_is_said_with_the_users_line():
     assert "Counting.calls is a plain number" in trace_module(Counting(), torch.ones(4, 4)).notes[0]
-    with pytest.raises(BadInput, match=r"Caching returns a Cache, which holds tensors .* set use_cache=False"):
+    with pytest.raises(
+        BadInput,
+        match=r"Caching \(.*test_own_ways.py:\d+\) returns a Cache, which holds tensors .* set use_cache=False",
+    ):
         trace_module(Caching(), torch.ones(4, 4))
     with pytest.raises(
         BadInput, match=r"Branching cannot be traced: .* \(.*test_own_ways.py:\d+\)\. Return its layers"

@@ -295,7 +295,7 @@ def total(y, _):
         (lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), 3), "loss is a int, which cannot be called"),
         (lambda b: Pair(), "returned a model and no example input; return .model, example_input., or name a data"),
         (lambda: None, r"build: <lambda>\(\) \(.*test_profiler.py:\d+\) is called as <lambda>\(batch\), with the"),
-        (lambda b: (Pair(), torch.ones(b, 4)), "the model returned a tuple without a loss"),
+        (lambda b: (Pair(), torch.ones(b, 4)), r"Pair \(.*test_profiler.py:\d+\) returned a tuple without a loss"),
         (lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), nn.Linear(4, 1)), "the loss has parameters"),
         (lambda b: ([nn.Linear(4, 4), Pair()], torch.ones(b, 4), total), r"layers\[1\] \(pair1\) returned a tuple"),
         (lambda b: ([nn.Linear(4, 4), nn.Linear(3, 4)], torch.ones(b, 4), total), r"layers\[1\] .* failed on .*2, 4"),
