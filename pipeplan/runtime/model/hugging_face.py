@@ -25,6 +25,8 @@ from .user_code import user_code
 
 CONFIG = "config.json"
 SEQUENCE = "sequence"  # the option that is none of a config: how many tokens a sample has
+START = "decoder_start_token_id"
+ANYWHERE = (START, "image_size")  # entries that models or their inputs read, and not all configs have
 LONGEST = 128  # tokens of a sample, unless more are asked for
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -130,11 +132,14 @@ def _configured(where: str, kind: Any, entries: dict[str, Any], options: dict[st
     with user_code(where):
         config = kind.from_dict(entries)
         for key in options:
-            if key not in entries and not hasattr(config, key):
+            if key not in entries and key not in ANYWHERE and not hasattr(config, key):
                 near = get_close_matches(key, [*config.to_dict(), SEQUENCE], 3)
                 more = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise BadInput(f"{where}: {kind.__name__} has no entry {key!r}{more}")
-        return kind.from_dict({**entries, **options})
+        config = kind.from_dict({**entries, **options})
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, START, None) is None:
+            setattr(config, START, getattr(config, "pad_token_id", None) or 0)  # labels are shifted behind it
+        return config
 
 
 def _option(text: str) -> tuple[str, Any]:
