@@ -33,9 +33,11 @@ def main() -> NoReturn:
     except SystemExit as error:
         _on_signals(_exit_at_once)
         _flush()
-        if isinstance(error.code, int) and error.code > 128:
+        if isinstance(error.code, int) and (error.code > 128 or (error.code and "RANK" in os.environ)):
             atexit._run_exitfuncs()  # multiprocessing has a folder to remove
-            os._exit(error.code)  # Python may remember a Ctrl-C that has been dealt with, and end by it
+            # Python may remember a Ctrl-C that has been dealt with, and end by it; of ranks that fail, exchanges that
+            # will never end may hold up whatever comes after
+            os._exit(error.code)
         raise
 
 

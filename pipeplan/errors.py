@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-BROKEN_PIPE = 128 + 13  # as a shell says it of what SIGPIPE has ended
+BY_SIGNAL = 128  # and the signal's number: as a shell says it of what a signal has ended
+BROKEN_PIPE = BY_SIGNAL + 13  # SIGPIPE's
 
 
 class PipeplanError(Exception):
@@ -38,9 +39,11 @@ class RunFailed(PipeplanError):
 
 
 class RunStopped(PipeplanError):
-    """A run on torch that was asked to stop and has left a checkpoint; the message says where."""
+    """A run on torch that was asked to stop; the message says where its checkpoint is, if it has left one."""
 
-    exit_code = 130
+    def __init__(self, message: str, exit_code: int = BY_SIGNAL + 2) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
 
 
 class OutputLost(PipeplanError):
@@ -55,5 +58,5 @@ class Ended(BaseException):
     """A signal other than Ctrl-C asks the process to end: no error that anyone but the command's caller may take."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.exit_code = number, 128 + number
+        self.number, self.exit_code = number, BY_SIGNAL + number
         super().__init__(number)

@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 from .problem import Chain, Checkpointing, Platform, Policy, Weights
 
-AllocationClass = Literal["contiguous", "one-special", "any"]
+AllocationClass = Literal[
+    "contiguous", "one-special", "any", "megatron", "torchtitan", "deepspeed", "torch"
+]  # the last are what these can express
+ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved"]
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
 
@@ -91,7 +94,8 @@ class Pattern:
 class Bound:
     """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``.
 
-    With ``any_interval`` that holds however often weights are updated, else at the plan's own interval. ``claimed``
+    With ``any_interval`` that holds however often weights are updated, else at the plan's own interval; with
+    ``schedule`` for plans under that kind alone. ``claimed``
     says that this is the word of a file, which nothing here has derived. It is never written: whoever reads a file
     finds out by themselves.
     """
@@ -102,9 +106,7 @@ class Bound:
     period_ns: int
     claimed: bool = False
     any_interval: bool = False
-
-
-ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven"]
+    schedule: ScheduleKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

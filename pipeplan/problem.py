@@ -5,6 +5,7 @@ Times are integer nanoseconds per microbatch, sizes integer bytes, layer ranges 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from .deadline import NEVER, Deadline
-from .integers import Ints, ceil_div
+from .integers import IntLike, Ints, ceil_div, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,32 @@ class Layer:
         return self.backward_ns // 2 if self.weight_bytes else 0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """Weights that all of ``layers``, two or more in order, use: each has ``weight_bytes`` of them among its own.
+
+    ``parameters`` counts scalars, None for ``weight_bytes / 4``.
+    """
+
+    layers: tuple[int, ...]
+    weight_bytes: int
+    parameters: int | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of scalar parameters."""
+        return self.weight_bytes // 4 if self.parameters is None else self.parameters
+
+
 @dataclass(frozen=True)
 class Chain:
     """A network as layers in topological order, with every cut allowed; the profile that all planning starts from.
 
     ``edges`` makes it a DAG: pairs ``(i, j)``, i < j, mean that layer j reads the output of layer i; without edges each
     layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
-    layers that share parameters. The other fields say where the numbers come from.
+    layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
+    have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
+    numbers come from.
     """
 
     name: str
@@ -72,10 +92,16 @@ class Chain:
     input_bytes: int
     edges: tuple[tuple[int, int], ...] | None = None
     tied: tuple[tuple[int, int], ...] = ()
+    shared: tuple[SharedWeights, ...] | None = None
     microbatch: int = 1
     dtype: str = "float32"
     device: str = ""
     source: str = ""
+
+    @property
+    def of_cpu(self) -> bool:
+        """Whether it was measured on a CPU, whose name the profiler ends with threads, and with what it measured."""
+        return re.search(r", \d+ threads?(, CPU time)?$", self.device) is not None
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -112,6 +138,17 @@ class Chain:
         return tuple(int(x) for x in np.cumsum(np.array(change, dtype=np.int64)))
 
     @cached_property
+    def ties(self) -> tuple[SharedWeights, ...]:
+        """What tied layers share, or at most: of those that are connected all that the smallest has."""
+        if self.shared is not None:
+            return self.shared
+        found = []
+        for layers in connected(self.tied):
+            smallest = min((self.layers[i] for i in sorted(layers)), key=lambda layer: layer.weight_bytes)
+            found.append(SharedWeights(tuple(sorted(layers)), smallest.weight_bytes, smallest.parameter_count))
+        return tuple(found)
+
+    @cached_property
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
         return Sums.of(self)
@@ -144,8 +181,41 @@ def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
 
 
 @dataclass(frozen=True)
+class SharedSums:
+    """One of a chain's :class:`SharedWeights`, and ``holders``, of shape (L + 1,): how many of ``layers[:i]`` have it.
+
+    ``optimizer_ns`` is what a step of it takes: the least share that it has, by its parameters, of a layer's step.
+    """
+
+    holders: Ints
+    weight_bytes: int
+    parameters: int
+    optimizer_ns: int
+
+    @staticmethod
+    def of(shared: SharedWeights, layers: Sequence[Layer]) -> SharedSums:
+        """Return the sums of ``shared`` over ``layers``."""
+        count = shared.parameter_count
+        steps = [layers[i].optimizer_ns * count // max(1, layers[i].parameter_count) for i in shared.layers]
+        holders = np.zeros(len(layers) + 1, dtype=np.int64)
+        holders[np.array(shared.layers) + 1] = 1
+        return SharedSums(np.cumsum(holders), shared.weight_bytes, count, min(steps))
+
+    def again(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Return in how many of ``layers[start:stop]`` it is counted, after the first."""
+        return plain(np.maximum(self.holders[stop] - self.holders[start] - 1, 0))
+
+    def inside(self, start: int, stop: int) -> bool:
+        """Whether any of ``layers[start:stop]`` has it."""
+        return bool(self.holders[stop] > self.holders[start])
+
+
+@dataclass(frozen=True)
 class Sums:
-    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``."""
+    """Prefix sums of a chain's layer costs, each of shape (L + 1,): entry i is the sum over ``layers[:i]``.
+
+    They count what layers share in each of them; ``shared`` says what is known of that.
+    """
 
     forward_ns: Ints
     backward_ns: Ints
@@ -153,6 +223,7 @@ class Sums:
     optimizer_ns: Ints
     weight_bytes: Ints
     parameters: Ints
+    shared: tuple[SharedSums, ...]
 
     @staticmethod
     def of(chain: Chain) -> Sums:
@@ -169,6 +240,7 @@ class Sums:
             optimizer_ns=prefix([x.optimizer_ns for x in layers]),
             weight_bytes=prefix([x.weight_bytes for x in layers]),
             parameters=prefix([x.parameter_count for x in layers]),
+            shared=tuple(SharedSums.of(x, layers) for x in chain.shared or ()),
         )
 
 

@@ -21,6 +21,8 @@ BANDWIDTHS = {f"{size}/s": Fraction(factor) for size, factor in SIZES.items()} |
 }
 TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
+SHORT = {prefix: factor for prefix, factor in (_PREFIX | _BINARY).items() if prefix}  # 16G for 16GB
+
 _QUANTITY = re.compile(
     r"\s*(?P<number>(?:[0-9]{1,60}(?:\.[0-9]{0,60})?|\.[0-9]{1,60})(?:[eE][+-]?[0-9]{1,3})?)\s*(?P<unit>[A-Za-z/]*)\s*"
 )
@@ -29,7 +31,7 @@ LARGEST = 10**18  # above it, sums of int64 would overflow; an exabyte and thirt
 
 def parse_bytes(text: str, place: str = "size") -> int:
     """Return the bytes that ``text`` such as ``16GB`` or ``1.5GiB`` names; BadInput names ``place``."""
-    return _parse(text, SIZES, place, "16GB or 16GiB")
+    return _parse(text, SIZES | SHORT, place, "16GB or 16GiB")
 
 
 def parse_bandwidth(text: str, place: str = "bandwidth") -> int:

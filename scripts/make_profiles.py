@@ -96,7 +96,7 @@ def resize(file: str, counted: Chain) -> None:
         replace(layer, **{field: getattr(new, field) for field in sizes})
         for layer, new in zip(chain.layers, counted.layers, strict=True)
     ]
-    write(file, replace(chain, layers=tuple(layers), input_bytes=counted.input_bytes))
+    write(file, replace(chain, layers=tuple(layers), input_bytes=counted.input_bytes, shared=counted.shared))
 
 
 def write(file: str, chain: Chain) -> None:

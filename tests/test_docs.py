@@ -1,4 +1,4 @@
-"""The README is true: every console block runs, prints what it says, and every command is in it."""
+"""README and docs/ are true: every console block runs and prints what it says, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,32 +13,63 @@ import pytest
 from cases.patience import SECONDS
 
 from pipeplan.cli import COMMANDS
+from scripts import make_cli_docs
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [  # in the order in which they are read: those of a page, and of the README, may use files of earlier ones
+    (path.name, block)
+    for path in PAGES
+    for block in re.findall(r"^```console\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+]
+LINES = 150  # of the README: ten minutes
 
 
 def test_every_command_is_documented() -> None:
     for name in COMMANDS:
-        assert f"pipeplan {name}" in README, f"README says nothing about pipeplan {name}"
+        assert f"pipeplan {name}" in README.read_text(), f"README says nothing about pipeplan {name}"
 
 
-def test_the_first_commands_are_the_two_scripts() -> None:
-    commands = re.findall(r"^(?:\$ |    )?((?:scripts/|pipeplan )\S+)", README, re.MULTILINE)
+def test_the_first_commands_are_the_two_scripts_and_the_readme_stays_short() -> None:
+    commands = re.findall(r"^(?:\$ |    )?((?:scripts/|pipeplan )\S+)", README.read_text(), re.MULTILINE)
     assert commands[:2] == ["scripts/demo", "scripts/test"]
+    assert len(README.read_text().splitlines()) <= LINES
 
 
-def test_quoted_paths_exist() -> None:
-    for path in set(re.findall(r"`((?:scripts|profiles|pipeplan|tests)/[\w./-]+)`", README)):
-        assert (ROOT / path).exists(), f"README names {path}, which is not there"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_and_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for path in set(re.findall(r"`((?:scripts|profiles|pipeplan|tests)/[\w./-]+)`", text)):
+        assert (ROOT / path).exists(), f"{page.name} names {path}, which is not there"
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.is_file(), f"{page.name} links to {target}, which is not there"
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in map(slug, headings), f"{page.name} links to {target}#{anchor}, no heading of it"
+
+
+def slug(heading: str) -> str:
+    """What a heading is called in a link."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    text = README.read_text()
+    assert [page.name for page in PAGES[2:] if f"(docs/{page.name})" not in text] == []
+
+
+def test_the_page_of_the_command_line_is_what_help_says() -> None:
+    assert (ROOT / "docs" / "cli.md").read_text() == make_cli_docs.page(), "python scripts/make_cli_docs.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the checkout to the blocks, which share it."""
-    made = tmp_path_factory.mktemp("readme")
+    """A folder that looks like the checkout to the blocks, which share it, with the modules that the README shows."""
+    made = tmp_path_factory.mktemp("docs")
     (made / "profiles").symlink_to(ROOT / "profiles")
+    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL):
+        (made / name).write_text(code)
     return made
 
 
@@ -48,12 +79,14 @@ WRITTEN = re.compile(r"(?:-o|--trace|--recalibrated|--checkpoint) (\w[\w.]*)")
 def blocks_before(block: str, folder: Path) -> list[str]:
     """The earlier blocks that write what ``block`` reads and is not there: another process may have run them."""
     lacking = {name for name in re.findall(r"[\w.]+", block) if not (folder / name).exists()}
-    earlier = BLOCKS[: BLOCKS.index(block)]
-    found = [x for x in earlier if lacking.intersection(WRITTEN.findall(x))]
+    texts = [text for _, text in BLOCKS]
+    found = [x for x in texts[: texts.index(block)] if lacking.intersection(WRITTEN.findall(x))]
     return [y for x in found for y in [*blocks_before(x, folder), x]]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0][2:60] for block in BLOCKS])
+@pytest.mark.parametrize(
+    "block", [x for _, x in BLOCKS], ids=[f"{page}: {x.splitlines()[0][2:60]}" for page, x in BLOCKS]
+)
 def test_console_blocks_print_what_they_say(block: str, folder: Path) -> None:
     """Lines after ``$ `` are commands; what follows is their output, where ``...`` stands for anything."""
     for each in dict.fromkeys([*blocks_before(block, folder), block]):
@@ -75,4 +108,4 @@ def check_block(block: str, folder: Path) -> None:
         )
         said = re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # progress depends on the load
         got = done.stdout + (said if done.returncode else "")
-        assert checker.check_output(wanted, got, flags), f"$ {command}\nREADME says:\n{wanted}\nit prints:\n{got}"
+        assert checker.check_output(wanted, got, flags), f"$ {command}\nthe page says:\n{wanted}\nit prints:\n{got}"

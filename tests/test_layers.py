@@ -38,7 +38,7 @@ LAW = {
     "files": f"{NOUNS} cost schedule check",
     "runtime.device": NOUNS,
     "runtime.lowering": f"{NOUNS} cost schedule check",
-    "runtime.measure": f"{NOUNS} cost schedule check files runtime.lowering",
+    "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
     "runtime.profiler": f"{NOUNS} files runtime.device runtime.model",
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",

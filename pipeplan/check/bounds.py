@@ -46,11 +46,11 @@ def overstated(bound: Bound, derived_ns: int) -> list[str]:
 
 def work_ns(problem: Problem) -> Fraction:
     """Return U: the least time that one microbatch takes in all on devices of speed 1, without recomputation."""
-    sums = problem.chain.sums
+    chain, sums = problem.chain, problem.chain.sums
     # each replica steps once per interval; over all replicas a microbatch pays at least 1 / accumulate of a step, and
     # where they share it, no more, however many there are: more than accumulate of them make updates rarer
     fewest = problem.most_replicas if problem.policy.zero else 1
-    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.update_interval(fewest))
+    step = Fraction(time_model.whole_step_ns(chain, 0, len(chain)), problem.policy.update_interval(fewest))
     if problem.policy.coarsening is not None:  # overlaps with all-reduces
         step = Fraction(0)
     return int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + step
@@ -146,10 +146,10 @@ def _ratio(offer: tuple[int, int]) -> int:
 
 
 def _cases(problem: Problem) -> list[_Case]:
-    platform, policy, sums = problem.platform, problem.policy, problem.chain.sums
+    platform, policy = problem.platform, problem.policy
     devices = sorted(platform.devices, key=lambda device: device.memory_bytes, reverse=True)
     speeds = sorted((device.speed for device in platform.devices), reverse=True)
-    weight_bytes, parameters = int(sums.weight_bytes[-1]), int(sums.parameters[-1])
+    weight_bytes, parameters = memory_model.weights_of(problem.chain, 0, len(problem.chain))
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
     fastest = max(level.bandwidth for level in platform.levels), platform.paths[0][1]
     memories, powers = list(accumulate(d.memory_bytes for d in devices)), list(accumulate(speeds))

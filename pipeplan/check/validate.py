@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..cost import time_model
-from ..cost.stage_graph import Operation, Resource, StageGraph
+from ..cost.stage_graph import Operation, Resource, StageGraph, borrowed_weights
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import Chain, Platform, Policy
@@ -20,6 +20,7 @@ from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_o
 from ..units import format_bytes
 from .evaluate import Evaluation, evaluate
 from .shared_weights import tied_violations
+from .targets import TARGETS, target_violations
 
 
 def check(plan: Plan) -> Evaluation:
@@ -94,10 +95,7 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
         position = stage.stop
         found += _device_violations(s, stage.devices, platform)
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
-        known = [d for d in stage.devices if 0 <= d < len(platform)]
-        timed = chain.timed(platform.slowest(known).times) if known else chain
-        if time_model.work_ns(timed, policy, stage.start, stage.stop) == 0:
-            found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
+    found += _idle_violations(chain, platform, policy, stages)
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
     groups = list(dict.fromkeys(stage.devices for stage in stages))
@@ -146,6 +144,17 @@ def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> 
     ]
     if len(set(devices)) != len(devices):
         found.append(f"stage {s} lists a device twice: {list(devices)}")
+    return found
+
+
+def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    found = []
+    for s, (stage, borrowed) in enumerate(zip(stages, borrowed_weights(chain, stages), strict=True)):
+        known = [d for d in stage.devices if 0 <= d < len(platform)]
+        timed = chain.timed(platform.slowest(known).times) if known else chain
+        elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
+        if time_model.work_ns(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere) == 0:
+            found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
     return found
 
 
@@ -284,6 +293,11 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         if bound.any_interval and plan.policy.weights != "2bw":
             found.append(f"{_bound_name(bound)} is for any interval between updates of 2bw, not {plan.policy.weights}")
+        if bound.schedule not in (None, plan.schedule.kind):
+            found.append(f"{_bound_name(bound)} is for {bound.schedule}, not {plan.schedule.kind}")
+        if bound.allocation in TARGETS:
+            outside = target_violations(plan, bound.allocation)
+            found += [f"{_bound_name(bound)} does not hold for this plan: {reason}" for reason in outside]
         found += class_violations(bound, plan.allocation, plan.platform)
     return found
 
@@ -297,7 +311,7 @@ def class_violations(bound: Bound, allocation: Allocation, platform: Platform) -
         "any": True,
     }
     found = []
-    if not inside[bound.allocation]:
+    if not inside.get(bound.allocation, True):  # of a target's class the schedule decides, too
         found.append(f"{name} does not hold for this plan: its stages are not in that class")
     if not bound.replicas and any(stage.replicas > 1 for stage in stages):
         found.append(f"{name} is for plans without replicas; this one has some")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ..errors import Ended, InvalidPlan, OutputLost, PipeplanError
+from ..errors import BadInput, Ended, InvalidPlan, OutputLost, PipeplanError
 from ..names import SENTENCE, shown
 from ..version import __version__
 
@@ -26,16 +26,18 @@ COMMANDS = {
     "show": ("show", "Draw one period of a plan as a Gantt chart."),
     "simulate": ("simulate", "Run a plan in simulation, under its own schedule or any other."),
     "report": ("report", "Write a plan as one self-contained HTML page."),
-    "export": ("export", "Write a plan for torch, torchtitan, Megatron-LM, DeepSpeed or torchgpipe."),
+    "export": ("export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
     "compare": ("compare", "Put algorithms side by side over GPUs and memories."),
     "run": ("run", "Train a model from a plan on torch processes."),
     "profile": ("profile", "Measure a torch model layer by layer, or estimate it for a GPU."),
     "estimate": ("estimate", "Estimate memory and time of a large transformer from its sizes."),
     "diff": ("diff", "Compare two profiles, and a plan's worth on the other."),
     "timeprest": ("timeprest", "Show what TiMePReSt's schedule does to weights and memory."),
+    "list": ("list", "List the GPUs and the zoo's models that can be named."),
     "algorithms": ("algorithms", "List the partitioning algorithms."),
     "schema": ("schema", "Print the JSON Schema of a file."),
 }
+EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130
 ESCAPED = "pipeplan-escaped"  # what to do with letters that an output lacks
 TRACEBACK = "pipeplan.traceback"  # in the meta of contexts: whether --debug asks for it
@@ -63,6 +65,19 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = import_module(f".{COMMANDS[cmd_name][0]}", __name__).command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that was named; a mistyped one ends with those that it may have been."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands without importing them."""
@@ -106,6 +121,11 @@ def main() -> NoReturn:
     except PipeplanError as error:
         click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        click.echo(f"error: this needs {error.name}: pip install 'pipeplan[{EXTRAS[error.name]}]'", err=True)
+        code = BadInput.exit_code
     except MemoryError:
         click.echo("error: this takes more memory than there is; --granularity, or fewer GPUs, take less", err=True)
         code = PipeplanError.exit_code

@@ -85,7 +85,7 @@ def command(
         raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
     if total > FEW_CASES:
         click.echo(searches, err=True)
-    problem, assumptions = read_problem(**{**shared, "gpus": gpus[0], "mem": f"{min(memories)}B"}, deadline=deadline)
+    problem, assumptions = read_problem(**{**shared, "gpus": (gpus[0],), "mem": f"{min(memories)}B"}, deadline=deadline)
     rows: list[OnePlatform] = []
     began = time.perf_counter()
     settings = Settings(solver, gap=GAP_OF_AUTO if gap is None else gap)  # type: ignore[arg-type]  # click checked it

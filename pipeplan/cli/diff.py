@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..deadline import Deadline
+from ..files.machines import DEFAULT_BANDWIDTH, MOST_COUNT
 from ..problem import Platform, Problem
 from ..units import parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON, MOST_COUNT, Count, Output, refuse_two_documents, time_limit
+from .options import JSON, Count, Output, refuse_two_documents, time_limit
 
 if TYPE_CHECKING:
     from ..planner.matching import Match

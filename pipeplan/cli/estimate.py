@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import BadInput
+from ..files.machines import DEFAULT_BANDWIDTH
 from ..names import shown
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes
-from .options import DEFAULT_BANDWIDTH, JSON, Number, Share
+from .options import JSON, Number, Share
 
 if TYPE_CHECKING:
     from ..papers.transformer import Grid

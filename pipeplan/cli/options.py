@@ -13,14 +13,13 @@ import click
 
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
+from ..files.machines import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, MOST_COUNT, gpu_counts, platform_of_gpus
 from ..problem import Chain, Checkpointing, Platform, Policy, Problem
-from ..units import format_bandwidth, parse_bandwidth, parse_bytes, parse_time
+from ..units import parse_time
 from . import TRACEBACK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-MOST_COUNT = 4096  # GPUs that any command plans for
-DEFAULT_BANDWIDTH = "12GB/s"
-
+RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
 LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
 
@@ -30,6 +29,16 @@ class Count(click.IntRange):
 
     def __init__(self, least: int = 1, most: int = MOST) -> None:
         super().__init__(least, most)
+
+
+class Gpus(click.ParamType[tuple[int, ...]]):
+    """GPUs such as ``8``, or ``2x8``: see :func:`..files.machines.gpu_counts`."""
+
+    name = "N|NxN"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the counts; BadInput for what is none."""
+        return value if isinstance(value, tuple) else gpu_counts(str(value), _name(param))
 
 
 class Number(click.FloatRange):
@@ -129,18 +138,33 @@ GIVE_UP = time_limit("Give up after this long, such as 30s.")
 
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
     "profile": click.argument("profile", metavar="PROFILE"),
-    "gpus": click.option("--gpus", type=click.IntRange(1, MOST_COUNT), help="Number of equal GPUs."),
-    "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB or 16GiB."),
+    "gpus": click.option("--gpus", type=Gpus(), help="Number of equal GPUs, or 2x8: two servers of eight."),
+    "gpu": click.option(
+        "--gpu",
+        metavar="NAME",
+        help="What they are, such as h100: memory and links where --mem and --bandwidth don't say them; pipeplan list "
+        "has the names.  [default: without --mem what the profile is of]",
+    ),
+    "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB, 16G or 16GiB."),
     "reserve": click.option(
-        "--reserve", metavar="SIZE", help="Memory of each GPU that is not for plans: CUDA's, fragments, such as 2GB."
+        "--reserve",
+        metavar="SIZE|auto",
+        help=f"Memory of each GPU that is not for plans: CUDA's, NCCL's, fragments. auto: {RESERVE}, or nothing for a "
+        "profile of a CPU.  [default: nothing]",
     ),
     "bandwidth": click.option(
         "--bandwidth",
         metavar="RATE",
-        help=f"Between any two GPUs, per direction, such as 12GB/s or 10Gbps.  [default: {DEFAULT_BANDWIDTH}]",
+        help="Between any two GPUs of a server, per direction, such as 12GB/s or 10Gbps.  [default: that of --gpu; "
+        f"{DEFAULT_BANDWIDTH}]",
+    ),
+    "network": click.option(
+        "--network",
+        metavar="RATE",
+        help=f"With --gpus 2x8: between two GPUs of two servers, per direction.  [default: {DEFAULT_NETWORK}]",
     ),
     "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
-    "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the four options above."),
+    "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the options above."),
     "blocking_transfers": click.option(
         "--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both their ends from computing."
     ),
@@ -221,10 +245,12 @@ def problem_options(command: Command, without: Sequence[str] = (), **other: Call
 
 def read_problem(
     profile: str,
-    gpus: int | None,
+    gpus: tuple[int, ...] | None,
+    gpu: str | None,
     mem: str | None,
     reserve: str | None,
     bandwidth: str | None,
+    network: str | None,
     latency: str | None,
     platform: str | None,
     blocking_transfers: bool,
@@ -261,8 +287,12 @@ def read_problem(
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
     merge, whole = merging(granularity, blocks), read_profile(profile)
-    where, assumptions = _platform(gpus, mem, bandwidth, latency, platform, whole)
+    where, assumptions = _platform(
+        platform, whole, gpus=gpus, mem=mem, gpu=gpu, bandwidth=bandwidth, network=network, latency=latency
+    )
     where = replace(where, blocking=where.blocking or blocking_transfers)
+    if reserve == "auto":
+        reserve = None if whole.of_cpu else RESERVE
     if reserve is not None:
         where = reserving(where, reserve, "--reserve")
     chain = merge(whole)
@@ -304,26 +334,19 @@ def whole_microbatches(batch: int, each: int) -> int:
     )
 
 
-def _platform(
-    gpus: int | None, mem: str | None, bandwidth: str | None, latency: str | None, file: str | None, chain: Chain
-) -> tuple[Platform, list[str]]:
+def _platform(file: str | None, chain: Chain, **given: str | tuple[int, ...] | None) -> tuple[Platform, list[str]]:
+    """Return the platform in a file, or that of GPUs by name and number, and what was assumed."""
     from ..files.platforms import read_platform
 
     if file is not None:
-        given = [
-            name
-            for name, value in {"--gpus": gpus, "--mem": mem, "--bandwidth": bandwidth, "--latency": latency}.items()
-            if value is not None
-        ]
-        if given:
-            raise click.UsageError(f"--platform already says what {', '.join(given)} would")
+        said = [f"--{name}" for name, value in given.items() if value is not None]
+        if said:
+            raise click.UsageError(f"--platform already says what {', '.join(said)} would")
         return read_platform(file, chain), []
-    if gpus is None or mem is None:
-        raise click.UsageError("say the platform: --gpus and --mem, or --platform FILE")
-    memory = parse_bytes(mem, "--mem")
-    rate = parse_bandwidth(bandwidth or DEFAULT_BANDWIDTH, "--bandwidth")
-    assumptions = [] if bandwidth else [f"bandwidth {format_bandwidth(rate)} between any two GPUs (PCIe 3 x16)"]
-    return Platform.flat(gpus, memory, rate, parse_time(latency or "0", "--latency")), assumptions
+    counts = given.pop("gpus")
+    if counts is None:
+        raise click.UsageError("say the platform: --gpus, and --mem or --gpu, or --platform FILE")
+    return platform_of_gpus(counts, **given, chain=chain)  # type: ignore[arg-type]  # texts but for the counts
 
 
 class Share(click.ParamType[float]):

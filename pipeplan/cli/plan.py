@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ..check.targets import TARGETS
 from ..partition import ALGORITHMS
 from ..plan import ScheduleKind
 from ..schedule.kinds import KINDS
@@ -63,6 +64,12 @@ GRID = ("microbatch", "microbatch_profile", "layer_overhead", "overlap")  # mean
     is_flag=True,
     help="stash, latest: one version of the weights for a microbatch in all stages, which costs versions.",
 )
+@click.option(
+    "--for",
+    "target",
+    type=click.Choice(list(TARGETS)),
+    help="The best plan that this framework can express and run, and what the restriction costs; weights are flush.",
+)
 @SOLVER
 @stated_options
 @search_options
@@ -75,6 +82,7 @@ def command(
     vertical_sync: bool,
     data_parallel: str | None,
     limit: int | None,
+    target: str | None,
     effort: str,
     gap: float | None,
     solver: str,
@@ -87,6 +95,7 @@ def command(
     \b
     Example: pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json
     pipeplan plan profile.json --gpus 8 --mem 16GB --data-parallel auto --batch 64 --microbatch 1,2,4
+    pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128
     pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all
 
     Ctrl-C ends the search with the best plan so far.
@@ -95,6 +104,8 @@ def command(
         raise click.UsageError("--gap says when --algorithm auto may stop; leave it out")
     configuration = stated_of(shared)
     options = _algorithm_options(algorithm, straight=straight, mode=mode, charge=charge)
+    if data_parallel is not None and target is not None:
+        raise click.UsageError("--for plans equal pipelines by itself; leave out --data-parallel")
     if data_parallel is not None:
         _refuse_with_grid(algorithm, shared, schedule, vertical_sync)
         drained = {name: value for name, value in shared.items() if name not in DRAINED}
@@ -106,14 +117,21 @@ def command(
 
     from ..planner.alternatives import with_alternatives
     from ..planner.plan import Planned, make_plan
+    from ..planner.restricted import make_target_plan, with_price
     from ..planner.stated import STATED
     from ..report.tables import print_plan
 
+    if target is not None:
+        _refuse_with_target(target, algorithm, configuration, schedule, limit, vertical_sync, shared)
+        shared["weights"] = "flush"
     problem, assumptions = read_problem(**shared, vertical_sync=vertical_sync, segments=algorithm == "auto")
     if configuration is not None:
         algorithm, options = STATED, configuration
 
     def find(settings: Settings) -> Planned:
+        if target is not None:
+            found = make_target_plan(problem, target, settings, effort, () if schedule is None else (schedule,))
+            return with_price(found, problem, settings, effort)
         found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
         if configuration is not None:  # other stages than the stated ones are no alternatives
             return found
@@ -139,6 +157,34 @@ def _algorithm_options(algorithm: str, **given: Any) -> dict[str, Any]:
     return options
 
 
+def _refuse_with_target(
+    target: str,
+    algorithm: str,
+    configuration: dict[str, str] | None,
+    schedule: ScheduleKind | None,
+    limit: int | None,
+    vertical_sync: bool,
+    shared: dict[str, Any],
+) -> None:
+    """Raise a usage error for what contradicts --for."""
+    if algorithm != "auto" or configuration is not None:
+        said = "--split" if configuration is not None else f"--algorithm {algorithm}"
+        raise click.UsageError(f"--for has a search of its own; leave out {said}")
+    if schedule is not None and schedule not in TARGETS[target].kinds:
+        raise click.UsageError(f"--for {target} plans {' or '.join(TARGETS[target].kinds)}, not --schedule {schedule}")
+    if vertical_sync or limit is not None:
+        raise click.UsageError(f"--for {target} drains; leave out {'--vertical-sync' if vertical_sync else '--limit'}")
+    if shared["checkpointing"] not in (None, "none"):
+        raise click.UsageError(f"--for {target} recomputes as that can; leave out --checkpointing, or say none")
+    _refuse_other_weights("--for", shared["weights"], "drains the pipelines after every mini-batch")
+
+
+def _refuse_other_weights(option: str, weights: str, why: str) -> None:
+    source = click.get_current_context().get_parameter_source("weights")
+    if source is not ParameterSource.DEFAULT and weights != "flush":
+        raise click.UsageError(f"{option} {why}, which is --weights flush, not {weights}")
+
+
 def _refuse_with_grid(
     algorithm: str, shared: dict[str, Any], schedule: ScheduleKind | None, vertical_sync: bool
 ) -> None:
@@ -146,11 +192,7 @@ def _refuse_with_grid(
     if schedule not in (None, "message-driven") or vertical_sync:
         said = "--vertical-sync" if vertical_sync else f"--schedule {schedule}"
         raise click.UsageError(f"--data-parallel plans message-driven pipelines that drain; leave out {said}")
-    context = click.get_current_context()
-    if context.get_parameter_source("weights") is not ParameterSource.DEFAULT and shared["weights"] != "flush":
-        raise click.UsageError(
-            f"--data-parallel drains the pipelines after every batch, which is --weights flush, not {shared['weights']}"
-        )
+    _refuse_other_weights("--data-parallel", shared["weights"], "drains the pipelines after every batch")
     if shared["accumulate"] is not None:
         raise click.UsageError("--data-parallel updates weights once per --batch; leave out --accumulate")
     if shared["no_replicas"]:

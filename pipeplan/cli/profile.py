@@ -117,7 +117,8 @@ def command(
         gpu = accelerator(estimate)
         if not quiet:
             link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
-            click.echo(f"{shown(gpu.name)}: to plan for it, --mem {shown(gpu.memory)}{link} at most", err=True)
+            limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
+            click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
         measured = estimate_model(build, batch, gpu, options, **about)
     else:
         check_device(options.device)

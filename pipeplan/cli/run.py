@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..errors import BadInput, PipeplanError, RunStopped
 from ..names import SENTENCE, shown
 from .model import trained_model
 from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
@@ -25,7 +28,49 @@ def _coarsening(context: click.Context, option: click.Parameter, text: str | Non
     return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
 
 
-@click.command()
+class RankCommand(click.Command):
+    """A command that under torchrun is one of several: what ends it before all have met, the others hear at once."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> click.Context:
+        """Read the command line."""
+        with _heard_by_others():
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run."""
+        with _heard_by_others():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _heard_by_others() -> Iterator[None]:
+    from ..runtime.watch import TORCHRUN, watching
+
+    if any(name not in os.environ for name in TORCHRUN):
+        yield
+        return
+    with watching() as watch:
+        watch.tell_signal = _told_of_signal
+        try:
+            yield
+        except (RunStopped, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
+            with suppress(ImportError):  # without torch there are no others
+                from ..runtime.torchrun import tell_others
+
+                tell_others(told, watch)
+            raise
+
+
+def _told_of_signal(number: int) -> PipeplanError | None:
+    from ..runtime.torchrun import told_of_signal
+
+    return told_of_signal(number)
+
+
+@click.command(cls=RankCommand)
 @PLAN
 @click.option(
     "--model",
@@ -188,14 +233,16 @@ def command(
 
         lowered = lower_run(loaded, options.steps, every=options.every, evaluates=options.evaluates)
         arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
-        lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments)
+        on_gpus = options.device == "cuda" or (options.device == "auto" and not loaded.chain.of_cpu)
+        lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments, on_gpus)
         print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)
         return
     from ..runtime.device import kind_of, sharing
     from ..runtime.launch import run_plan
 
     ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
-    note = sharing(kind_of(options.device, loaded.chain.device), ranks)
+    by_threads = KINDS[loaded.schedule.kind].by_arrival or bool(options.link_delay_ns)
+    note = sharing(kind_of(options.device, loaded.chain), ranks, by_threads)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)
     report = run_plan(
@@ -203,7 +250,7 @@ def command(
         spec,
         options,
         progress_printer(loaded, as_json),
-        lambda words: click.echo(f"note: damaged, and passed over: {shown(words, SENTENCE)}", err=True),
+        lambda words: click.echo(f"note: {shown(words, SENTENCE)}", err=True),
     )
     if report is None:  # another rank under torchrun reports
         return

@@ -81,7 +81,7 @@ def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:
     for s in stages:
         stage = graph.stages[s]
         fixed += stage.buffer_bytes
-        fixed += graph.weights_bytes(s, graph.versions(s, counts[s], counts[0]))
+        fixed += graph.weights_bytes(s, graph.versions(s, counts[s], counts[0])) + graph.lent_bytes(s, lambda _: 1)
         held: int = memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, counts[s])
         for q in stages:
             if q != s:

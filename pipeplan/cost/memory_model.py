@@ -9,23 +9,28 @@ same numbers from the same lines. Rules: ALGORITHMS section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..integers import IntLike, ceil_div, plain
-from ..problem import Chain, Policy, connected
+from ..problem import Chain, Policy, SharedWeights
 from .saved import entering_bytes, inner_bytes, storages
 
 _STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
 
 
 def weights_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
-    """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``."""
+    """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``; what several of them share, as
+    far as that is known, counts once."""
     size, count = chain.sums.weight_bytes, chain.sums.parameters
-    return plain(size[stop] - size[start]), plain(count[stop] - count[start])
+    weight_bytes, parameters = plain(size[stop] - size[start]), plain(count[stop] - count[start])
+    for shared in chain.sums.shared:
+        again = shared.again(start, stop)
+        weight_bytes, parameters = weight_bytes - again * shared.weight_bytes, parameters - again * shared.parameters
+    return weight_bytes, parameters
 
 
 def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
@@ -38,10 +43,9 @@ def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -
     return 2 * parameters if policy.precision == "mixed" else weight_bytes
 
 
-def shared_gradient(chain: Chain, policy: Policy, layers: Iterable[int]) -> int:
-    """Return the bytes of the gradient that tied ``layers`` share: at most what the smallest of them has."""
-    smallest = min((chain.layers[i] for i in layers), key=lambda layer: layer.weight_bytes)
-    return int(gradient_bytes(policy, smallest.weight_bytes, smallest.parameter_count))
+def shared_gradient(policy: Policy, shared: SharedWeights) -> int:
+    """Return the bytes of one gradient of weights that layers share."""
+    return int(gradient_bytes(policy, shared.weight_bytes, shared.parameter_count))
 
 
 def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
@@ -50,15 +54,20 @@ def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -
     A microbatch's backward comes to the first stage last, and meanwhile later stages are at the next interval's. So
     each of them that shares weights with another stage has two gradients of those; a drained pipeline needs no second.
     """
-    if not chain.tied or policy.drains or not policy.updates_together:
-        return 0
-    first = min(map(min, chain.tied))
     total: IntLike = 0
-    behind = (np.asarray(start) > first) | (np.asarray(stop) <= first)
-    for layers in connected(chain.tied):
-        here = np.sum([(np.asarray(start) <= i) & (i < np.asarray(stop)) for i in layers], axis=0)
-        total = total + shared_gradient(chain, policy, layers) * (behind & (here > 0) & (here < len(layers)))
+    for shared in chain.ties:
+        total = total + waits(chain, policy, shared, start, stop) * shared_gradient(policy, shared)
     return plain(total)
+
+
+def waits(chain: Chain, policy: Policy, shared: SharedWeights, start: IntLike, stop: IntLike) -> IntLike:
+    """Whether the gradient of ``shared`` waits in ``layers[start:stop]`` for that of an earlier stage."""
+    if policy.drains or not policy.updates_together:
+        return np.zeros(np.broadcast(start, stop).shape, dtype=np.bool_)
+    first = min(map(min, chain.tied))
+    behind = (np.asarray(start) > first) | (np.asarray(stop) <= first)
+    here = np.sum([(np.asarray(start) <= i) & (i < np.asarray(stop)) for i in shared.layers], axis=0)
+    return behind & (here > 0) & (here < len(shared.layers))
 
 
 def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
@@ -70,8 +79,14 @@ def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
     That is g with one replica and an update every microbatch. With vertical sync no stage keeps fewer than the first.
     """
     if versions_grow(policy):
-        return ceil_div(replicas * in_flight - 1, policy.update_interval(replicas)) + 1
+        return updates_over(policy, in_flight, replicas) + 1
     return 2 if policy.weights == "2bw" else 1
+
+
+def updates_over(policy: Policy, held: IntLike, replicas: int = 1) -> IntLike:
+    """Return how many updates are due, at most, while ``replicas`` replicas hold ``held`` microbatches each: from when
+    the last of them comes until it goes."""
+    return ceil_div(replicas * held - 1, policy.update_interval(replicas))
 
 
 def versions_grow(policy: Policy) -> bool:

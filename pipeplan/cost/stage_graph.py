@@ -6,7 +6,7 @@ only a :class:`StageGraph`. The path of one microbatch is stated here and nowher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,7 @@ from math import gcd, lcm
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
-from ..problem import Chain, Platform, Policy, connected
+from ..problem import Chain, Platform, Policy, SharedWeights, connected
 from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
@@ -28,7 +28,9 @@ class StageCost:
 
     Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
 
-    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages.
+    What several stages of one group of devices share, as far as that is known, counts in the first of them alone.
+    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages; ``lent`` are (stage,
+    bytes) of the last one on the same devices that begins gradients of weights that this one keeps, of updates to come.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
@@ -53,6 +55,7 @@ class StageCost:
     update_ns: int = 0
     update_share_ns: int = 0
     waiting_bytes: int = 0
+    lent: tuple[tuple[int, int], ...] = ()
 
     @property
     def total_ns(self) -> int:
@@ -162,11 +165,27 @@ class StageGraph:
         held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept, replicas)
         return int(held) + cost.waiting_bytes
 
+    def lent_bytes(self, stage: int, begun: Callable[[int], int]) -> int:
+        """Return the gradients, for updates after the next, that a device holds of weights that ``stage`` keeps.
+
+        ``begun(s)`` microbatches at most have begun their backward in stage s there and not ended it in ``stage``.
+        """
+        cost = self.stages[stage]
+        replicas = self.resources[cost.resource].replicas
+        return sum(size * memory_model.updates_over(self.policy, begun(s), replicas) for s, size in cost.lent)
+
     def host_bytes(self, stage: int) -> int:
         """Return what a device has of ``stage`` in host memory."""
         cost = self.stages[stage]
         replicas = self.resources[cost.resource].replicas
         return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas))
+
+    def first_replicas(self) -> StageGraph:
+        """Return the graph of the first of equal pipelines alone, each stage on the first of its devices."""
+        alone = (
+            replace(x, devices=x.devices[:1], replicas=1, ends=tuple(end[:1] for end in x.ends)) for x in self.resources
+        )
+        return replace(self, resources=tuple(alone))
 
     @property
     def contiguous(self) -> bool:
@@ -226,10 +245,14 @@ def stage_graph(
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
+    ends = zip([False, *transfers], [*transfers, False], strict=True)
     parts = [
-        _stage_cost(chain, platform, policy, stage, groups.index(stage.devices), receives, sends)
-        for stage, receives, sends in zip(stages, [False, *transfers], [*transfers, False], strict=True)
+        _stage_cost(chain, platform, policy, stage, groups.index(stage.devices), *two, borrowed)
+        for stage, two, borrowed in zip(stages, ends, borrowed_weights(chain, stages), strict=True)
     ]
+    if chain.tied:
+        pairs = zip(parts, _waiting_bytes(chain, policy, stages), _lent(chain, policy, stages), strict=True)
+        parts = [replace(part, waiting_bytes=size, lent=lent) for part, size, lent in pairs]
     resources = [_group(platform, devices) for devices in groups]
     if platform.blocking:
         parts = _blocked(chain, platform, stages, parts, transfers, sharing)
@@ -289,9 +312,63 @@ def _blocked(
     ]
 
 
+def borrowed_weights(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
+    """Return for each stage which of ``chain.shared`` it uses and an earlier stage on the same devices holds."""
+    held: dict[tuple[int, ...], set[int]] = {}
+    found = []
+    for stage in stages:
+        used = {n for n, x in enumerate(chain.sums.shared) if x.inside(stage.start, stage.stop)}
+        before = held.setdefault(stage.devices, set())
+        found.append(sorted(used & before))
+        before |= used
+    return found
+
+
+def _waiting_bytes(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[int]:
+    """Return what waits in each stage of the gradients of shared weights, once on a group of devices that holds one."""
+    found = [0] * len(stages)
+    for shared in chain.ties:
+        held: set[tuple[int, ...]] = set()
+        for s in _holders(stages, shared.layers) if _on_several(chain, stages, shared) else ():
+            stage = stages[s]
+            if stage.devices not in held and memory_model.waits(chain, policy, shared, stage.start, stage.stop):
+                found[s] += memory_model.shared_gradient(policy, shared)
+                if chain.shared is not None:
+                    held.add(stage.devices)
+    return found
+
+
+def _on_several(chain: Chain, stages: Sequence[Stage], shared: SharedWeights) -> bool:
+    """Whether there are copies: on several groups of devices, or wherever it isn't known what layers share."""
+    homes = first_on_devices(stages, _holders(stages, shared.layers))
+    return len(homes) > 1 or chain.shared is None
+
+
+def _lent(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[tuple[tuple[int, int], ...]]:
+    """Return :attr:`StageCost.lent` of each stage, for weights whose gradients wait for those of no other device."""
+    found: list[tuple[tuple[int, int], ...]] = [()] * len(stages)
+    for shared in () if policy.drains else chain.ties:
+        if policy.updates_together and _on_several(chain, stages, shared):
+            continue
+        holders = _holders(stages, shared.layers)
+        for home in first_on_devices(stages, holders):
+            last = max(s for s in holders if stages[s].devices == stages[home].devices)
+            if last > home:
+                found[home] += ((last, memory_model.shared_gradient(policy, shared)),)
+    return found
+
+
 def _stage_cost(
-    chain: Chain, platform: Platform, policy: Policy, stage: Stage, resource: int, receives: bool, sends: bool
+    chain: Chain,
+    platform: Platform,
+    policy: Policy,
+    stage: Stage,
+    resource: int,
+    receives: bool,
+    sends: bool,
+    borrowed: Sequence[int],
 ) -> StageCost:
+    """Return what a stage costs that finds the weights ``borrowed`` (of ``chain.shared``) on its devices."""
     start, stop, r = stage.start, stage.stop, stage.replicas
     kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
     slowest = platform.slowest(stage.devices)
@@ -299,17 +376,20 @@ def _stage_cost(
     if timed is not chain:
         recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
+    weight_bytes -= sum(chain.sums.shared[n].weight_bytes for n in borrowed)
+    parameters -= sum(chain.sums.shared[n].parameters for n in borrowed)
+    elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
     path = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     if policy.coarsening is not None:
-        step = time_model.step_ns(timed, policy, start, stop, r, speed)
+        step = time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)
         update = time_model.overlapped_ns(policy, update, step, parameters)
-    share = time_model.step_share_ns(timed, policy, start, stop, r)
+    share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
-        backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed),
+        backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed, elsewhere),
         weight_bytes=weight_bytes,
         parameters=parameters,
         kept_bytes=kept,
@@ -318,11 +398,10 @@ def _stage_cost(
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
-        backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed),
+        backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed, elsewhere),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
-        waiting_bytes=int(memory_model.waiting_bytes(chain, policy, start, stop)),
     )
 
 
@@ -342,12 +421,36 @@ def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> 
 
 def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of several stages that hold weights of each other, in order; no stage is in two of them."""
-    sets = connected(_holders(stages, layers) for layers in connected(chain.tied))
-    return tuple(sorted(tuple(sorted(found)) for found in sets if len(found) > 1))
+    return _several(_holders(stages, layers) for layers in connected(chain.tied))
 
 
-def _holders(stages: Sequence[Stage], layers: Iterable[int]) -> set[int]:
-    return {s for s, stage in enumerate(stages) if any(stage.start <= layer < stage.stop for layer in layers)}
+def summed_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
+    """Return of the :func:`tied_stages` those that have copies and sum their gradients: the first on each group of
+    devices, where there are several groups."""
+    return _several(first_on_devices(stages, _holders(stages, layers)) for layers in connected(chain.tied))
+
+
+def lending_stages(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
+    """Return for each stage the earlier ones on the same devices that may keep weights which it uses."""
+    found: list[list[int]] = [[] for _ in stages]
+    for layers in connected(chain.tied):
+        holders = _holders(stages, layers)
+        for place, s in enumerate(holders):
+            found[s] = sorted({*found[s], *(q for q in holders[:place] if stages[q].devices == stages[s].devices)})
+    return found
+
+
+def _several(sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(sorted(found)) for found in connected(x for x in map(set, sets) if len(x) > 1)))
+
+
+def _holders(stages: Sequence[Stage], layers: Iterable[int]) -> list[int]:
+    return [s for s, stage in enumerate(stages) if any(stage.start <= layer < stage.stop for layer in layers)]
+
+
+def first_on_devices(stages: Sequence[Stage], chosen: Iterable[int]) -> list[int]:
+    """Return of the ``chosen`` stages the first on each group of devices, in order."""
+    return sorted({stages[s].devices: s for s in sorted(chosen, reverse=True)}.values())
 
 
 def _with_tied_sums(
@@ -355,20 +458,19 @@ def _with_tied_sums(
 ) -> list[StageCost]:
     """Return ``parts`` with what the sums of weights in several stages take more than those over one stage's replicas.
 
-    Tied layers are taken to share as many bytes as the smallest of them has, which is the most that they can. A ring
-    over all devices that have a copy sums them instead of those over replicas, once for each group of devices. After a
-    drained batch the sum comes before the update; otherwise it is one more load of every interval, like the replicas'
-    sums.
+    A ring over all devices that have a copy sums them instead of those over replicas, once for each group of devices.
+    After a drained batch the sum comes before the update; otherwise it is one more load of every interval, like the
+    replicas' sums.
     """
     parts = list(parts)
-    for layers in connected(chain.tied):
-        holders = _holders(stages, layers)
-        if len(holders) < 2:
+    for shared in chain.ties:
+        homes = first_on_devices(stages, _holders(stages, shared.layers))
+        if len(homes) < 2:
             continue
-        gradient = memory_model.shared_gradient(chain, policy, layers)
-        devices = sorted({d for s in holders for d in stages[s].devices})
-        interval = policy.update_interval(max(stages[s].replicas for s in holders))
-        for s in {parts[s].resource: s for s in sorted(holders)}.values():
+        gradient = memory_model.shared_gradient(policy, shared)
+        devices = sorted({d for s in homes for d in stages[s].devices})
+        interval = policy.update_interval(max(stages[s].replicas for s in homes))
+        for s in homes:
             whole, own = (_ring_ns(platform, gradient, x, 1) for x in (devices, stages[s].devices))
             load, own_load = (_ring_ns(platform, gradient, x, interval) for x in (devices, stages[s].devices))
             if policy.zero:  # where replicas share the steps, they still gather the new weights
@@ -387,13 +489,16 @@ def _ring_ns(platform: Platform, size: int, devices: Sequence[int], interval: in
 def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
     """Return when all updates after a drained batch are over, for stages whose last backwards end at ``done_ns``.
 
-    Sums of weights in several stages begin when all of these are done; all-reduces of stages that share devices follow
-    each other.
+    Sums of weights in several stages begin when all of these are done, and so does the update of what stages of one
+    group of devices share; all-reduces of stages that share devices follow each other.
     """
     ready = list(done_ns)
     for tied in graph.tied:
         latest = max(done_ns[s] for s in tied)
         groups = {graph.stages[s].resource for s in tied}
+        if len(groups) == 1:
+            ready[tied[0]] = max(ready[tied[0]], latest)
+            continue
         ready = [max(at, latest) if x.resource in groups else at for at, x in zip(ready, graph.stages, strict=True)]
     ends = [0] * len(graph.resources)
     for at, s in sorted(zip(ready, range(len(ready)), strict=True)):

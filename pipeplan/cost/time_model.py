@@ -59,10 +59,11 @@ def backward_ns(
     recompute_ns: IntLike = 0,
     replicas: int = 1,
     speed: Fraction = Fraction(1),
+    elsewhere_ns: int = 0,
 ) -> IntLike:
     """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step."""
     total = chain.sums.backward_ns
-    update = step_share_ns(chain, policy, start, stop, replicas)
+    update = step_share_ns(chain, policy, start, stop, replicas, elsewhere_ns)
     return scaled(plain(total[stop] - total[start]) + recompute_ns + update, speed)
 
 
@@ -74,31 +75,50 @@ def work_ns(
     recompute_ns: IntLike = 0,
     replicas: int = 1,
     speed: Fraction = Fraction(1),
+    elsewhere_ns: int = 0,
 ) -> IntLike:
     """Forward and backward time of one microbatch through ``layers[start:stop]``: what a device is busy with it."""
-    backward = backward_ns(chain, policy, start, stop, recompute_ns, replicas, speed)
+    backward = backward_ns(chain, policy, start, stop, recompute_ns, replicas, speed, elsewhere_ns)
     return forward_ns(chain, start, stop, speed) + backward
 
 
 def backward_weight_ns(
-    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1, speed: Fraction = Fraction(1)
+    chain: Chain,
+    policy: Policy,
+    start: IntLike,
+    stop: IntLike,
+    replicas: int = 1,
+    speed: Fraction = Fraction(1),
+    elsewhere_ns: int = 0,
 ) -> IntLike:
     """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
     total = chain.sums.backward_weight_ns
-    update = step_share_ns(chain, policy, start, stop, replicas)
+    update = step_share_ns(chain, policy, start, stop, replicas, elsewhere_ns)
     return scaled(plain(total[stop] - total[start]) + update, speed)
 
 
-def step_share_ns(chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1) -> IntLike:
-    """What a microbatch's backward through ``layers[start:stop]`` is charged of the optimizer's step.
+def whole_step_ns(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
+    """Return the time of an optimizer step on ``layers[start:stop]``; what several of them share is stepped once."""
+    total = chain.sums.optimizer_ns
+    found = plain(total[stop] - total[start])
+    for shared in chain.sums.shared:
+        found = found - shared.again(start, stop) * shared.optimizer_ns
+    return found
+
+
+def step_share_ns(
+    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1, elsewhere_ns: int = 0
+) -> IntLike:
+    """What a microbatch's backward through ``layers[start:stop]`` is charged of the optimizer's step, of which
+    ``elsewhere_ns`` is made with another stage's.
 
     With ``zero`` a replica's step is that of its share, so that all replicas together make one.
     """
-    total = chain.sums.optimizer_ns
-    return update_share_ns(policy, plain(total[stop] - total[start]), replicas, policy.sharers(replicas))
+    step = whole_step_ns(chain, start, stop) - elsewhere_ns
+    return update_share_ns(policy, step, replicas, policy.sharers(replicas))
 
 
-def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1, sharers: int = 1) -> IntLike:
+def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int, sharers: int = 1) -> IntLike:
     """What a microbatch's backward is charged of an update that takes ``replicas`` replicas ``update_ns`` each, or so
     long for all ``sharers`` of it together.
 
@@ -111,11 +131,17 @@ def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int = 1, share
 
 
 def step_ns(
-    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int, speed: Fraction = Fraction(1)
+    chain: Chain,
+    policy: Policy,
+    start: IntLike,
+    stop: IntLike,
+    replicas: int,
+    speed: Fraction = Fraction(1),
+    elsewhere_ns: int = 0,
 ) -> IntLike:
     """Time that one of ``replicas`` takes for its part of an optimizer step on ``layers[start:stop]``."""
-    total = chain.sums.optimizer_ns
-    return scaled(ceil_div(plain(total[stop] - total[start]), policy.sharers(replicas)), speed)
+    step = whole_step_ns(chain, start, stop) - elsewhere_ns
+    return scaled(ceil_div(step, policy.sharers(replicas)), speed)
 
 
 def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: int) -> int:

@@ -7,6 +7,7 @@ Forms are msgspec types: reading refuses unknown keys, missing ones and other ty
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from inspect import cleandoc
@@ -51,6 +52,13 @@ def form(
     )
 
 
+_KINDS = {
+    "pipeplan-profile": "this is a profile; pipeplan plan makes a plan of it",
+    "pipeplan-plan": "this is a plan, with its profile; pipeplan check, show, simulate, report, export and run take it",
+    "pipeplan-measured": "this is the trace of a run; pipeplan diff PLAN TRACE sets it beside its plan",
+}
+
+
 def converted(value: Any, to: type[T]) -> T:
     """Return the form ``to`` of a noun, or the noun ``to`` of a form; keys and fields are taken by name."""
     return msgspec.convert(value, to, from_attributes=True)
@@ -63,10 +71,18 @@ def read_json(text: str, form: type[T], place: str) -> T:
         refuse_repeated_keys(text, place)
         return found
     except msgspec.MsgspecError as error:  # malformed JSON and validation errors alike
-        said = str(error)
+        said = _of_another_kind(str(error), form) or str(error)
         raise BadInput(f"{place}: {said if said.startswith('JSON') else said[0].lower() + said[1:]}") from error
     except RecursionError as error:
         raise BadInput(f"{place}: JSON is nested too deeply") from error
+
+
+def _of_another_kind(said: str, form: type) -> str | None:
+    """Return what a file is, in words, where it is another of this program's than ``form`` reads; else None."""
+    found = re.fullmatch(r"Invalid enum value '(pipeplan-\w+)/\d+' - at `\$\.format`", said)
+    if found is None or found[1] in str(form.__annotations__["format"]):
+        return None
+    return _KINDS.get(found[1])
 
 
 def refuse_repeated_keys(text: str, place: str) -> None:

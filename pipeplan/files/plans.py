@@ -49,8 +49,8 @@ DeviceUseFile = form(
 )
 BoundFile = form(
     Bound,
-    ("allocation", "replicas", "checkpointing", "period_ns", "any_interval"),
-    optional=("any_interval",),
+    ("allocation", "replicas", "checkpointing", "period_ns", "any_interval", "schedule"),
+    optional=("any_interval", "schedule"),
     rename={"allocation": "class"},
     period_ns=Positive,
 )

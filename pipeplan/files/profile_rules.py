@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from ..cost.saved import storages
 from ..errors import BadInput
-from ..problem import Chain, Layer
+from ..problem import Chain, Layer, connected
 from .forms import MOST_LETTERS
 
 MOST_LAYERS = 20_000
@@ -59,6 +60,7 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
         )
     _check_pairs(f"{place}: $.edges", chain.edges or (), len(chain))
     _check_pairs(f"{place}: $.tied", chain.tied, len(chain))
+    _check_shared(f"{place}: $.shared", chain, of_layer)
     read = sum(size * max(len(r), 1) for size, r in zip(chain.tensor_bytes, chain.readers, strict=True))
     if read > LARGEST_TOTAL:
         raise BadInput(f"{place}: the tensors that layers read sum up to {read} bytes, more than 1e15")
@@ -87,6 +89,34 @@ def _check_saved(layer: Layer, index: int, reads: set[int], place: str) -> None:
         raise BadInput(f"{place}.view_of: {layer.view_of} is not something that the layer reads; {what}")
     if layer.view_of is not None and layer.storage_bytes is not None:
         raise BadInput(f"{place}.storage_bytes: a view has no storage of its own; view_of says whose it is in")
+
+
+def _check_shared(what: str, chain: Chain, of_layer: Callable[[int], str]) -> None:
+    """Raise BadInput unless ``shared`` is of the layers that are tied, and no layer shares more than it has."""
+    if chain.shared is None:
+        return
+    bytes_of, parameters_of = [0] * len(chain), [0] * len(chain)
+    for n, shared in enumerate(chain.shared):
+        layers = shared.layers
+        if len(layers) < 2 or any(not 0 <= i < len(chain) for i in layers):
+            raise BadInput(f"{what}[{n}].layers: {list(layers)} are not two or more of the {len(chain)} layers")
+        if any(i >= j for i, j in pairwise(layers)):
+            raise BadInput(f"{what}[{n}].layers: {list(layers)} must come in order, each once")
+        if shared.weight_bytes < 0 or shared.parameter_count < 0:
+            raise BadInput(f"{what}[{n}]: weight_bytes and parameters cannot be negative")
+        for i in layers:
+            bytes_of[i] += shared.weight_bytes
+            parameters_of[i] += shared.parameter_count
+    for i, layer in enumerate(chain.layers):
+        for found, own, unit in (
+            (bytes_of[i], layer.weight_bytes, "bytes"),
+            (parameters_of[i], layer.parameter_count, "parameters"),
+        ):
+            if found > own:
+                raise BadInput(f"{of_layer(i)}: shares {found} {unit} of weights by $.shared, and has {own}")
+    said, paired = (connected(pairs) for pairs in ((x.layers for x in chain.shared), chain.tied))
+    if sorted(map(sorted, said)) != sorted(map(sorted, paired)):
+        raise BadInput(f"{what}: connects other layers than $.tied does")
 
 
 def _check_pairs(what: str, pairs: tuple[tuple[int, int], ...], count: int) -> None:

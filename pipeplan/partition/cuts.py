@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ..cost.saved import storages
 from ..integers import Ints
 from ..problem import Chain, Platform, Problem
 
 
-def legal_cuts(problem: Problem) -> Ints:
+def legal_cuts(problem: Problem, several: bool = False) -> Ints:
     """Return the positions (layers before a cut) at which stages may begin and end, 0 and L included.
 
-    Layers that share weights stay in one stage, but where copies in several stages get equal updates.
+    Layers that share weights stay in one stage, but where copies in several stages get equal updates, or where one
+    device may have ``several`` stages: see :func:`parting`.
     """
     legal = np.ones(len(problem.chain) + 1, dtype=np.bool_)
-    if problem.tied == "together" or not problem.policy.updates_together:
+    if problem.tied == "together" or not (several or problem.policy.updates_together):
         for one, other in problem.chain.tied:
             legal[min(one, other) + 1 : max(one, other) + 1] = False
     return np.flatnonzero(legal)
+
+
+def parting(problem: Problem, cuts: Ints) -> npt.NDArray[np.bool_]:
+    """Return, over pairs of ``cuts``, whether the layers between them share weights with others that a stage with these
+    layers must have on its own device."""
+    parts = np.zeros((len(cuts), len(cuts)), dtype=np.bool_)
+    if not problem.policy.updates_together:
+        for pair in problem.chain.tied:
+            one, other = ((cuts[:, None] <= layer) & (layer < cuts[None, :]) for layer in pair)
+            parts |= one != other
+    return parts
 
 
 def crossing_bytes(chain: Chain) -> Ints:

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..cost.memory_model import weights_of
 from ..cost.saved import inner_bytes, saved_bytes, storages
+from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
 from ..problem import Chain, Layer
 
@@ -253,16 +255,17 @@ def _saved(
 def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved: dict[str, Any]) -> Layer:
     """Return ``layers[start:stop]`` as one layer that has the fields ``saved``: everything that adds up is summed."""
     part = chain.layers[start:stop]
+    weight_bytes, parameters = weights_of(chain, start, stop)
     weight_part = [x.backward_weight_ns for x in part if x.backward_weight_ns is not None]
     return Layer(
         name=part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}",
         forward_ns=sum(x.forward_ns for x in part),
         backward_ns=sum(x.backward_ns for x in part),
-        weight_bytes=sum(x.weight_bytes for x in part),
+        weight_bytes=weight_bytes,
         output_bytes=output_bytes,
         backward_weight_ns=sum(weight_part) if len(weight_part) == len(part) else None,
-        optimizer_ns=sum(x.optimizer_ns for x in part),
-        parameters=part[0].parameters if len(part) == 1 else sum(x.parameter_count for x in part),
+        optimizer_ns=whole_step_ns(chain, start, stop),
+        parameters=part[0].parameters if len(part) == 1 else parameters,
         **saved,
     )
 
@@ -270,8 +273,10 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
 def _replaced(
     chain: Chain, cuts: Sequence[int], layers: Sequence[Layer], edges: tuple[tuple[int, int], ...] | None
 ) -> Chain:
-    """Return ``chain`` with ``layers`` in the place of the groups between ``cuts``; tied pairs follow their groups."""
+    """Return ``chain`` with ``layers`` in the place of the groups between ``cuts``; what is tied follows its groups."""
     group = _groups(cuts)
+    holders = [(tuple(sorted({group[i] for i in x.layers})), x) for x in chain.shared or ()]
+    shared = tuple(replace(x, layers=found) for found, x in holders if len(found) > 1)
     tied = {(min(group[i], group[j]), max(group[i], group[j])) for i, j in chain.tied if group[i] != group[j]}
     return Chain(
         name=chain.name,
@@ -279,6 +284,7 @@ def _replaced(
         input_bytes=chain.input_bytes,
         edges=edges,
         tied=tuple(sorted(tied)),
+        shared=None if chain.shared is None else shared,
         microbatch=chain.microbatch,
         dtype=chain.dtype,
         device=chain.device,

@@ -8,8 +8,9 @@ neighbours, and jumps when none is better. It schedules nothing itself, but is h
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 
 from ..plan import Allocation, Stage
 from ..problem import Problem
@@ -17,6 +18,7 @@ from ..problem import Problem
 Stages = tuple[Stage, ...]
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)  # layers by which a boundary moves
 SCHEDULED = 50  # candidates that can be looked at in the time that scheduling one takes
+_REMEMBERED = 256  # allocations whose neighbours are kept: a walk over few of them comes to the same again and again
 MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 
 
@@ -40,13 +42,13 @@ def local_search(
     ``patience`` candidates in a row that cannot become the best by their bounds. Deterministic, but for ``done``, which
     ends it too.
     """
-    rng = random.Random(seed)
+    rng, changed = random.Random(seed), lru_cache(maxsize=_REMEMBERED)(partial(_changed, problem))
     best = current = start.stages
     seen = {current}
     looked = hopeless = 0
     while looked < budget and (patience is None or hopeless < patience) and not done():
         hopeful: list[tuple[int, int, Stages]] = []
-        neighbours, before = list(_neighbours(problem, current, rng)), len(seen)
+        neighbours, before = _neighbours(changed(current), rng), len(seen)
         for neighbour in neighbours:
             if neighbour in seen:
                 continue
@@ -72,22 +74,26 @@ def local_search(
         if not improved:
             current = best
             for _ in range(2):
-                options = list(_neighbours(problem, current, rng))
+                options = _neighbours(changed(current), rng)
                 if options:
                     current = rng.choice(options)
             looked += 1
     return looked
 
 
-def _neighbours(problem: Problem, stages: Stages, rng: random.Random) -> Iterator[Stages]:
-    """Yield the allocations one move away, in random order."""
-    moves = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
-    found: list[Stages] = []
-    for move in moves:
-        found += move(problem, stages)
+def _neighbours(changed: Sequence[tuple[Stages, bool]], rng: random.Random) -> list[Stages]:
+    """Return the allocations one move away, in random order."""
+    found = list(changed)
     rng.shuffle(found)
+    return [stages for stages, allowed in found if allowed]
+
+
+def _changed(problem: Problem, stages: Stages) -> list[tuple[Stages, bool]]:
+    """Return what each move makes of ``stages``, and whether that may be looked at."""
+    moves = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
     limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
-    yield from (stages for stages in found if len(stages) <= limit and _takes_time(problem, stages))
+    found = (changed for move in moves for changed in move(problem, stages))
+    return [(changed, len(changed) <= limit and _takes_time(problem, changed)) for changed in found]
 
 
 def _cut(stage: Stage, start: int, stop: int) -> Stage:

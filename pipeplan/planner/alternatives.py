@@ -13,6 +13,8 @@ from ..check.validate import check
 from ..deadline import OutOfTime
 from ..errors import Infeasible
 from ..partition.cuts import legal_cuts
+from ..partition.madpipe.exact import smallest_period
+from ..partition.madpipe.tables import MOST_CUTS
 from ..plan import Alternative, Plan, Provenance, Schedule
 from ..problem import Checkpointing, Problem, Weights
 from ..schedule.kinds import kinds_for
@@ -29,7 +31,8 @@ _DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates
 
 
 def with_alternatives(planned: Planned, problem: Problem) -> Planned:
-    """Return the plan with what the best contiguous plans take with weights kept otherwise, at the same interval.
+    """Return the plan with what the best contiguous plans take with weights kept otherwise, at the same interval; and
+    where layers must stay on one GPU, the best with several stages on one.
 
     That of 2bw is its own where nobody stated one and the plan's updates come with every microbatch: 2bw would then
     have one microbatch in flight.
@@ -66,7 +69,7 @@ def _under(problem: Problem, weights: Weights, interval: int | None) -> Problem:
 
 
 def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alternative]:
-    """Return what the best contiguous plan found takes; nothing where a second isn't enough to tell."""
+    """Return what the best plan found takes; nothing where a second isn't enough to tell."""
     here = _under(problem, weights, interval)
     kind = kinds_for(weights)[0]
     if kind == "flush":
@@ -78,6 +81,7 @@ def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alte
     else:
         incumbent = Incumbent(here, Settings())
         _contiguous(incumbent)
+        _with_ties_on_one_device(incumbent)
     if incumbent.best is None:
         return [Alternative(weights, interval, None)]
     schedule = Schedule(kind, interval if kind == "flush" else None)
@@ -90,3 +94,11 @@ def _alternative(problem: Problem, weights: Weights, interval: int) -> list[Alte
 
 def _contiguous(incumbent: Incumbent) -> None:
     incumbent.try_all(propose_contiguous(incumbent))
+
+
+def _with_ties_on_one_device(incumbent: Incumbent) -> None:
+    problem = incumbent.problem
+    bound = not problem.policy.updates_together and problem.chain.tied and len(problem.platform) > 1
+    if bound and len(legal_cuts(problem, several=True)) <= MOST_CUTS + 1:
+        found = smallest_period(problem, "full")
+        incumbent.try_all([] if found is None else [found])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..check.bounds import bounded, overstated
+from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
 from ..partition.madpipe.exact import one_special_bound
 from ..plan import Bound, Plan
 from ..problem import Problem
 from ..schedule.kinds import kind_of
+from .restricted import target_bound
 
 
 def _contiguous(problem: Problem) -> int | None:
@@ -43,9 +46,13 @@ def derived(plan: Plan, deadline: Deadline = NEVER) -> tuple[Plan, list[str]]:
 def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     kind = kind_of(plan)
     claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
-    if kind.simulated is not None or kind.drains:
+    prove = PROOFS.get(bound.allocation)
+    if bound.allocation in TARGETS:
+        prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
+    elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
-    proved = PROOFS[bound.allocation](replace(bounded(plan, bound), deadline=deadline))
+    assert prove is not None, "bounds of class any are never claimed"
+    proved = prove(replace(bounded(plan, bound), deadline=deadline))
     if proved is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
     found = overstated(bound, proved)

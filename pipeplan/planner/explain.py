@@ -82,15 +82,17 @@ def why_not_admitted(
         reason = f"the algorithm's split cannot run: {broken}" if broken else "the algorithm proposes no split"
         return f"{reason}; --algorithm contiguous may find one that can"
     graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
-    admitted = replace(schedule, limit=schedule.limit or 1)
+    kind = KINDS[schedule.kind]
+    admitted = replace(schedule, limit=schedule.limit or (1 if kind.limit else None))
     uses = evaluate_simulated(graph, admitted, problem.platform, problem.deadline).devices
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
-    kind = KINDS[schedule.kind]
-    assert kind.limit is not None, "what is simulated has a limit"
-    count = f"{admitted.limit} {kind.limit.noun}{'es' if admitted.limit != 1 else ''}"
-    size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
+    what = "in its order"
+    if kind.limit is not None:
+        count = f"{admitted.limit} {kind.limit.noun}{'es' if admitted.limit != 1 else ''}"
+        size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
+        what = f"{'even ' if admitted.limit == 1 else ''}with {count}{size} admitted"
     remedies = []
     if schedule.limit is not None and schedule.limit > 1:
         fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
@@ -101,7 +103,7 @@ def why_not_admitted(
     remedies.append(f"from {format_bytes(round_up(use.peak_bytes + problem.platform.reserved_bytes))} per GPU")
     held = ", ".join(map(str, use.in_flight))
     return (
-        f"no plan fits {schedule.kind}: {'even ' if admitted.limit == 1 else ''}with {count}{size} admitted, "
+        f"no plan fits {schedule.kind}: {what}, "
         f"{named(problem, stage)} on device {device} need {format_bytes(use.peak_bytes)} "
         f"(weights {format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)} of {held} "
         f"microbatches, buffers {format_bytes(use.buffer_bytes)}), the device has {format_bytes(use.memory_bytes)}; "

@@ -73,7 +73,8 @@ class LimitSearch:
             alone = self.kind.drains and len(graph.stages) == 1
             limit = 1 if alone else self.schedule.limit  # a stage alone has nothing to wait for
             return self._tried(graph, limit, deadline)
-        assert self.kind.limit is not None, "what is simulated has a limit"
+        if self.kind.limit is None:
+            return self._tried(graph, None, deadline)
         usual = self.kind.limit.usual(graph)
         best: ChosenLimit | None = None
         for limit in usual:
@@ -89,10 +90,10 @@ class LimitSearch:
 
     def excess_bytes(self, graph: StageGraph, deadline: Deadline = NEVER) -> int:
         """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
-        admitted = replace(self.schedule, limit=self.schedule.limit or 1)
+        admitted = replace(self.schedule, limit=self.schedule.limit or (1 if self.kind.limit else None))
         return cost_and_excess(graph, admitted, self.platform, deadline)[1]
 
-    def _tried(self, graph: StageGraph, limit: int, deadline: Deadline) -> ChosenLimit | None:
+    def _tried(self, graph: StageGraph, limit: int | None, deadline: Deadline) -> ChosenLimit | None:
         schedule = replace(self.schedule, limit=limit)
         cost, excess = cost_and_excess(graph, schedule, self.platform, deadline)
         return ChosenLimit(cost, schedule) if excess <= 0 else None

@@ -1,13 +1,14 @@
 """How does a plan run under a schedule that it wasn't made for?
 
-A schedule may need other stages than the plan has (several chunks per GPU, or one GPU per stage): then the model is cut
+A schedule may need other stages than the plan has (several chunks per GPU, or equal pipelines): then the model is cut
 again into balanced stages on the plan's GPUs. It also says how weights are kept, which decides memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from ..cost.stage_graph import StageGraph, stage_graph
@@ -15,10 +16,10 @@ from ..errors import BadInput
 from ..partition.balance import balance
 from ..plan import Plan, Schedule, Stage
 from ..problem import Platform, Policy, Problem
-from ..schedule.kinds import endless, graph_of, kind_of, shown_microbatches, too_long
+from ..schedule.kinds import endless, graph_of, kind_of, loop, shown_microbatches, too_long
 from ..schedule.nf1b import DEFAULT_BATCH
 from ..schedule.program import Program, unroll
-from ..schedule.registry import loop, schedules
+from ..schedule.registry import schedules
 
 
 def drains(plan: Plan, schedule: str) -> bool:
@@ -50,7 +51,7 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         _refuse_endless(graph, microbatches)
         return unroll(graph, plan.pattern, microbatches)
     if schedule == own_schedule(plan):
-        given = {"limit": plan.schedule.limit, **given}
+        given = ({"limit": plan.schedule.limit} if "limit" in entry.options else {}) | given
     if "batch" in entry.options:
         given["batch"] = mini_batch(plan, schedule, options)
     chunks = given.pop("chunks", 2)
@@ -92,21 +93,37 @@ def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2
 
 
 def schedule_stages(plan: Plan, schedule: str, chunks: int = 2) -> tuple[Stage, ...]:
-    """Return the stages that ``schedule`` runs, with the plan's recomputation wherever stages are cut anew."""
+    """Return the stages that ``schedule`` runs: the plan's own where it can, and elsewhere others on its GPUs.
+
+    Those are cut anew, into as many equal pipelines as the plan's replicas can be shared by (their greatest common
+    divisor), with the plan's recomputation.
+    """
     entry, own = schedules()[schedule], plan.allocation.stages
-    straight = len({stage.devices for stage in own}) == len(own) == sum(stage.replicas for stage in own)
-    if entry.homes is None and (straight or not entry.one_each):
+    if schedule == own_schedule(plan) or (entry.homes is None and not entry.refuses(graph_of(plan))):
         return own
-    devices = sorted({device for stage in own for device in stage.devices})
-    homes = [devices[i] for i in (entry.homes or loop)(len(devices), chunks if entry.homes else 1)]
-    return balanced_stages(plan, homes, schedule)
+    groups = _even_groups(own) if entry.replicas else [(d,) for d in sorted({d for x in own for d in x.devices})]
+    homes = (entry.homes or loop)(len(groups), chunks if entry.homes else 1)
+    return balanced_stages(plan, [groups[i] for i in homes], schedule)
 
 
-def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage, ...]:
-    """Return stages of the plan's model, stage i on device ``homes[i]``, the longest as short as can be."""
+def _even_groups(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
+    """Return the devices of ``stages`` in groups of equal size, one device for each of as many equal pipelines.
+
+    Stages that have equally many keep theirs.
+    """
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    count = gcd(*map(len, groups))
+    if all(len(group) == count for group in groups):
+        return groups if count > 1 else sorted(groups)
+    devices = sorted(device for group in groups for device in group)
+    return [tuple(devices[i : i + count]) for i in range(0, len(devices), count)]
+
+
+def balanced_stages(plan: Plan, homes: Sequence[tuple[int, ...]], schedule: str) -> tuple[Stage, ...]:
+    """Return stages of the plan's model, stage i on the devices ``homes[i]``, the longest as short as can be."""
     if len(homes) > len(plan.chain):
         raise BadInput(f"{schedule} cuts the model into {len(homes)} stages; it has {len(plan.chain)} layers")
-    platform = Platform(tuple(plan.platform.devices[d] for d in homes), plan.platform.levels)
+    platform = Platform(tuple(map(plan.platform.slowest, homes)), plan.platform.levels)
     problem = Problem(plan.chain, platform, Policy(), replicas=False, checkpointing="none")
     allocation = next(iter(balance(problem)))
     recomputed = [segment for stage in plan.allocation.stages for segment in stage.checkpoint]
@@ -114,7 +131,7 @@ def balanced_stages(plan: Plan, homes: list[int], schedule: str) -> tuple[Stage,
         Stage(
             part.start,
             part.stop,
-            (home,),
+            home,
             tuple(
                 (max(first, part.start), min(last, part.stop))
                 for first, last in recomputed

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
+from ..partition.blocks import moved
 from ..partition.contiguous.batch import PipelineTables, drained_bound, held, least_drained_ns, pipeline_tables, splits
 from ..plan import Stage
 from ..problem import Problem
@@ -98,16 +99,8 @@ class Pipelines:
         simulated = self.best.result.in_flight
         if simulated != in_flight:
             yield cuts, simulated, limit
-        for s in range(1, len(cuts) - 1):
-            for step in (1, -1, 2, -2):
-                moved = cuts[s] + step
-                if cuts[s - 1] < moved < cuts[s + 1]:
-                    yield (*cuts[:s], moved, *cuts[s + 1 :]), in_flight, limit
-        for s in range(1, len(cuts) - 2):
-            for step in (1, -1):
-                one, other = cuts[s] + step, cuts[s + 1] + step
-                if cuts[s - 1] < one and other < cuts[s + 2]:
-                    yield (*cuts[:s], one, other, *cuts[s + 2 :]), in_flight, limit
+        for others in moved(cuts):
+            yield others, in_flight, limit
         if self._limit is None and len(self.groups) > 1:
             for other in (limit + 1, limit - 1):
                 if 1 <= other <= min(2 * len(self.groups) - 1, self.microbatches):

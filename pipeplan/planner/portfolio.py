@@ -132,7 +132,7 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
     shorter periods propose allocations that may, and ``tight`` those that only just might.
     """
-    if not periods or len(legal_cuts(incumbent.problem)) > MOST_CUTS + 1:
+    if not periods or len(legal_cuts(incumbent.problem, several=True)) > MOST_CUTS + 1:
         return
     problem = incumbent.problem
     wider = problem.replicas or problem.checkpointing != "none"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..check.evaluate import Evaluation, evaluate, gap
+from ..cost.memory_model import weights_of
 from ..names import SENTENCE, shown
 from ..plan import Bound, Plan, Stage
 from ..planner.simulation import Simulation
@@ -94,7 +95,7 @@ def _head(plan: Plan, result: Evaluation) -> str:
     boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
     return (
         f"<h1>{escape(shown(chain.name))} on {len(platform)} GPUs</h1>"
-        f'<p class="soft">{len(chain)} layers, {format_bytes(int(chain.sums.weight_bytes[-1]))} of weights, '
+        f'<p class="soft">{len(chain)} layers, {format_bytes(weights_of(chain, 0, len(chain))[0])} of weights, '
         f"{format_ns(alone)} forward and backward; {escape(machine(platform))}; "
         f"{len(plan.allocation.stages)} stages on {used} GPUs; weights {plan.policy.weights}, an update every "
         f"{plan.interval} microbatches</p>"

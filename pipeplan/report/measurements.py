@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..cost.memory_model import weights_of
 from ..cost.saved import saved_bytes
+from ..cost.time_model import whole_step_ns
 from ..names import shown
 from ..problem import Chain
 from ..units import format_bytes, format_ns
@@ -33,15 +35,15 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
             shown(layer.name, LAYER_WIDTH), *(f"{t / 1e6:.3f}" for t in times), *(format_bytes(s) for s in sizes)
         )
     out.print(table)
-    whole = measured.chain.sums
+    whole, count = chain.sums, len(chain)
     out.print(
         f"{shown(chain.name)} on {shown(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "
-        f"{format_ns(int(whole.backward_ns[-1]))}, optimizer {format_ns(int(whole.optimizer_ns[-1]))}; weights "
-        f"{format_bytes(int(whole.weight_bytes[-1]))}, saved {format_bytes(int(saved_bytes(chain, 0, len(chain))))}"
+        f"{format_ns(int(whole.backward_ns[-1]))}, optimizer {format_ns(whole_step_ns(chain, 0, count))}; weights "
+        f"{format_bytes(weights_of(chain, 0, count)[0])}, saved {format_bytes(int(saved_bytes(chain, 0, count)))}"
     )
     for one, other in chain.tied:
         names = shown(chain.layers[one].name), shown(chain.layers[other].name)
-        out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts")
+        out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts, and the sum once")
     if unsteady:
         out.print(
             f"note: times of {unsteady} of {len(measured.layers)} layers spread over more than {UNSTEADY:.0%}; "

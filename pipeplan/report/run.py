@@ -19,9 +19,10 @@ from ..units import format_bytes, format_ns
 from .tables import console, make_table
 
 QUICK_NS = 10**9  # a line of progress at most so often
-_EXCHANGES = {
-    "nccl": "tensors travelled over NCCL",
-    "staged": "ranks shared GPUs, so tensors travelled through host memory",
+_EXCHANGES = {  # of messages, and of sums
+    ("nccl", "nccl"): "tensors travelled over NCCL",
+    ("staged", "nccl"): "threads received, so messages travelled through host memory, and sums over NCCL",
+    ("staged", "staged"): "ranks shared GPUs, so tensors travelled through host memory",
 }
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequ
     print(f"{len(lowered.devices)} processes; {lowered.steps} updates of {lowered.interval} microbatches")
     if lowered.limit is not None:
         print(f"at most {lowered.limit} microbatches in each pipeline; arrivals decide the order, as here simulated")
-    print(f"torchrun:\n  {torchrun}\nSlurm:\n  {slurm}\nprograms:")
+    several = "FIRST_NODE" in torchrun
+    where = ", on every node, with the first one's name for FIRST_NODE and a port that is free there" if several else ""
+    number = ", and 0, 1, .. for NODE in the platform's order" if "NODE " in torchrun else ""
+    print(f"torchrun{where}{number}:\n  {torchrun}\nSlurm:\n  {slurm}\nprograms:")
     for line in programs:
         print(f"  {line}")
 
@@ -138,11 +142,15 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
     if report.exchange != "gloo":
-        out.print(f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange]}")
+        out.print(
+            f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange, report.sums]}"
+        )
     for memory in report.memory:
         out.print(
             f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "
-            f"{format_bytes(memory.planned_bytes)} predicted"
+            f"{format_bytes(memory.planned_bytes)} predicted; torch held {format_bytes(memory.reserved_bytes)}, in use "
+            f"with CUDA's context and exchanges were {format_bytes(memory.used_bytes)}"
+            + (f"; memory was short {memory.retries} times" if memory.retries else "")
         )
     for device in report.activations:
         out.print(

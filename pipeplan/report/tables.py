@@ -11,14 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..check.bounds import bounded
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
+from ..check.targets import TARGETS
+from ..cost.memory_model import weights_of
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..partition.contiguous.orders import Orders
-from ..partition.cuts import legal_cuts
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Level, Platform, Problem, Weights
+from ..problem import Chain, Level, Platform, Weights
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -61,23 +63,31 @@ def headline(plan: Plan) -> str:
         f"lower bound {format_ns(b.period_ns)} (class {bound_class(b)}), {distance(b, result.period_ns)}"
         for b in plan.lower_bounds
     )
-    return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}; {bounds}"
+    idle = idle_devices(plan)
+    rest = f"; GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)} idle" if idle else ""
+    return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}; {bounds}{rest}"
+
+
+def idle_devices(plan: Plan) -> list[int]:
+    """Return the devices of the platform on which a plan has no stage."""
+    return sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
 
 
 def bound_class(bound: Bound) -> str:
     """Return the class of plans that a bound holds for, in words, and whether it does however rare updates are."""
+    if bound.allocation in TARGETS:
+        return f"{bound.allocation}{f' under {bound.schedule}' if bound.schedule else ''}, this interval"
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
     return f"{bound.allocation}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
-def orders_sentence(plan: Plan) -> str | None:
-    """Return in which orders stages were given unequal devices, in words; None where there is but one."""
-    if len(set(plan.platform.devices)) == 1 or plan.provenance.algorithm not in ("auto", "contiguous"):
+def orders_sentence(plan: Plan, bound: Bound) -> str | None:
+    """Return in which orders stages were given unequal devices for ``bound``, in words; None where there is but one."""
+    if bound.allocation != "contiguous" or plan.provenance.algorithm not in ("auto", "contiguous"):
         return None
-    cuts = legal_cuts(Problem(plan.chain, plan.platform, plan.policy))
-    return Orders.of(plan.platform, len(cuts)).sentence()
+    return Orders.of(bounded(plan, bound)).sentence()
 
 
 def distance(bound: Bound, period_ns: int) -> str:
@@ -94,6 +104,7 @@ def bound_figures(plan: Plan) -> list[dict[str, Any]]:
             "replicas": bound.replicas,
             "checkpointing": bound.checkpointing,
             "any_interval": bound.any_interval,
+            "schedule": bound.schedule,
             "period_ns": bound.period_ns,
             "checked": not bound.claimed,
             "gap": None if bound.claimed else gap(period, bound),
@@ -143,7 +154,7 @@ def print_plan(
         Text.assemble(
             (shown(chain.name), "bold"),
             f": {len(chain)} layers, {format_ns(alone)} forward and backward, "
-            f"{format_bytes(int(chain.sums.weight_bytes[-1]))} of weights",
+            f"{format_bytes(weights_of(chain, 0, len(chain))[0])} of weights",
         )
     )
     out.print(f"on {len(platform)} {machine(platform)}")
@@ -168,9 +179,11 @@ def print_plan(
         optimal = bound.period_ns == result.period_ns and not bound.claimed
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
-        orders = orders_sentence(plan) if bound.allocation == "contiguous" else None
+        orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
+    for line in restriction(plan, result):
+        out.print(line)
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         out.print(f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling")
@@ -179,6 +192,9 @@ def print_plan(
     others = other_weights(plan, result)
     if others is not None:
         out.print(f"otherwise   {others}")
+    idle = idle_devices(plan)
+    if idle:
+        out.print(f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)}, on which there is no stage")
     if plan.allocation.data_parallel:
         out.print("note        this plan is plain data parallelism: one stage on every GPU that it uses")
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
@@ -189,6 +205,27 @@ def print_plan(
         out.print(f"note        the search ended early: {status}")
     out.print()
     out.print(_stage_table(plan, result, out.width))
+
+
+def restriction(plan: Plan, result: Evaluation) -> list[str]:
+    """Return what a plan was restricted to, and at which price, in lines; nothing where it wasn't."""
+    options = plan.provenance.options
+    target, price = TARGETS.get(str(options.get("for"))), options.get("price")
+    if target is None:
+        return []
+    lines = [f"for         {target.what}: whole units, equal pipelines, {' or '.join(target.kinds)}"]
+    if isinstance(price, dict) and price:
+        found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
+        lines.append(f"price       without that restriction {', '.join(found)}")
+    return lines
+
+
+def _dearer(period_ns: int, result: Evaluation) -> str:
+    """Return in words how much longer the plan's period is than one without its restriction."""
+    ratio = result.period_ns / period_ns
+    if ratio <= 1:
+        return "no shorter than this"
+    return f"{ratio:.2f} times longer" if ratio >= 1.1 else f"{ratio - 1:.1%} longer"
 
 
 MEANING: dict[Weights, str] = {

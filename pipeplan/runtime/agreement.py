@@ -61,10 +61,11 @@ class Statement:
     items: Mapping[str, str]
 
 
-def compare(items: Mapping[str, str], peers: Peers, timeout_s: float = 0.0) -> None:
-    """Raise BadInput, the same on all ranks, that names the first of ``items`` in which two differ, and both.
+def compare(items: Mapping[str, str], peers: Peers, timeout_s: float = 0.0) -> Sequence[Statement]:
+    """Return what every rank says of itself; they wait ``timeout_s`` longer than usually.
 
-    So it does where ranks on several machines cannot find each other. They wait ``timeout_s`` longer than usually.
+    BadInput, the same on all ranks, names the first of ``items`` in which two differ, and both. So it does where ranks
+    on several machines cannot find each other.
     """
     mine = Statement(socket.gethostname(), _own_address(), this_machine(), items)
     words = json.dumps([getattr(mine, field.name) for field in fields(Statement)])
@@ -72,6 +73,7 @@ def compare(items: Mapping[str, str], peers: Peers, timeout_s: float = 0.0) -> N
     wrong = difference(everybodys) or unreachable(everybodys)
     if wrong is not None:
         raise BadInput(wrong)
+    return everybodys
 
 
 def difference(everybodys: Sequence[Statement]) -> str | None:

@@ -7,34 +7,47 @@ a GPU may differ in the last bits from run to run; ``torch.use_deterministic_alg
 
 from __future__ import annotations
 
-import re
+import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import BadInput, RunFailed
+from ..errors import BadInput, PipeplanError, RunFailed
+from ..problem import Chain
 
 Kind = Literal["cpu", "cuda"]
 Choice = Literal["auto", "cpu", "cuda"]
 Exchange = Literal["gloo", "staged", "nccl"]  # between CPUs; between GPUs through host memory; between GPUs
 
 CPU: Final = torch.device("cpu")
-_A_CPU = re.compile(r", \d+ threads?$")  # how the profiler ends the name of a CPU
+LOOKS_S: Final = (5e-5, 1e-3)  # pauses between two looks at an event, growing from the first to the second
+LAST_RESORT: Final = timedelta(minutes=2)  # by which torch's watchdog is later than we are
+NCCL: Final = {  # torch's watchdog of exchanges over NCCL, where the user doesn't say otherwise
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # it ends the process and doesn't first wait for NCCL, which may hang
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # without a page of C++ that nobody asked for
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # the host never waits there, where nothing can be told to it
+}
 
 
-def kind_of(choice: Choice, profiled_on: str) -> Kind:
+class DeviceWaits(PipeplanError):
+    """A device doesn't come to the end of its work: it waits for another rank, as all that is its own ends."""
+
+
+def kind_of(choice: Choice, chain: Chain) -> Kind:
     """Return the kind of device to run on: ``auto`` is a GPU if torch sees one and the profile isn't of a CPU.
 
-    ``profiled_on`` is the profile's device; what a plan promises holds for that one. BadInput when there is no GPU.
+    What a plan promises holds for its profile's device. BadInput when there is no GPU.
     """
     if choice == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device cuda: torch sees no GPU here; --device cpu runs on the CPU")
     if choice == "auto":
-        return "cuda" if not _A_CPU.search(profiled_on) and torch.cuda.is_available() else "cpu"
+        return "cuda" if not chain.of_cpu and torch.cuda.is_available() else "cpu"
     return choice
 
 
@@ -50,12 +63,17 @@ def own_device(kind: Kind, local_rank: int) -> torch.device:
     return device
 
 
-def sharing(kind: Kind, ranks: int) -> str | None:
-    """Return what to tell a user whose machine has fewer GPUs than it runs ranks; None if it has enough."""
+def sharing(kind: Kind, ranks: int, by_threads: bool = False) -> str | None:
+    """Return why tensors of GPUs travel through host memory, None if they don't.
+
+    That is where ranks share GPUs, and for messages that threads receive (``by_threads``).
+    """
     gpus = torch.cuda.device_count() if kind == "cuda" else ranks
-    if gpus >= ranks:
-        return None
-    return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}: what they exchange travels through host memory"
+    if gpus < ranks:
+        return f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}: what they exchange travels through host memory"
+    if kind == "cuda" and by_threads:
+        return "messages come in any order, so threads receive them, through host memory; sums travel over NCCL"
+    return None
 
 
 def label(device: torch.device) -> str:
@@ -79,7 +97,7 @@ def _exchange(gpus: Sequence[tuple[str, str] | None]) -> Exchange:
     """Return how ranks on these (machine, GPU), None for a CPU, exchange tensors."""
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if not without:
-        return "nccl" if len(set(gpus)) == len(gpus) else "staged"
+        return "nccl" if len(set(gpus)) == len(gpus) and dist.is_nccl_available() else "staged"
     if len(without) < len(gpus):
         raise RunFailed(f"rank {without[0]} sees no GPU, others do; run all with --device cpu or give it one")
     return "gloo"
@@ -146,10 +164,36 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def settle(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+def settle(device: torch.device, timeout: timedelta) -> None:
+    """Wait until the device has done what the current stream was given, and all that this waits for in others."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        await_event(event, timeout)
+
+
+def await_event(event: Any, timeout: timedelta) -> None:
+    """Wait until the device has come to ``event``; DeviceWaits where that takes longer than ``timeout``.
+
+    The host looks again and again: were it to wait in the driver, nothing could end that when another rank has gone.
+    """
+    until, pause = time.monotonic() + timeout.total_seconds(), LOOKS_S[0]
+    while not event.query():
+        if time.monotonic() > until:
+            raise DeviceWaits(f"the GPU has waited for {timeout.total_seconds():g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, LOOKS_S[1])
+
+
+def watch_last(device: torch.device) -> None:
+    """Make torch's own watchdog of a GPU's exchanges the last resort, before the first of them."""
+    for name, value in NCCL.items() if device.type == "cuda" else ():
+        os.environ.setdefault(name, value)
+
+
+def group_timeout(timeout: timedelta, backend: str) -> timedelta:
+    """Return the timeout of a process group whose exchanges we wait ``timeout`` for."""
+    return timeout + LAST_RESORT if backend == "nccl" else timeout
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -183,6 +227,14 @@ def begin_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the most bytes that this process's tensors took on the GPU; None on a CPU, where nobody counts."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def peak_bytes(device: torch.device) -> tuple[int, int, int, int] | None:
+    """Return what ``measure.times.GpuBytes`` has of a GPU; None on a CPU, where nobody counts."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+        total - free - torch.cuda.memory_reserved(device),
+        torch.cuda.memory_stats(device)["num_alloc_retries"],
+    )

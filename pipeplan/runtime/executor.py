@@ -102,7 +102,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
 
     def carry_out(instruction: Instruction) -> None:
         match instruction:
-            case Forward(s, m, version):
+            case Forward(s, m, version, lent):
                 stage = work.stages[s]
                 x = arrived("F", s, m) if s > 0 else None
                 target = None
@@ -112,16 +112,16 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 start = recorder.mark()
                 target = target if stage.takes_targets else None
                 if work.evaluates:
-                    out = stage.evaluate(m, version, x, target)
+                    out = stage.evaluate(m, version, x, target, lent)
                 else:
-                    out = stage.forward(m, version, x, target, m < work.counted)
+                    out = stage.forward(m, version, x, target, m < work.counted, lent)
                 recorder.note("F", s, m, start)
                 if s < work.last:
                     made[("F", s), m] = out
-            case Backward(s, m, version, covers):
+            case Backward(s, m, version, covers, lent):
                 gradient = arrived("B", s, m) if s < work.last else None
                 start = recorder.mark()
-                back = work.stages[s].backward(m, version, gradient, covers)
+                back = work.stages[s].backward(m, version, gradient, covers, lent)
                 recorder.note("B", s, m, start)
                 if s > 0:
                     assert back is not None, "later stages return the gradient of their input"
@@ -130,6 +130,9 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 kind, s, m = instruction.kind, instruction.stage, instruction.microbatch
                 tensor = made.pop((instruction.edge, m))
                 start = recorder.mark()
+                if transport.await_room(instruction):
+                    recorder.note("ROOM_F" if kind == "F" else "ROOM_B", s, m, start)
+                    start = recorder.mark()
                 transport.send(instruction, tensor)
                 recorder.note("SEND_F" if kind == "F" else "SEND_B", s, m, start)
             case Receive():

@@ -9,33 +9,47 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
-from ..errors import BadInput, InvalidPlan, PipeplanError, RunFailed
+import torch
+
+from ..errors import BY_SIGNAL, BadInput, InvalidPlan, PipeplanError, RunFailed, RunStopped
+from .device import DeviceWaits
 from .exchange.transport import PeerLost
 from .executor import OperationFailed
 from .lowering.instructions import sentence
 from .model.user_code import said
 
-Kind = Literal["input", "failed", "died", "lost"]
+Kind = Literal["input", "failed", "ended", "died", "lost"]
 LOOK_S: Final = 0.05
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
 FAILURE: Final = "failure"  # where a store has the root cause
-ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "died", "lost")
+ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "ended", "died", "lost")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank ended early: the user's input, its own failure, its death, or the loss of another rank, of which
-    ``peers`` are those that it might be, as far as that is known."""
+    """Why a rank ended early: the user's input, its own failure, a ``signal`` that it was sent, its death, or the loss
+    of another rank, of which ``peers`` are those that it might be, as far as that is known. ``host`` is its node, where
+    there are several."""
 
     rank: int
     kind: Kind
     message: str
     trace: str = ""
     peers: tuple[int, ...] = ()
+    signal: int = 0
+    host: str = ""
 
-    def error(self) -> PipeplanError:
-        """Return the exception for the user; the rank's own traceback is a note on it."""
-        error: PipeplanError = BadInput(self.message) if self.kind == "input" else RunFailed(self.message)
+    def error(self, elsewhere: bool = False) -> PipeplanError:
+        """Return the exception for the user; the rank's own traceback is a note on it.
+
+        ``elsewhere`` its message says whose input was bad, too.
+        """
+        error: PipeplanError = RunFailed(self.message)
+        if self.kind == "input":
+            where = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+            error = BadInput(f"{where}: {self.message}" if elsewhere else self.message)
+        elif self.kind == "ended":
+            error = RunStopped(self.message, BY_SIGNAL + self.signal)
         if self.trace:
             error.add_note(self.trace)
         return error
@@ -49,9 +63,12 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         place, error = f" in {sentence(error.instruction)}", error.__cause__
     if isinstance(error, BadInput | InvalidPlan):
         return Failure(rank, "input", str(error), trace)
-    if isinstance(error, PeerLost):
-        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace, error.peers)
+    if isinstance(error, PeerLost | DeviceWaits):
+        peers = error.peers if isinstance(error, PeerLost) else ()
+        return Failure(rank, "lost", f"rank {rank} lost another rank{place}: {error}", trace, peers)
     what = str(error) if isinstance(error, PipeplanError) else said(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        what += "; CUDA, NCCL and fragments take memory beside a plan's, which --reserve leaves to them"
     return Failure(rank, "failed", f"rank {rank} failed{place}: {what}", trace)
 
 
@@ -82,12 +99,23 @@ def told(failure: Failure, store: Any, world: int, grace_s: float) -> Failure:
             if silent:
                 message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
                 store.compare_set(FAILURE, "", json.dumps(asdict(replace(failure, message=message))))
-        if not store.check([FAILURE]):
-            return failure
-        root = Failure(**json.loads(store.get(FAILURE)))
-        return replace(root, peers=tuple(root.peers))
+        return failure_told(store, failure.rank) or failure
     except RuntimeError:  # the store has gone too
         return failure
+
+
+def failure_told(store: Any, rank: int) -> Failure | None:
+    """Return the root cause that ``store`` keeps, if there is one; ``rank`` has then heard of it."""
+    if not store.check([FAILURE]):
+        return None
+    store.set(has_heard(rank), "")
+    root = Failure(**json.loads(store.get(FAILURE)))
+    return replace(root, peers=tuple(root.peers))
+
+
+def has_heard(rank: int) -> str:
+    """Return the key under which a store has that ``rank`` knows of the failure."""
+    return f"heard/{rank}"
 
 
 def _lost(rank: int) -> str:

@@ -8,6 +8,7 @@ from typing import Final
 
 from ..errors import BadInput
 from ..plan import Plan
+from .device import kind_of
 from .lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from .model.spec import ModelSpec
 from .options import RunOptions
@@ -18,6 +19,7 @@ from .training.stage_optimizer import check_elementwise, is_elementwise
 
 COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
 LEAST_TIMEOUT_S: Final = 60.0
+LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
 
 
@@ -83,8 +85,10 @@ class Job:
 
     def timeout_s(self, lowered: LoweredRun) -> float:
         """Return how long a rank waits for another one."""
-        asked = self.options.timeout_s
-        return max(LEAST_TIMEOUT_S, PATIENCE * lowered.graph.path_ns / 1e9) if asked is None else asked
+        if self.options.timeout_s is not None:
+            return self.options.timeout_s
+        on_gpus = kind_of(self.options.device, self.plan.chain) == "cuda"
+        return max(LEAST_ON_GPUS_S if on_gpus else LEAST_TIMEOUT_S, PATIENCE * lowered.graph.path_ns / 1e9)
 
     def _check(self) -> None:
         """Raise BadInput for options that don't go with the plan, or that would do nothing."""

@@ -62,7 +62,8 @@ def run_plan(
 ) -> RunReport | None:
     """Train ``model`` as ``plan`` and ``options`` say; return what happened.
 
-    ``listener`` hears of every update, ``note`` of every damaged checkpoint that is passed over.
+    ``listener`` hears of every update, ``note`` of every damaged checkpoint that is passed over and, on several nodes,
+    where rank 0 is.
 
     The plan's policy gives weights, optimizer and microbatches per update. One process runs for each used device:
     processes of its own on this machine, or under torchrun the calling process as the rank that its environment names
@@ -76,7 +77,7 @@ def run_plan(
     options.check()
     model.check()
     job = job_of(plan, model, options)
-    kind_of(options.device, plan.chain.device)  # whether there is a GPU shows before any process starts
+    kind_of(options.device, plan.chain)  # whether there is a GPU shows before any process starts
     with writing_to(job.folder, Alone()):
         for attempt in range(options.max_restarts + 1):
             if options.resume or attempt:
@@ -95,7 +96,8 @@ def run_plan(
 
 def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> RunReport:
     """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
-    context = context_of(kind_of(job.options.device, job.plan.chain.device))
+    kind = kind_of(job.options.device, job.plan.chain)
+    context = context_of(kind)
     progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
     begun = SharedStop(context)
     processes: list[BaseProcess] = []
@@ -116,7 +118,8 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
                     processes.append(process)
                     pipes.append(ours)
             timeout_s = job.timeout_s(lowered)
-            report = _outcome(lowered, processes, pipes, progress, timeout_s, _hearing(lowered, listener))
+            hear = _hearing(lowered, listener)
+            report = _outcome(lowered, processes, pipes, progress, timeout_s, kind == "cuda", hear)
         finally:
             _stop(processes)
     if report.steps < lowered.steps:
@@ -163,6 +166,7 @@ def _outcome(
     pipes: Sequence[Connection],
     progress: Sequence[int],
     timeout_s: float,
+    on_gpus: bool,
     hear: Callable[[StepDone], None],
 ) -> RunReport:
     """Wait for all ranks' messages: return rank 0's report, or raise the root cause soon after the first failure.
@@ -200,7 +204,9 @@ def _outcome(
             if isinstance(message, Gone):
                 processes[rank].join()
                 how = _how(processes[rank].exitcode)
-                message = Failure(rank, "died", f"rank {rank} died{place(rank)}: {how}")
+                # torch's watchdog aborts the process that waits for another one
+                lost = on_gpus and processes[rank].exitcode == -signal.SIGABRT
+                message = Failure(rank, "lost" if lost else "died", f"rank {rank} died{place(rank)}: {how}")
             if isinstance(message, Failure):
                 failures.append(message)
             elif message is not None:

@@ -28,8 +28,7 @@ class Launcher:
     ``open_store`` opens the store at which the ranks meet. It is called when the model is built, so that what is wrong
     with a model shows before anybody waits. ``at`` hears the index of each instruction, ``done`` of each update of the
     last stage; ``may_begin`` says whether a mini-batch is to be begun, the same to all ranks. ``local_rank`` counts the
-    processes of this machine. ``compare`` raises BadInput on all ranks
-    if what it is to ask for isn't the same on them.
+    processes of this machine. ``compare`` raises BadInput on all ranks if what it is to ask for isn't the same on them.
     """
 
     open_store: Callable[[], Any]
@@ -37,4 +36,4 @@ class Launcher:
     done: Callable[[StepDone], None] = _ignore
     may_begin: Callable[[int], bool] = _always
     local_rank: int = 0
-    compare: Callable[[Callable[[], Mapping[str, str]]], None] = _alone
+    compare: Callable[[Callable[[], Mapping[str, str]]], Any] = _alone

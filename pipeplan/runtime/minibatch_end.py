@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
+
 from .exchange.collective import share_from
 from .job import Job
 from .launcher import Launcher
 from .lowering.instructions import Instruction
 from .measure.progress import StepDone
 from .preparation import Meeting, OwnStages
-from .training.loss_scale import overflows
+from .training.loss_scale import overflow
 from .training.rank import Rank
 from .training.saved_state import write
 from .training.state import check_savable, training_state
@@ -64,10 +66,11 @@ class MiniBatchEnd:
         stages = self._stages
         assert stages.scaling is not None, "only mixed precision has to agree"
         found = [
-            overflows(runner.versions.gradients(), copies_added(self._rank.lowered, s, stages.ties))
+            overflow(runner.versions.gradients(), copies_added(self._rank.lowered, s, stages.ties))
             for s, runner in stages.runners.items()
         ]
-        stages.scaling.agree(version, any(found))
+        flags = [flag for flag in found if flag is not None]
+        stages.scaling.agree(version, bool(flags) and bool(torch.stack(flags).any()))  # the one wait for the device
         self.scale_losses()
 
     def save(self, step: int) -> None:

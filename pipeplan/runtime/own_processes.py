@@ -144,7 +144,17 @@ class QuietWatch:
 
 def is_stopped(pid: int | None) -> bool:
     """Whether a process has been stopped (SIGSTOP) and not continued; False where the system doesn't tell."""
+    return _state(pid) == "T"
+
+
+def has_gone(pid: int) -> bool:
+    """Whether a process has ended, if only its parent knows yet; False where the system doesn't tell."""
+    return os.path.exists("/proc/self/stat") and _state(pid) in ("", "X", "Z")
+
+
+def _state(pid: int | None) -> str:
+    """Return the letter that Linux has for what a process does; nothing if there is none, or no such system."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
+        return ""

@@ -18,19 +18,20 @@ from torch import Tensor
 from ..files.text import replaced
 from .arrival_order import arrival_order
 from .device import begin_peak, label, moved, peak_bytes
-from .exchange.collective import barrier, gathered, pipeline_group
+from .exchange.collective import barrier, gathered, pipeline_group, together
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
 from .launcher import Launcher
+from .measure.drift import straightened
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
-from .measure.times import RankMeasurement
+from .measure.times import GpuBytes, RankMeasurement
 from .minibatch_end import MiniBatchEnd
 from .model.adapted import run_uncompiled
 from .model.loaded import LoadedModel
 from .model.structure import mapped
-from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, meet
+from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
 from .training.rank import Rank
 from .training.state import trained_state
 
@@ -129,19 +130,21 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
 
 def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
-    runners, scaling = stages.runners, stages.scaling
+    runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
+    clock = compared_clocks(rank.number)
     measurements = gathered(
         rank.number,
         RankMeasurement(
             rank=rank.number,
-            times=tuple(times),
+            times=tuple(straightened(list(times), meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
             peak_activation_bytes=stages.activations.peak_bytes,
             transfer_ns={edge: ns + job.options.link_delay_ns for edge, ns in meeting.transfer_ns.items()},
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,
-            peak_device_bytes=peak_bytes(rank.device),
+            sums=meeting.sums,
+            gpu=None if peak is None else GpuBytes(*peak),
             state_bytes=stages.states.device_bytes,
             host_bytes=stages.states.host_bytes,
             skipped=() if scaling is None else tuple(scaling.skipped),
@@ -153,9 +156,8 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
         for runner in runners.values():
             runner.versions.assemble()
         trained = trained_state(rank, rank.first_of, runners)
-        everybodys = gathered(rank.number, {key: value.cpu() for key, value in trained.items()})
-        if everybodys is not None:
-            whole = {key: value for state in everybodys for key, value in state.items()}
+        whole = together(rank.number, trained)
+        if whole is not None:
             again = {name: whole[first] for name, first in rank.model.first_names.items()}
             with replaced(str(job.options.save)) as file:
                 torch.save(again | whole, file)

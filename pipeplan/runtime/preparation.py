@@ -5,8 +5,9 @@ Stages are as they are at the start or at a checkpoint.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from .agreement import model_items
-from .device import exchange_of, kind_of, own_device, place
+from .device import Exchange, exchange_of, kind_of, own_device, place, watch_last
 from .exchange.collective import (
     agree,
     any_rank,
@@ -33,20 +34,22 @@ from .job import Job
 from .launcher import Launcher
 from .lowering.instructions import Edge
 from .lowering.lowered_run import LoweredRun
+from .measure.drift import Compared
 from .measure.held_bytes import HeldBytes, StateBytes
 from .measure.recorder import Recorder, recorder_of
 from .model.fitting import check_model, fitted
 from .model.loading import load_model, load_weights
 from .model.network import TensorSpec
 from .model.weight_copies import refuse_copies
+from .training.borrowed import borrowers
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
+from .training.offload import BucketBuffers
 from .training.optimizers import schedule_maker
 from .training.rank import Rank
 from .training.shards import Sharing
 from .training.stage import StageModule
-from .training.stage_optimizer import BucketBuffers
 from .training.state import restore
 from .training.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
 from .training.update import StageUpdate
@@ -64,7 +67,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     BadInput when it isn't what the plan is for, or other ranks have built another one.
     """
     plan, options, lowered = job.plan, job.options, job.lowered()
-    device = own_device(kind_of(options.device, plan.chain.device), launcher.local_rank)
+    device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     model = load_model(job.model, plan.chain.microbatch, options.seed, device)
     launcher.compare(lambda: model_items(job.model, model))
@@ -90,7 +93,22 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     if lowered.reads_newest and not options.evaluates:
         for s in rank.stages:
             _prepare_for_newer_weights(rank, s)
+    _release_others(rank)
     return rank, ties, masters
+
+
+def _release_others(rank: Rank) -> None:
+    """Give back the memory of layers that other ranks train, but for what the rank's own have of theirs."""
+    loss = [rank.model.loss] if isinstance(rank.model.loss, nn.Module) else []
+    mine = [module for s in rank.stages for module in rank.modules(s)] + loss
+    kept = {tensor for module in mine for tensor in (*module.parameters(), *module.buffers())}
+    for part in (part for layer in rank.model.layers for part in layer.module.modules()):
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter not in kept:
+                part._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer not in kept:
+                part._buffers[name] = buffer.to("meta")
 
 
 def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
@@ -121,17 +139,19 @@ def _prepare_for_newer_weights(rank: Rank, s: int) -> None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank has once all have met: how tensors travel, and the groups with which it sums gradients.
+    """What a rank has once all have met: how messages and ``sums`` of gradients travel, and the groups that are summed.
 
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
-    each edge and ``transfer_ns`` how long that takes.
+    each edge and ``transfer_ns`` how long that takes. ``clock`` is the comparison of clocks before the run.
     """
 
     links: Links
+    sums: Exchange
     groups: Mapping[int, Group]
     tied_groups: Mapping[Stages, Group]
     specs: Mapping[Edge, TensorSpec]
     recorder: Recorder
+    clock: Compared
     transfer_ns: Mapping[Edge, int]
 
 
@@ -140,27 +160,34 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     lowered, number, device = rank.lowered, rank.number, rank.device
     timeout = timedelta(seconds=job.timeout_s(lowered))
     world = len(lowered.devices)
+    watch_last(device)
     with exchanging("the meeting of the ranks"):
         store = launcher.open_store()
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
     agree(number, rank.model.boundaries)
     with exchanging("the comparison of devices at the start"):
-        exchange = exchange_of(device, this_machine())
-    if by_threads(job, lowered) and exchange == "nccl":  # threads exchange between hosts alone
-        exchange = "staged"
-    links = open_links(lowered, number, exchange, device, timeout)
-    groups = replica_groups(lowered, exchange, timeout)
+        sums = exchange_of(device, this_machine())
+    # threads exchange between hosts alone; sums come when all messages are through, so they need not
+    messages: Exchange = "staged" if by_threads(job, lowered) and sums == "nccl" else sums
+    links = open_links(lowered, number, messages, device, timeout)
+    groups = replica_groups(lowered, sums, timeout)
     for s in rank.stages:
         if s in groups:
             share_from(lowered.ranks_of(s)[0], groups[s], _tensors(rank, s, masters))
-    tied_groups = stage_groups(lowered, dict.fromkeys(tie.stages for tie in ties), exchange, timeout)
+    tied_groups = stage_groups(lowered, dict.fromkeys(tie.stages for tie in ties), sums, timeout)
     share_ties(rank, ties, tied_groups, masters)
     for parameter, master in masters.items():
         parameter.data.copy_(master)
     specs = _edge_specs(rank)
     transfer_ns = transfer_times(lowered, number, specs, links)
-    recorder = recorder_of(device, clock_offset(number, this_machine()))
-    return Meeting(links, groups, tied_groups, specs, recorder, transfer_ns)
+    clock = compared_clocks(number)
+    recorder = recorder_of(device, clock.offset_ns, timeout)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns)
+
+
+def compared_clocks(number: int) -> Compared:
+    """Return what this rank's clock lacks to rank 0's now; all ranks compare together."""
+    return Compared(clock_offset(number, this_machine()), time.monotonic_ns())
 
 
 def by_threads(job: Job, lowered: LoweredRun) -> bool:
@@ -220,6 +247,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         scaling = Scaling(first_scale(plan, half, options.half), any_rank if lowered.drains else None)
     runners: dict[int, StageModule] = {}
     updates: dict[int, StageUpdate] = {}
+    borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
     for s in rank.stages:
         bucket = job.bucket_of(s, lowered.graph.stages[s].parameters)
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
@@ -230,8 +258,9 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         keeping = Keeping(
             masters, bucket, plan.policy.offload, group is not None, tied, waits, sharing, buffers, states.note
         )
-        runners[s] = _stage_module(job, rank, s, activations, meeting.recorder, keeping)
-        versions = runners[s].versions
+        lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
+        versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
+        runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions)
         updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)
         states.watch(updates[s].tensors)
     masters.clear()
@@ -244,20 +273,25 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states)
 
 
-def _stage_module(
-    job: Job, rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, keeping: Keeping
-) -> StageModule:
-    lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
-    scheduler = job.options.scheduler
-    versions = Versions(
+def _versions(
+    job: Job, rank: Rank, s: int, keeping: Keeping, lenders: Mapping[int, Versions], borrowing: Set[int]
+) -> Versions:
+    """Return the weights of stage ``s``, some of which ``lenders`` keep, and which it keeps for those ``borrowing``."""
+    lowered, scheduler = rank.lowered, job.options.scheduler
+    return Versions(
         rank.modules(s),
-        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s),
+        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
         job.make_optimizer,
         None if scheduler is None else schedule_maker(scheduler),
         lowered.first.step,
         lowered.reads_newest,
         keeping,
+        lenders,
     )
+
+
+def _stage_module(rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, versions: Versions) -> StageModule:
+    lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
     return StageModule(
         index=s,

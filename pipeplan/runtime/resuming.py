@@ -15,7 +15,8 @@ def resume_point(job: Job, note: Callable[[str], None] | None, peers: Peers) -> 
     All ``peers`` look together. BadInput when it is of another model or seed.
     """
     folder, seed = job.options.checkpoint, job.options.seed
-    found = None if folder is None else newest(folder, note, peers)
+    hear = None if note is None else lambda words: note(f"damaged, and passed over: {words}")
+    found = None if folder is None else newest(folder, hear, peers)
     if found is not None and found.model != job.plan.chain.name:
         raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
     if found is not None and found.seed != seed:

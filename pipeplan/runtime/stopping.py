@@ -29,10 +29,10 @@ def stopped_after(step: int, folder: Path | None) -> RunStopped:
 
 
 @contextmanager
-def asked(stop: Callable[..., None], folder: Path | None, once: bool = True) -> Iterator[None]:
+def asked(stop: Callable[..., None], folder: Path | None) -> Iterator[None]:
     """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if there is a ``folder`` for a checkpoint.
 
-    The first one alone with ``once``; then the second acts as it would have.
+    The first one alone; the second acts as it would have.
     """
     if folder is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +41,7 @@ def asked(stop: Callable[..., None], folder: Path | None, once: bool = True) -> 
 
     def act(*_: Any) -> None:
         stop()
-        for number, handler in before.items() if once else ():
+        for number, handler in before.items():
             signal.signal(number, handler)
 
     for number in ENDING:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from ..errors import BadInput, RunFailed
+from .device import group_timeout
 from .exchange.links import Links
 from .exchange.transport import PeerLost
 from .lowering.lowered_run import LoweredRun
@@ -35,8 +36,8 @@ def refuse_for_torch(lowered: LoweredRun) -> None:
         raise BadInput("plan: torch's engine runs in fp32; the precision is mixed")
     if lowered.evaluates:
         raise BadInput("run: torch's engine trains; evaluate with our own")
-    if lowered.tied:
-        names = " and ".join(map(str, lowered.tied[0]))
+    if lowered.graph.tied:
+        names = " and ".join(map(str, lowered.graph.tied[0]))
         raise BadInput(f"plan: stages {names} share weights, whose gradients torch's engine doesn't sum")
     for s, stage in enumerate(stages):
         if stage.replicas > 1:
@@ -60,7 +61,7 @@ def execute_on_torch(
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
     lowered, model = rank.lowered, rank.model
     interval = lowered.interval
-    group = dist.new_group(None, links.timeout, "nccl") if links.exchange == "nccl" else None
+    group = dist.new_group(None, group_timeout(links.timeout, "nccl"), "nccl") if links.exchange == "nccl" else None
     last = len(lowered.plan.allocation.stages) - 1
     stages = []
     for s in runners:

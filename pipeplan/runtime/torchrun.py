@@ -1,6 +1,7 @@
 """How is a plan run by processes that torchrun started? Each is the rank that its environment names.
 
-They agree on what they run before they meet, and whatever fails first is told to all.
+They meet in torchrun's store before they do anything else, agree on what they run, and whatever fails first is told to
+all.
 """
 
 from __future__ import annotations
@@ -8,21 +9,16 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any, Final
 
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
-
-from ..errors import BadInput, RunStopped
+from ..errors import BadInput, PipeplanError, RunFailed, RunStopped
 from ..plan import Plan
-from .agreement import checkpoint_items, compare, run_items
+from .agreement import Statement, checkpoint_items, compare, run_items
 from .device import kind_of
-from .failure import GRACE_S, failure_of, told
+from .failure import GRACE_S, Failure, failure_of, failure_told, told
 from .job import LEAST_TIMEOUT_S, Job, job_of
 from .launcher import Launcher
 from .measure.progress import Progress, StepProgress
@@ -34,12 +30,12 @@ from .own_processes import is_here, listen_here
 from .peers import StorePeers, writing_to
 from .phases import run_rank
 from .resuming import resume_point
-from .stopping import StoreStop, asked, stopped_after
+from .starting import START_S, Start, number_in_environment
+from .stopping import StoreStop, stopped_after
 from .training.checkpoint import Alone, Peers
+from .watch import TORCHRUN, Watch, watching
 
-START_S: Final = 600.0  # by which nodes may start one after the other
-AGENTS_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"  # that torchrun serves it, so that no rank need be there for it
-TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SIGNAL_S: Final = 5.0  # for which a process that a signal ends looks for the store
 COUNTS: Final = {  # where others that start processes say how many
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -57,33 +53,13 @@ def is_under_torchrun() -> bool:
     if not missing:
         return True
     advice = "torchrun on every node starts the processes of a run; pipeplan run --dry-run prints its line"
-    if len(missing) < len(TORCHRUN) and _number("WORLD_SIZE") > 1:
+    if len(missing) < len(TORCHRUN) and number_in_environment("WORLD_SIZE") > 1:
         raise BadInput(f"the environment has WORLD_SIZE {os.environ['WORLD_SIZE']} but no {missing[0]}: {advice}")
     for name, what in COUNTS.items():
-        if _number(name) > 1:
-            raise BadInput(f"{what} started {_number(name)} processes, each of which would train by itself: {advice}")
+        count = number_in_environment(name)
+        if count > 1:
+            raise BadInput(f"{what} started {count} processes, each of which would train by itself: {advice}")
     return False
-
-
-def _number(name: str) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else 0
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The rank that this process is, of ``world``, and the number of this run among those of the process."""
-
-    rank: int
-    world: int
-    run: int
-
-    def open_store(self, seconds: float) -> Any:
-        """Return torchrun's own store, which outlives any rank; what is in it is of this start of the ranks."""
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # not exported for type checkers
-        return dist.PrefixStore(f"pipeplan/{restart}/{self.run}", store)  # type: ignore[attr-defined]
 
 
 def run_under_torchrun(
@@ -95,105 +71,158 @@ def run_under_torchrun(
 ) -> RunReport | None:
     """Be the rank that the environment names; return the report on rank 0. The first failure is told to all.
 
-    The last stage's first replica tells of the progress, as far as it sees it itself.
+    The last stage's first replica tells of the progress, as far as it sees it itself. A signal ends the process at
+    once, unless it trains and leaves a checkpoint; so does a failure elsewhere if it still waits some seconds later.
     """
-    place = _Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), next(_runs))
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):  # a handler would wait for whatever this rank waits for
-            signal.signal(number, signal.SIG_DFL)
-    if _all_are_here(place.world):
+    start = Start.of_environment(next(_runs))
+    if is_here(os.environ["MASTER_ADDR"]) and not start.host:  # a host's own name may be the loopback's there alone
         listen_here()
-    stores: list[Any] = []
+    with watching() as watch:
+        watch.tell_signal = lambda number: _ended(start, number)
+        try:
+            return _run(start, watch, plan, model, options, listener, note)
+        except RunStopped:
+            raise
+        except RAISED as error:
+            raise _told(start, watch, error) from error
+        finally:
+            watch.look = watch.ask = None
+            watch.over.set()
+
+
+def tell_others(error: BaseException, watch: Watch) -> None:
+    """Tell the others of an ``error`` of a command that has no run yet, unless they know, or don't wait any more."""
+    if not (watch.told or watch.over.is_set()):
+        _told(Start.of_environment(), watch, error)
+
+
+def told_of_signal(number: int) -> PipeplanError | None:
+    """Tell the others that a signal ends this process, which has no run yet."""
+    return _ended(Start.of_environment(), number)
+
+
+def _told(start: Start, watch: Watch, error: BaseException) -> PipeplanError:
+    """Tell the others why this rank fails, if they don't know better, and return what to raise."""
+    failure = failure_of(start.rank, error)
+    watch.telling = True
     try:
-        return _run(place, plan, model, options, listener, note, stores)
-    except RunStopped:
-        raise
-    except RAISED as error:
-        failure = own = failure_of(place.rank, error)
-        with _undisturbed():
-            if not stores and os.environ.get(AGENTS_STORE) == "True":  # the ranks hadn't met, and others may wait
-                stores.append(place.open_store(LEAST_TIMEOUT_S))
-            for store in stores:
-                failure = told(failure, store, place.world, GRACE_S)
-        if failure.kind == "input" and failure.message != own.message:
-            failure = replace(failure, message=f"rank {failure.rank}: {failure.message}")
-        raise failure.error() from error
+        root = start.tell(failure)
+    finally:
+        watch.told, watch.telling = True, False
+    return root.error(elsewhere=root.message != failure.message)
 
 
-def _all_are_here(world: int) -> bool:
-    """Whether nothing comes from outside. A host's own name may stand for the loopback there, and not elsewhere."""
-    return is_here(os.environ["MASTER_ADDR"]) and _number("LOCAL_WORLD_SIZE") in (0, world)
+def _ended(start: Start, number: int) -> PipeplanError | None:
+    """Tell the others that a signal ends this rank; return what had gone wrong before, if anything had.
+
+    torchrun ends all ranks of a node when one of them dies, which that one cannot tell.
+    """
+    if start.world == 1 or (start.met is None and start.starts_again):
+        return None
+    store = start.connected(SIGNAL_S)
+    words = f"rank {start.rank} was ended by {signal.Signals(number).name}"
+    failure = Failure(start.rank, "ended", words, signal=number, host=start.host)
+    if start.met is not None:
+        store = start.of_met(store)
+        dead = start.dead_neighbour(store)
+        if dead is not None and failure_told(store, start.rank) is None:
+            failure = Failure(dead, "died", f"rank {dead} died without a word; torchrun says how", host=start.host)
+    root = told(failure, store, start.world, GRACE_S)
+    if start.host:
+        start.stay(store, GRACE_S)
+    return None if root == failure and root.kind == "ended" else root.error(elsewhere=True)
 
 
 def _run(
-    place: _Place,
+    start: Start,
+    watch: Watch,
     plan: Plan,
     model: ModelSpec,
     options: RunOptions,
     listener: Callable[[StepProgress], None] | None,
     note: Callable[[str], None] | None,
-    stores: list[Any],
 ) -> RunReport | None:
-    rank, world = place.rank, place.world
     devices = len({device for stage in plan.allocation.stages for device in stage.devices})
-    if world != devices:
-        raise BadInput(f"the plan uses {devices} devices; torchrun started {world} processes")
+    if start.world != devices:
+        raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
+    peers: Peers = Alone()
+    if start.world > 1:
+        peers = StorePeers(start.meet(), start.rank, start.world, max(LEAST_TIMEOUT_S, options.timeout_s or 0.0))
+        watch.look = _Elsewhere(start)
     options.check()
     model.check()
     if options.max_restarts:
         raise BadInput("--max-restarts: it is torchrun that starts ranks again: torchrun --max-restarts, with --resume")
     job = job_of(plan, model, options)
-    kind_of(options.device, plan.chain.device)
-    peers: Peers = Alone()
-    if world > 1:
-        stores.append(place.open_store(START_S))
-        peers = StorePeers(stores[0], rank, world, max(LEAST_TIMEOUT_S, options.timeout_s or 0.0))
-        compare(run_items(plan, model, options), peers, START_S)
+    kind_of(options.device, plan.chain)
+    if start.world > 1:
+        _say_where(compare(run_items(plan, model, options), peers, START_S), note)
     with writing_to(job.folder, peers):
-        if options.resume:
+        if options.resume or start.again:
             job = replace(job, resume=resume_point(job, note, peers))
             compare(checkpoint_items(job.resume), peers)
-        return _run_job(place, job, peers, listener, stores)
+        return _run_job(start, watch, job, peers, listener)
+
+
+class _Elsewhere:
+    """What has gone wrong for this rank since all met? It has a connection of its own to the store."""
+
+    def __init__(self, start: Start) -> None:
+        self._start, self._store = start, start.connected(LEAST_TIMEOUT_S)
+        self._met = start.of_met(self._store)
+
+    def __call__(self) -> PipeplanError | None:
+        """Return it, None while nothing has."""
+        try:
+            failure = failure_told(self._met, self._start.rank)
+            if failure is not None:
+                return failure.error(elsewhere=True)
+            return RunFailed("torchrun has started a rank again") if self._start.is_over(self._store) else None
+        except RuntimeError:
+            return RunFailed(f"torchrun's store on {os.environ['MASTER_ADDR']} has gone: its first node has ended")
+
+
+def _say_where(everybodys: Sequence[Statement], note: Callable[[str], None] | None) -> None:
+    """Tell on every node where rank 0 is, for torchrun numbers nodes as it likes."""
+    first = everybodys[0]
+    if note is not None and not number_in_environment("LOCAL_RANK") and len({said.host for said in everybodys}) > 1:
+        address = f" ({first.address})" if first.address else ""
+        note(f"rank 0 of {len(everybodys)} is on {first.host}{address}; it writes the report, --save and --trace")
 
 
 def _run_job(
-    place: _Place, job: Job, peers: Peers, listener: Callable[[StepProgress], None] | None, stores: list[Any]
+    start: Start, watch: Watch, job: Job, peers: Peers, listener: Callable[[StepProgress], None] | None
 ) -> RunReport | None:
     lowered = job.lowered()
-    rank, world = place.rank, place.world
+    rank = start.rank
     stops: list[StoreStop] = []
 
     def open_store() -> Any:
-        if not stores:
-            stores.append(place.open_store(START_S))
+        store = start.met or start.open(START_S)
         if job.folder is not None:
-            stops.append(StoreStop(stores[0], rank, world, lowered.first.step, job.timeout_s(lowered)))
-        return stores[0]
-
-    def ask() -> None:
-        if not stops:
-            raise RunStopped("stopped before the first update; there is no new checkpoint")
-        stops[0].ask()
+            own = start.connected(LEAST_TIMEOUT_S)
+            own = own if start.met is None else start.of_met(own)
+            stops.append(StoreStop(own, rank, start.world, lowered.first.step, job.timeout_s(lowered)))
+        return store
 
     def may_begin(minibatch: int) -> bool:
-        return all(stop.may_begin(minibatch) for stop in stops)
+        for stop in stops:
+            watch.ask = stop.ask  # all train, so all can agree on where to stop
+            if not stop.may_begin(minibatch):
+                return False
+        return True
 
     launcher = Launcher(
         open_store,
         may_begin=may_begin,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_rank=number_in_environment("LOCAL_RANK", rank),
         compare=lambda items: compare(items(), peers, START_S),
     )
     if listener is not None and rank == lowered.ranks_of(len(lowered.plan.allocation.stages) - 1)[0]:
         progress = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch)
         launcher = replace(launcher, done=progress.hear)
-    try:
-        # on Ctrl-C a rank hears of it twice, from the terminal and from torchrun, which kills it if it takes too long
-        with asked(ask, job.folder, once=False):
-            report = run_rank(job, rank, launcher)
-    finally:
-        for stop in stops:
-            stop.close()
+    with _closing(stops):
+        report = run_rank(job, rank, launcher)
     for stop in stops:
         if stop.limit < lowered.last.step:
             raise stopped_after(stop.limit, job.folder)
@@ -201,14 +230,9 @@ def _run_job(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Tell why this rank failed before torchrun, which has heard of another that died, ends it; it kills those that
-    take too long."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _closing(stops: Sequence[StoreStop]) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for stop in stops:
+            stop.close()

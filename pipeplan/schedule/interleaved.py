@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
-from .program import Program
-from .slots import explicit
+from .program import Program, pipelines, unequal
+from .slots import Pass, explicit
 
 
 def interleaved(graph: StageGraph, microbatches: int) -> Program:
     """Return interleaved 1F1B for p devices with v chunks each, chunk s of the chain on device s mod p.
+
+    With r replicas of every stage it is r such pipelines side by side.
 
     Microbatches go in groups of p: a group through a device's first chunk, then through its second, and so on.
     Device d runs 2(p - d - 1) + (v - 1)p forwards, then a forward and a backward in turn. With p = 2, v = 2 and 4
@@ -21,16 +23,34 @@ def interleaved(graph: StageGraph, microbatches: int) -> Program:
     Where p doesn't divide the microbatches, groups are larger, as equal as can be.
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
     """
+    refused = not_interleaved(graph)
+    if refused is not None:
+        raise BadInput(refused)
+    devices = len({stage.resource for stage in graph.stages})
+
+    def passes(count: int) -> dict[int, list[Pass]]:
+        return _passes(devices, len(graph.stages) // devices, count)
+
+    return explicit(graph, microbatches, passes, pipelines(graph, "interleaved"))
+
+
+def not_interleaved(graph: StageGraph) -> str | None:
+    """Return why the stages of ``graph`` cannot run interleaved, or None."""
     homes = [stage.resource for stage in graph.stages]
     devices = len(set(homes))
-    chunks = len(homes) // devices
-    if homes != list(range(devices)) * chunks or any(graph.resources[home].replicas > 1 for home in homes):
-        raise BadInput("interleaved 1F1B puts stage s on GPU s mod p, and gives each stage one GPU")
+    if homes != list(range(devices)) * (len(homes) // devices):
+        return "interleaved 1F1B puts stage s on GPU s mod p"
+    return unequal(graph, "interleaved 1F1B")
+
+
+def _passes(devices: int, chunks: int, microbatches: int) -> dict[int, list[Pass]]:
+    """Return what each device of one pipeline does."""
     rounds = max(1, microbatches // devices)
     groups = [range(microbatches * i // rounds, microbatches * (i + 1) // rounds) for i in range(rounds)]
-    passes = {}
+    passes: dict[int, list[Pass]] = {}
     for d in range(devices):
-        forward, backward = [], []
+        forward: list[Pass] = []
+        backward: list[Pass] = []
         for group in groups:
             forward += [("F", c * devices + d, m) for c in range(chunks) for m in group]
             backward += [("B", c * devices + d, m) for c in reversed(range(chunks)) for m in group]
@@ -39,5 +59,16 @@ def interleaved(graph: StageGraph, microbatches: int) -> Program:
         for i, back in enumerate(backward):
             order.append(back)
             order += forward[ahead + i : ahead + i + 1]
-        passes[homes[d]] = order
-    return explicit(graph, microbatches, passes)
+        passes[d] = order
+    return passes
+
+
+def most_held(devices: int, chunks: int, microbatches: int) -> list[int]:
+    """Return how many microbatches of each stage a device holds at most, when ``microbatches`` run in all."""
+    found = [0] * (devices * chunks)
+    for order in _passes(devices, chunks, microbatches).values():
+        held = dict.fromkeys({stage for _, stage, _ in order}, 0)
+        for kind, stage, _ in order:
+            held[stage] += 1 if kind == "F" else -1
+            found[stage] = max(found[stage], held[stage])
+    return found

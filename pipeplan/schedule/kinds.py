@@ -14,8 +14,10 @@ from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import Weights
+from .interleaved import interleaved, not_interleaved
 from .message_driven import default_limit, message_driven
 from .nf1b import nf1b
+from .one_f_one_b import one_f_one_b, shared_replicas
 from .pattern import Group, groups, most_in_flight, starts_of
 from .program import Program, not_one_each, unroll
 from .simulate import simulate
@@ -31,7 +33,8 @@ class ProgramSchedule:
     """A registered schedule: ``build(graph, microbatches, **options)`` gives its program, None is the plan's pattern.
 
     ``weights`` is the weight policy that it runs with; under ``flush`` it drains after every mini-batch. ``homes``
-    places its stages where they cannot be the plan's own; ``one_each`` needs one stage per GPU and one GPU per stage.
+    places its stages where they cannot be the plan's own; ``refuses(graph)`` says why stages cannot run so.
+    ``replicas``: whether stages may have some.
     ``steady(graph, microbatches of a mini-batch, limit)`` finds the steady state of what plans can be judged by.
     """
 
@@ -40,7 +43,8 @@ class ProgramSchedule:
     source: str
     weights: Weights | None = "flush"
     homes: Homes | None = None
-    one_each: bool = False
+    refuses: Callable[[StageGraph], str | None] = lambda graph: None
+    replicas: bool = True
     options: tuple[str, ...] = ()
     steady: Callable[..., SteadyRun] | None = None
 
@@ -136,10 +140,16 @@ def _mini_batches_to_try(graph: StageGraph) -> tuple[int, ...]:
     return tuple(dict.fromkeys((stages, max(default_limit(graph), stages))))
 
 
+def loop(devices: int, chunks: int) -> list[int]:
+    """Place stages round and round over the devices, ``chunks`` times."""
+    return list(range(devices)) * chunks
+
+
+_DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
     "flush": Kind(
         weights=("flush",),
-        refusal="the schedule drains every mini-batch, which is for weights flush; the policy is {weights}",
+        refusal=_DRAINS,
         shown=_mini_batch,
         judged=_drained_run,
         drains=True,
@@ -154,7 +164,8 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             "one backward for a mini-batch of several microbatches, newest weights, no flush",
             "TiMePReSt section 4.2",
             "latest",
-            one_each=True,
+            refuses=lambda graph: not_one_each(graph, "nf1b"),
+            replicas=False,
             options=("batch", "limit"),
             steady=steady_nf1b,
         ),
@@ -167,7 +178,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "message-driven": Kind(
         weights=("flush",),
-        refusal="the schedule drains every mini-batch, which is for weights flush; the policy is {weights}",
+        refusal=_DRAINS,
         shown=_mini_batch,
         judged=_drained_run,
         drains=True,
@@ -180,6 +191,36 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         limit=Limit("microbatch", " per pipeline", lambda graph: (default_limit(graph),)),
         by_arrival=True,
         headline=lambda schedule: ("order", f"message-driven, at most {schedule.limit} microbatches in a pipeline"),
+    ),
+    "1f1b": Kind(
+        weights=("flush",),
+        refusal=_DRAINS,
+        shown=_mini_batch,
+        judged=_drained_run,
+        drains=True,
+        simulated=ProgramSchedule(
+            one_f_one_b,
+            "1F1B, drained before every update",
+            "PipeDream-Flush (Narayanan et al. 2021)",
+            refuses=shared_replicas,
+        ),
+        headline=lambda schedule: ("order", "1F1B: stage s of p runs p - s forwards ahead, drained"),
+    ),
+    "interleaved": Kind(
+        weights=("flush",),
+        refusal=_DRAINS,
+        shown=_mini_batch,
+        judged=_drained_run,
+        drains=True,
+        simulated=ProgramSchedule(
+            interleaved,
+            "1F1B with several chunks of the model per GPU, drained",
+            "Megatron-LM (Narayanan et al. 2021)",
+            homes=loop,
+            options=("chunks",),
+            refuses=not_interleaved,
+        ),
+        headline=lambda schedule: ("order", "interleaved 1F1B, several stages on each GPU in turn, drained"),
     ),
     "pattern": Kind(
         weights=("2bw", "stash", "latest"),
@@ -200,9 +241,9 @@ def kinds_for(weights: Weights) -> list[ScheduleKind]:
 
 
 def refused(graph: StageGraph, name: ScheduleKind) -> str | None:
-    """Return why stages cannot run under a kind of schedule that needs one GPU for each, or None."""
+    """Return why stages cannot run under a kind of schedule, or None."""
     simulated = KINDS[name].simulated
-    return not_one_each(graph, name) if simulated is not None and simulated.one_each else None
+    return None if simulated is None else simulated.refuses(graph)
 
 
 def too_long(operations: int, schedule: Schedule) -> str | None:
@@ -240,7 +281,7 @@ def program_of_kind(graph: StageGraph, schedule: Schedule, pattern: Pattern | No
     if simulated is None or simulated.build is None:
         return unroll(graph, _known(pattern), microbatches)
     own = {"batch": schedule.mini_batch, "limit": schedule.limit}
-    return simulated.build(graph, microbatches, **{name: own[name] for name in simulated.options})
+    return simulated.build(graph, microbatches, **{name: own[name] for name in simulated.options if name in own})
 
 
 def plan_program(plan: Plan, microbatches: int) -> Program:

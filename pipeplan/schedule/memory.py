@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 from ..problem import Platform
@@ -53,8 +54,21 @@ def _use(timeline: Timeline, lane: int, versions: Versions) -> DeviceUse:
     weights = 0
     for s, count in zip(stages, counts, strict=True):
         weights += graph.weights_bytes(s, versions(s, count))
+        weights += graph.lent_bytes(s, partial(_turning, timeline, lane, s))
     peak = max(bytes_held for _, bytes_held in activation_steps(timeline, lane))
     return DeviceUse(memory, weights, peak, sum(map(program.buffer_bytes, stages)), counts)
+
+
+def _turning(timeline: Timeline, lane: int, stage: int, later: int) -> int:
+    """Return how many microbatches, at most, have begun their backward in stage ``later`` and not ended it in
+    ``stage``, both on a device."""
+    program, held, most = timeline.program, 0, 0
+    for step in program.lanes[lane].steps:
+        work = program.operations[step.position]
+        held += work.covers * (work.kind == "B" and work.stage == later)
+        most = max(most, held)
+        held -= work.covers * (step.position == program.release[stage])
+    return most
 
 
 # --- activations over time ------------------------------------------------------------------------------------------

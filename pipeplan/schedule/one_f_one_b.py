@@ -39,8 +39,9 @@ def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) 
     """
     if depth is not None and depth < 1:
         raise BadInput(f"depth: {depth} is not positive")
-    if not graph.contiguous and any(graph.resources[stage.resource].replicas > 1 for stage in graph.stages):
-        raise BadInput("1F1B-RR gives each stage its GPUs for itself; in this plan some replicated stages share GPUs")
+    refused = shared_replicas(graph)
+    if refused is not None:
+        raise BadInput(refused)
     ahead = _ahead(graph)
     depth = depth or ahead[0]
     if depth < ahead[0]:
@@ -48,6 +49,13 @@ def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) 
     if not graph.contiguous:
         return _shared(graph, microbatches, depth)
     return _alternate(graph, microbatches, depth, ahead)
+
+
+def shared_replicas(graph: StageGraph) -> str | None:
+    """Return why the stages of ``graph`` cannot run under 1F1B, or None."""
+    if graph.contiguous or all(graph.resources[stage.resource].replicas == 1 for stage in graph.stages):
+        return None
+    return "1F1B-RR gives each stage its GPUs for itself; in this plan some replicated stages share GPUs"
 
 
 def _ahead(graph: StageGraph) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
@@ -52,6 +53,14 @@ def in_flight(graph: StageGraph, starts: Sequence[int], period: int, stage: int,
     last = graph.position["B", stage]
     end = starts[last] + graph.operations[last].duration_ns
     return (at - begin) // step - (at - end) // step
+
+
+def _turning(graph: StageGraph, starts: Sequence[int], period: int, stage: int, later: int) -> int:
+    """Return how many microbatches of one replica, at most, have begun their backward in stage ``later`` on the same
+    devices and not ended it in ``stage``."""
+    step = graph.resources[graph.stages[stage].resource].replicas * period
+    begin, last = starts[graph.position["B", later]], graph.position["B", stage]
+    return ceil_div(starts[last] + graph.operations[last].duration_ns - begin, step)
 
 
 def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int:
@@ -127,6 +136,8 @@ def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource
         counts.append(count)
         kept = graph.versions(s, count, of_first)
         weights += graph.weights_bytes(s, kept)
+        if stage.lent:
+            weights += graph.lent_bytes(s, partial(_turning, graph, starts, period, s))
         buffers += stage.buffer_bytes
     instants = [starts[graph.position["F", s]] for s in stages]
     instants += [

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ..cost.stage_graph import StageGraph
+from ..errors import BadInput
 from ..plan import Pattern
 from .pattern import starts_of
 
@@ -185,11 +186,44 @@ def not_one_each(graph: StageGraph, schedule: str) -> str | None:
     """Return why ``schedule``, which needs one GPU per stage and one stage per GPU, cannot run ``graph``; or None."""
     for index, resource in enumerate(graph.resources):
         stages = graph.stages_on(index)
-        if len(stages) > 1:
-            return f"{schedule} gives each GPU one stage; {resource.name} has stages {stages} in this plan"
         if stages and resource.replicas > 1:
             return f"{schedule} gives each stage one GPU; stage {stages[0]} of this plan has {resource.replicas}"
+    return shared_devices(graph, schedule)
+
+
+def shared_devices(graph: StageGraph, schedule: str) -> str | None:
+    """Return why ``schedule``, which needs one stage per GPU, cannot run ``graph``; or None."""
+    for index, resource in enumerate(graph.resources):
+        stages = graph.stages_on(index)
+        if len(stages) > 1:
+            return f"{schedule} gives each GPU one stage; {resource.name} has stages {stages} in this plan"
     return None
+
+
+def pipelines(graph: StageGraph, schedule: str) -> int:
+    """Return how many equal pipelines the stages of ``graph`` make; BadInput where replicas differ, as ``schedule``,
+    which orders one pipeline, runs them side by side."""
+    found = unequal(graph, schedule)
+    if found is not None:
+        raise BadInput(found)
+    return graph.resources[graph.stages[0].resource].replicas
+
+
+def no_pipelines(graph: StageGraph, schedule: str) -> str | None:
+    """Return why the stages of ``graph`` are no equal pipelines of one stage per GPU, for ``schedule``; or None."""
+    return shared_devices(graph, schedule) or unequal(graph, schedule)
+
+
+def unequal(graph: StageGraph, schedule: str) -> str | None:
+    """Return why the stages of ``graph`` are no equal pipelines, which ``schedule`` needs; or None."""
+    counts = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    other = next((s for s, count in enumerate(counts) if count != counts[0]), None)
+    if other is None:
+        return None
+    return (
+        f"{schedule} runs equal pipelines side by side; stage 0 of this plan has {counts[0]} "
+        f"GPU{'s' if counts[0] > 1 else ''}, stage {other} has {counts[other]}"
+    )
 
 
 def unroll(graph: StageGraph, pattern: Pattern, microbatches: int) -> Program:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from .gpipe import gpipe
-from .interleaved import interleaved
 from .kinds import KINDS, ProgramSchedule
 from .one_f_one_b import one_f_one_b
-from .zbv import zbv
+from .program import no_pipelines
+from .zbv import no_vee, zbv
 from .zero_bubble import zb1p, zb2p
-
-
-def loop(devices: int, chunks: int) -> list[int]:
-    """Place stages round and round over the devices, ``chunks`` times."""
-    return list(range(devices)) * chunks
 
 
 def vee(devices: int, chunks: int) -> list[int]:
@@ -30,28 +25,18 @@ OTHERS: dict[str, ProgramSchedule] = {
         options=("depth",),
     ),
     "gpipe": ProgramSchedule(gpipe, "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"),
-    "1f1b": ProgramSchedule(
-        one_f_one_b, "1F1B, drained before every update", "PipeDream-Flush (Narayanan et al. 2021)"
-    ),
-    "interleaved": ProgramSchedule(
-        interleaved,
-        "1F1B with several chunks of the model per GPU, drained",
-        "Megatron-LM (Narayanan et al. 2021)",
-        homes=loop,
-        options=("chunks",),
-    ),
     "zb1p": ProgramSchedule(
         zb1p,
         "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
         "Zero Bubble (Qi et al. 2024)",
-        one_each=True,
+        refuses=lambda graph: no_pipelines(graph, "zb1p"),
         options=("weight_keeps",),
     ),
     "zb2p": ProgramSchedule(
         zb2p,
         "split backward, twice the activations, nearly no bubble (ZB-H2)",
         "Zero Bubble (Qi et al. 2024)",
-        one_each=True,
+        refuses=lambda graph: no_pipelines(graph, "zb2p"),
         options=("weight_keeps",),
     ),
     "zbv": ProgramSchedule(
@@ -59,6 +44,7 @@ OTHERS: dict[str, ProgramSchedule] = {
         "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
         "Controllable Memory (Qi et al. 2024)",
         homes=vee,
+        refuses=no_vee,
         options=("weight_keeps",),
     ),
 }

@@ -8,8 +8,9 @@ from typing import Literal
 
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
-from .program import Program, Step, make_program, not_one_each
+from .program import Program, Step, make_program, no_pipelines
 
+Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 Slot = Callable[[Literal["F", "B"], int, int], int]  # (kind, stage, microbatch) -> unit time
 
 
@@ -36,27 +37,39 @@ def staircase(graph: StageGraph, microbatches: int, slot: Slot) -> Program:
 def explicit(
     graph: StageGraph,
     microbatches: int,
-    passes: dict[int, list[tuple[str, int, int]]],
+    passes: Callable[[int], dict[int, list[Pass]]],
+    pipelines: int,
+    split: bool = False,
     weight_keeps: Fraction = Fraction(1),
 ) -> Program:
-    """Return the program of one list of (kind, stage, microbatch) for each device group, which is one device.
+    """Return the program of ``pipelines`` equal pipelines, for each device group of which ``passes`` gives a list.
 
-    Weight parts (kind ``W``) in the lists make it a program that splits the backward.
+    ``passes(count)`` says what a pipeline that runs ``count`` microbatches does, numbered from 0 in each; pipeline j
+    has microbatches j, j + pipelines, .. of all, on device j of every group. The lists of a program that ``split`` s
+    the backward have weight parts, of kind ``W``.
     """
-    split = any(kind == "W" for order in passes.values() for kind, _, _ in order)
-    count, position = len(graph.operations), graph.position
-    orders = {
-        (resource, 0): [
-            Step(m, count + stage if kind == "W" else position[kind, stage])  # type: ignore[index]  # F or B
-            for kind, stage, m in order
-        ]
-        for resource, order in passes.items()
-    }
+    length, position = len(graph.operations), graph.position
+    orders = {}
+    for pipeline, count in enumerate(shares(microbatches, pipelines)):
+        for resource, order in passes(count).items():
+            orders[resource, pipeline] = [
+                Step(
+                    m * pipelines + pipeline,
+                    length + stage if kind == "W" else position[kind, stage],  # type: ignore[index]  # F or B
+                )
+                for kind, stage, m in order
+            ]
     return make_program(graph, microbatches, orders, split=split, weight_keeps=weight_keeps)
 
 
-def one_stage_each(graph: StageGraph, schedule: str) -> None:
-    """Raise BadInput unless every stage has one device for itself, which ``schedule`` is defined for."""
-    found = not_one_each(graph, schedule)
+def shares(microbatches: int, pipelines: int) -> list[int]:
+    """Return how many of ``microbatches`` each of equal pipelines runs, which take them in turn."""
+    return [len(range(j, microbatches, pipelines)) for j in range(pipelines)]
+
+
+def one_stage_each(graph: StageGraph, schedule: str) -> int:
+    """Return how many equal pipelines the stages make; BadInput unless every stage has its devices for itself."""
+    found = no_pipelines(graph, schedule)
     if found is not None:
         raise BadInput(found)
+    return graph.resources[0].replicas

@@ -24,6 +24,9 @@ def flush_makespan_ns(timeline: Timeline) -> int:
 Times = tuple[tuple[int, ...], ...]  # [microbatch][position], in ns
 
 
+Turn = tuple[int, int, Step]  # a place in a run's one total order
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When every step of ``program`` ran: ``start_ns[microbatch][position]``; lanes are in the order in which they ran.
@@ -50,7 +53,7 @@ class Timeline:
         """Return when ``step`` ended."""
         return self.start_ns[step.microbatch][step.position] + self.length_ns(step)
 
-    def turn(self, step: Step) -> tuple[int, int, Step]:
+    def turn(self, step: Step) -> Turn:
         """Return the place of ``step`` in the run's one total order: by start, then what takes less time by plan."""
         return self.begin_ns(step), self.program.operations[step.position].duration_ns, step
 

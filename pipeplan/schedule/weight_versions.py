@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..errors import BadInput
 from ..problem import Policy
 from .program import Step
-from .timeline import Timeline
+from .timeline import Timeline, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +96,32 @@ def weight_policy(policy: Policy) -> WeightPolicy:
     return WITH_VERTICAL_SYNC[policy.weights]
 
 
+Lent = tuple[tuple[int, int], ...]  # (stage, version of its weights) of stages that keep weights for another
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """One pass of a stage: the ``version`` that it uses, and how many updates the stage has ``made`` before it.
 
-    With ``updates`` it is the last backward of its mini-batch, and the next update follows it.
+    With ``updates`` it is the last backward of its mini-batch, and the next update follows it. ``lent`` has (stage,
+    its version) for stages on the same devices some of whose weights it uses.
     """
 
     step: Step
     made: int
     version: int
     updates: bool
+    lent: Lent = ()
 
 
-def used(timeline: Timeline, policy: WeightPolicy, interval: int) -> list[list[Use]]:
+def used(
+    timeline: Timeline, policy: WeightPolicy, interval: int, lenders: Sequence[Sequence[int]] = ()
+) -> list[list[Use]]:
     """Return which version each pass of a run uses: for each stage its passes, over all replicas, in their order.
 
     Mini-batch j is microbatches ``[j * interval, (j + 1) * interval)``. All replicas of a stage make an update right
-    after its last backward of a mini-batch, wherever that ran.
+    after its last backward of a mini-batch, wherever that ran. Of weights that an earlier stage on its devices, one of
+    its ``lenders``, keeps, a pass uses the version that the policy's rules give for what that stage has made.
     """
     program = timeline.program
     steps: list[list[Step]] = [[] for _ in program.graph.stages]
@@ -124,24 +132,35 @@ def used(timeline: Timeline, policy: WeightPolicy, interval: int) -> list[list[U
                 steps[work.stage].append(step)
     common = _common_versions(timeline, interval)
     entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
-    found = []
-    for passes in steps:
-        made, forward = 0, dict[int, int]()  # microbatch -> version of its forward here
+    found: list[list[Use]] = []
+    updated: list[list[Turn]] = []  # of each stage, when it made its updates
+    for s, passes in enumerate(steps):
+        made, forward = 0, dict[tuple[int, int], int]()  # (stage, microbatch) -> version of its weights in the forward
         finished: Counter[int] = Counter()
-        uses = []
+        uses: list[Use] = []
+        turns: list[Turn] = []
         for step in sorted(passes, key=timeline.turn):
-            m, work = step.microbatch, program.operations[step.position]
-            minibatch = m // interval
-            if work.kind == "F":
-                version = forward[m] = policy.forward_version(minibatch, made, entered.get(m, made))
-                entered.setdefault(m, version)
-            else:
-                version = policy.backward_version(forward[m], made, common(m))
+            m, work, turn = step.microbatch, program.operations[step.position], timeline.turn(step)
+            minibatch, lent = m // interval, []
+            for q in (s, *(lenders[s] if lenders else ())):
+                theirs = made if q == s else bisect_right(updated[q], turn)
+                if work.kind == "F":
+                    version = policy.forward_version(minibatch, theirs, entered.get(m, theirs))
+                    forward[q, m] = version
+                else:
+                    version = policy.backward_version(forward[q, m], theirs, common(m))
+                lent.append((q, version))
+            version = lent.pop(0)[1]
+            entered.setdefault(m, version)
+            if work.kind == "B":
                 finished[minibatch] += work.covers
             updates = work.kind == "B" and finished[minibatch] == interval
-            uses.append(Use(step, made, version, updates))
+            uses.append(Use(step, made, version, updates, tuple(lent)))
             made += updates
+            if updates:
+                turns.append(turn)
         found.append(uses)
+        updated.append(turns)
     return found
 
 

@@ -8,9 +8,8 @@ from fractions import Fraction
 
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
-from .program import Arrival, Decide, Program, Step, make_program
-
-Pass = tuple[str, int, int]  # (kind, stage, microbatch)
+from .program import Arrival, Decide, Program, Step, make_program, pipelines, unequal
+from .slots import Pass, shares
 
 
 def zbv(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
@@ -23,20 +22,38 @@ def zbv(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(
         device 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 I2 w3 I3 W2 W3
         device 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 I2 i3 I3 w2 W2 w3 W3
 
-    A heuristic for unequal parts. Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 4;
-    the order of torch's ``ScheduleZBVZeroBubble``.
+    With r replicas of every stage it is r such pipelines side by side. A heuristic for unequal parts. Source: Qi et al.
+    2024 (Pipeline Parallelism with Controllable Memory), section 4; the order of torch's ``ScheduleZBVZeroBubble``.
     """
-    stages = len(graph.stages)
-    devices = stages // 2
-    homes = [stage.resource for stage in graph.stages]
-    order = list(dict.fromkeys(homes))
-    if stages % 2 or homes != order + order[::-1] or any(graph.resources[home].replicas > 1 for home in homes):
-        raise BadInput("zbv puts stages d and 2p - 1 - d on GPU d, and gives each stage one GPU")
+    refused = no_vee(graph)
+    if refused is not None:
+        raise BadInput(refused)
+    order = list(dict.fromkeys(stage.resource for stage in graph.stages))
+    devices = len(order)
+    count, most = pipelines(graph, "zbv"), 2 * devices
     rules = {
-        (home, 0): _filler(graph, _passes(d, devices, microbatches), 2 * devices, weight_keeps)
+        (home, pipeline): _filler(graph, _steps(graph, d, devices, share, count, pipeline), most, weight_keeps)
+        for pipeline, share in enumerate(shares(microbatches, count))
         for d, home in enumerate(order)
     }
-    return make_program(graph, microbatches, {}, rules=rules, split=True, limit=2 * devices, weight_keeps=weight_keeps)
+    return make_program(graph, microbatches, {}, rules=rules, split=True, limit=most * count, weight_keeps=weight_keeps)
+
+
+def no_vee(graph: StageGraph) -> str | None:
+    """Return why the stages of ``graph`` cannot run under ZBV, or None."""
+    homes = [stage.resource for stage in graph.stages]
+    order = list(dict.fromkeys(homes))
+    if homes != order + order[::-1]:
+        return "zbv puts stages d and 2p - 1 - d on GPU d"
+    return unequal(graph, "zbv")
+
+
+def _steps(graph: StageGraph, d: int, devices: int, share: int, pipelines: int, pipeline: int) -> list[Step]:
+    """Return the steps of :func:`_passes` for the microbatches of one of several pipelines."""
+    return [
+        Step(m * pipelines + pipeline, graph.position[kind, stage])  # type: ignore[index]  # F or B
+        for kind, stage, m in _passes(d, devices, share)
+    ]
 
 
 def _passes(d: int, devices: int, microbatches: int) -> list[Pass]:
@@ -73,10 +90,9 @@ def _passes(d: int, devices: int, microbatches: int) -> list[Pass]:
     return [one for one in passes if one[2] < microbatches]
 
 
-def _filler(graph: StageGraph, passes: Sequence[Pass], most: int, weight_keeps: Fraction) -> Callable[[], Decide]:
-    """Return the rule that runs ``passes`` in order and weight parts in between, oldest first."""
+def _filler(graph: StageGraph, order: Sequence[Step], most: int, weight_keeps: Fraction) -> Callable[[], Decide]:
+    """Return the rule that runs the steps of ``order`` and weight parts in between, oldest first."""
     keeps = {"F": Fraction(1), "B": weight_keeps - 1, "W": -weight_keeps}
-    order = [Step(m, graph.position[kind, stage]) for kind, stage, m in passes]  # type: ignore[index]  # F or B
 
     def rule() -> Decide:
         place = 0
@@ -87,7 +103,7 @@ def _filler(graph: StageGraph, passes: Sequence[Pass], most: int, weight_keeps: 
             wanted = order[place] if place < len(order) else None
             coming = next((arrival for arrival in announced if arrival.step == wanted), None)
             weight = next((a for a in announced if a.kind == "W" and a.has_come(now_ns)), None)
-            full = wanted is not None and passes[place][0] == "F" and held + 1 > most
+            full = wanted is not None and graph.operations[wanted.position].kind == "F" and held + 1 > most
             chosen = weight
             if coming is not None and not full:
                 if coming.has_come(now_ns):

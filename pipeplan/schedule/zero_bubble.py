@@ -8,9 +8,8 @@ from fractions import Fraction
 from ..cost.stage_graph import StageGraph
 from .program import Program
 from .simulate import simulate
-from .slots import explicit, one_stage_each
+from .slots import Pass, explicit, one_stage_each, shares
 
-Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 SEARCH_STEPS = 10**6  # steps that the search for ZB2P's shape may simulate
 
 
@@ -24,12 +23,13 @@ def zb1p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction
         device 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         device 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
+    With r replicas of every stage it is r such pipelines side by side.
     Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.1; torch's ``ScheduleZBH1``.
     """
-    one_stage_each(graph, "zb1p")
+    pipelines = one_stage_each(graph, "zb1p")
     stages = len(graph.stages)
     ahead, lag = [stages - s for s in range(stages)], list(range(stages))
-    return _program(graph, microbatches, ahead, lag, True, weight_keeps)
+    return _program(graph, microbatches, pipelines, ahead, lag, True, weight_keeps)
 
 
 def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
@@ -46,30 +46,28 @@ def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction
     the longest span of a device (then the makespan) on at most 4p microbatches. An activation between the two parts of
     its backward counts ``weight_keeps``. A heuristic. Source: Qi et al. 2024, sections 2.2 and 3.1.
     """
-    one_stage_each(graph, "zb2p")
+    pipelines = one_stage_each(graph, "zb2p")
     stages = len(graph.stages)
-    probe = min(microbatches, 4 * stages)
+    probe = min(microbatches, 4 * stages * pipelines)
     budget = max(24, SEARCH_STEPS // max(1, probe * (len(graph.operations) + stages)))
-    shape = _search(graph, probe, budget, weight_keeps)
-    return _shaped(graph, microbatches, shape, weight_keeps)
+    shape = _search(graph, probe, pipelines, budget, weight_keeps)
+    return _shaped(graph, microbatches, pipelines, shape, weight_keeps)
 
 
 Shape = tuple[int, int, bool]  # (10 a, 10 b, whether W goes before F)
 
 
-def _search(graph: StageGraph, microbatches: int, budget: int, weight_keeps: Fraction) -> Shape:
-    stages = len(graph.stages)
+def _search(graph: StageGraph, microbatches: int, pipelines: int, budget: int, weight_keeps: Fraction) -> Shape:
+    stages, longest = len(graph.stages), max(shares(microbatches, pipelines))
     scores: dict[Shape, tuple[int, int]] = {}
 
     def score(shape: Shape) -> tuple[int, int]:
         if shape not in scores:
             ahead, lag = _ahead_and_lag(stages, shape)
-            held = max(
-                _most_held(_order(s, microbatches, ahead[s], lag[s], shape[2]), weight_keeps) for s in range(stages)
-            )
+            held = max(_most_held(_order(s, longest, ahead[s], lag[s], shape[2]), weight_keeps) for s in range(stages))
             scores[shape] = (10**30, 0)
             if held <= 2 * stages and len(scores) <= budget:
-                timeline = simulate(_shaped(graph, microbatches, shape, weight_keeps))
+                timeline = simulate(_shaped(graph, microbatches, pipelines, shape, weight_keeps))
                 lanes = range(len(timeline.program.lanes))
                 scores[shape] = max(map(timeline.span_ns, lanes)), timeline.makespan_ns
         return scores[shape]
@@ -93,9 +91,9 @@ def _search(graph: StageGraph, microbatches: int, budget: int, weight_keeps: Fra
     return min(map(descend, starts), key=lambda shape: (score(shape), shape))
 
 
-def _shaped(graph: StageGraph, microbatches: int, shape: Shape, weight_keeps: Fraction) -> Program:
+def _shaped(graph: StageGraph, microbatches: int, pipelines: int, shape: Shape, weight_keeps: Fraction) -> Program:
     ahead, lag = _ahead_and_lag(len(graph.stages), shape)
-    return _program(graph, microbatches, ahead, lag, shape[2], weight_keeps)
+    return _program(graph, microbatches, pipelines, ahead, lag, shape[2], weight_keeps)
 
 
 def _ahead_and_lag(stages: int, shape: Shape) -> tuple[list[int], list[int]]:
@@ -106,15 +104,18 @@ def _ahead_and_lag(stages: int, shape: Shape) -> tuple[list[int], list[int]]:
 def _program(
     graph: StageGraph,
     microbatches: int,
+    pipelines: int,
     ahead: Sequence[int],
     lag: Sequence[int],
     weight_first: bool,
     weight_keeps: Fraction,
 ) -> Program:
-    passes = {
-        stage.resource: _order(s, microbatches, ahead[s], lag[s], weight_first) for s, stage in enumerate(graph.stages)
-    }
-    return explicit(graph, microbatches, passes, weight_keeps)
+    def passes(count: int) -> dict[int, list[Pass]]:
+        return {
+            stage.resource: _order(s, count, ahead[s], lag[s], weight_first) for s, stage in enumerate(graph.stages)
+        }
+
+    return explicit(graph, microbatches, passes, pipelines, split=True, weight_keeps=weight_keeps)
 
 
 def _order(stage: int, microbatches: int, ahead: int, lag: int, weight_first: bool) -> list[Pass]:

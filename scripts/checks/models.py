@@ -98,7 +98,7 @@ VISION = {
 }  # fmt: skip
 TIMM = {"mixer_s32_224": 224, "resmlp_12_224": 224, "levit_128s": 224, "convmixer_768_32": 64, "ghostnet_100": 64}
 ZOO = ("gpt-tiny,tied=true", "llama-tiny", "small-cnn", "awd-lm,hidden=24,embedding=16,vocabulary=130,sequence=6",
-       "gnmt,hidden=16,vocabulary=130,sequence=6", "inception-v3-auxiliary,image=96")  # fmt: skip
+       "gnmt,hidden=16,vocabulary=130,sequence=6", "inception-v3-auxiliary,image=299")  # fmt: skip
 
 
 # --- models of torch alone ------------------------------------------------------------------------------------------

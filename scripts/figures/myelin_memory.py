@@ -46,7 +46,9 @@ def formula(inter: int, efficiency: float = 1.0) -> float:
 def simulated(inter: int, rate: float) -> float:
     """Return seconds of the pipeline phase at ``rate`` flop/s, every layer recomputed by itself, memory ample."""
     chain, data = transformer_chain(MODEL, 1, rate), GPUS // inter
-    chain = replace(chain, layers=tuple(replace(x, weight_bytes=0, parameters=0) for x in chain.layers), tied=())
+    chain = replace(
+        chain, layers=tuple(replace(x, weight_bytes=0, parameters=0) for x in chain.layers), tied=(), shared=None
+    )
     servers = Platform((Device(10**15),) * GPUS, (Level(SERVER, 50 * 10**9), Level(GPUS // SERVER, 125 * 10**8)))
     problem = Problem(chain, servers, Policy("flush", BATCH // data, precision="mixed"))
     ends = [1 + sum(stage_layers(MODEL.layers, inter)[:s]) for s in range(1, inter)]

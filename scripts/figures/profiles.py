@@ -3,8 +3,9 @@
     python scripts/figures/profiles.py [PROFILE ...] [--gpus 2,4,8] [--interval 64] [--jobs 2] [-o docs/profiles.md]
 
 Roomy is 16 GB; tight is a quarter more than the least with which 2bw has a plan on so many GPUs. All plans of a row
-update weights at one interval. Rows are kept in a CSV file beside the page and not computed again. The exit code is 1
-where a baseline's period is shorter than that of ``auto``.
+update weights at one interval, those under ``latest`` after 4 microbatches, since it holds all of a mini-batch. Rows
+are kept in a CSV file beside the page and not computed again. The exit code is 1 where a baseline's period is shorter
+than that of ``auto``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from pipeplan.problem import Platform, Policy, Problem
 SHIPPED = Path(__file__).parents[2] / "profiles"
 ALGORITHMS = ("data-parallel", "gpipe", "pipedream", "madpipe", "contiguous", "auto")
 POLICIES = ("flush", "2bw", "stash", "latest")
+MINI_BATCH = 4  # microbatches between two updates under latest, which holds all of them at once
 ROOMY, BANDWIDTH, STEP = 16 * 10**9, 12 * 10**9, 10**8
 HEAD = """# All shipped profiles
 
 Period in ms per microbatch (CPU seconds of the search), links of {bandwidth:g} GB/s, an update every {interval}
-microbatches, segments may be recomputed; `-` where the algorithm has no plan that fits. The gap is that of `auto` to
-the bound of class any. Made by `python scripts/figures/profiles.py`; the shortest period of a row is bold.
+microbatches (under `latest`, which holds all microbatches of an update at once, every {mini_batch}), segments may be
+recomputed; `-` where the algorithm has no plan that fits. The gap is that of `auto` to the bound of class any. Made by
+`python scripts/figures/profiles.py`; the shortest period of a row is bold.
 `gpipe` drains and stands under that policy alone.
 """
 
@@ -60,6 +63,7 @@ class Cell(Case):
 def problem_of(case: Case, interval: int) -> Problem:
     chain = read_profile(SHIPPED / f"{case.profile}.json")
     platform = Platform.flat(case.gpus, case.memory, BANDWIDTH)
+    interval = MINI_BATCH if case.weights == "latest" else interval
     return Problem(chain, platform, Policy(case.weights, interval), checkpointing="segments")  # type: ignore[arg-type]
 
 
@@ -93,7 +97,7 @@ def read(path: Path) -> list[Cell]:
 
 
 def page(cells: Sequence[Cell], interval: int) -> str:
-    text = [HEAD.format(bandwidth=BANDWIDTH / 1e9, interval=interval)]
+    text = [HEAD.format(bandwidth=BANDWIDTH / 1e9, interval=interval, mini_batch=MINI_BATCH)]
     for profile, of_profile in groupby(cells, key=lambda cell: cell.profile):
         text += [
             f"\n## {profile}\n",

@@ -15,7 +15,7 @@ from pipeplan.papers.transformer import (
     output_bytes,
     stage_layers,
 )
-from pipeplan.problem import Chain, Layer
+from pipeplan.problem import Chain, Layer, SharedWeights
 from pipeplan.zoo.sizes import Transformer
 
 MIXED_WEIGHT_BYTES = 4  # per parameter in fp32, as profiles count them; mixed precision is the policy's
@@ -34,7 +34,7 @@ def transformer_chain(
     A forward takes ``fixed_ns`` and its flops at ``flops`` per second, a backward twice that; the embedding is free but
     for its fixed part. The optimizer takes ``optimizer_ns`` per parameter. Bytes as in ``transformer``: a block saves
     s b h (34 + 5 a s / h), the embedding its dropout mask, the head its inputs and the logits in fp32; a tied table
-    counts in both of its layers.
+    counts in both of its layers, which share it.
     """
     tokens = microbatch * model.sequence
 
@@ -60,6 +60,7 @@ def transformer_chain(
         block_bytes(model, microbatch),
     )
     head = model.norm_parameters + model.table_parameters
+    tables = (0, model.layers + 1), MIXED_WEIGHT_BYTES * model.table_parameters, model.table_parameters
     logits = tokens * (4 * model.hidden + 4 * model.vocabulary)
     layers = (
         layer("embedding", 0, model.embedding_parameters, moved, tokens * model.hidden),
@@ -71,6 +72,7 @@ def transformer_chain(
         layers,
         input_bytes=8 * tokens,
         tied=((0, len(layers) - 1),) if model.tied else (),
+        shared=(SharedWeights(*tables),) if model.tied else None,
         microbatch=microbatch,
         dtype="float16",
         source="computed from the network's sizes",

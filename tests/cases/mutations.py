@@ -21,6 +21,7 @@ from pipeplan.plan import Bound, Plan, Stage
 from pipeplan.planner.grid.plan import make_grid_plan
 from pipeplan.planner.grid.problem import grid_problem
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.restricted import make_target_plan
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
 LAYERS = tuple(
@@ -63,7 +64,13 @@ def kinds() -> dict[str, Plan]:
         "nf1b": planned(Policy("latest", 2), schedule="nf1b", limit=2, algorithm="balance"),
         "message-driven": planned(Policy("flush", 4), schedule="message-driven", limit=2, algorithm="balance"),
         "grid": make_grid_plan(grid, effort="quick").plan,
+        "1f1b, for deepspeed": make_target_plan(_drained(servers), "deepspeed").plan,
+        "interleaved, for torch": make_target_plan(_drained(flat), "torch", kinds=("interleaved",)).plan,
     }
+
+
+def _drained(platform: Platform) -> Problem:
+    return Problem(CHAIN, platform, Policy("flush", 4), checkpointing="segments")
 
 
 def _shared(platform: Platform) -> Plan:

@@ -18,6 +18,8 @@ from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
+from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
+from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.model.network import TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
@@ -190,6 +192,77 @@ def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=Non
     return losses, layers.state_dict()
 
 
+def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
+    """Train in one process by a plan without replicas and with all uses of a weight on one device, pass by pass in the
+    order of its ranks; return (losses per microbatch, state).
+
+    A weight belongs to the first stage that uses it, which makes version j + 1 of it from all gradients of mini-batch
+    j. Under stash a pass takes the newest version there is, and its backward the same one; under latest both take the
+    newest, the backward with the forward's activations; under 2bw both take that before the mini-batch's own.
+    """
+    layers, loss, data = built(name, batch, seed)
+    stages, weights, interval = plan.allocation.stages, plan.policy.weights, plan.interval
+    parts = [nn.Sequential(*list(layers)[stage.start : stage.stop]) for stage in stages]
+    names = [dict(part.named_parameters(remove_duplicate=False)) for part in parts]
+    home = {p: s for s in reversed(range(len(parts))) for p in names[s].values()}
+    history = {p: [p.detach().clone()] for p in home}
+    newest = {p: nn.Parameter(p.detach().clone()) for p in layers.parameters()}
+    own = [[p for p in newest if home[p] == s] for s in range(len(parts))]
+    steppers = [optimizer_maker(optimizer, lr)([newest[p] for p in some]) if some else None for some in own]
+    made, gradients = [0] * len(parts), {}
+    inside, passed, back, losses = {}, {}, {}, {}
+
+    def version(p, m):
+        return max(m // interval - 1, 0) if weights == "2bw" else made[home[p]]
+
+    def ready(x):
+        match x:
+            case Forward(s, m):
+                return s == 0 or (s - 1, m) in passed
+            case Backward(s, m):
+                return s == len(parts) - 1 or (s + 1, m) in back
+        return True
+
+    def carry_out(x):
+        match x:
+            case Forward(s, m):
+                sample, target = data(m, seed)
+                entered = passed.pop((s - 1, m)).requires_grad_() if s else sample
+                leaves = {p: p if weights == "latest" else history[p][version(p, m)] for p in names[s].values()}
+                leaves = {p: x if x is p else x.clone().requires_grad_() for p, x in leaves.items()}
+                out = torch.func.functional_call(parts[s], {k: leaves[p] for k, p in names[s].items()}, (entered,))
+                if s == len(parts) - 1:
+                    out = loss(out, target)
+                    losses[m] = float(out.detach())
+                inside[s, m], passed[s, m] = (entered, leaves, out), out.detach()
+            case Backward(s, m):
+                entered, leaves, out = inside.pop((s, m))
+                start = back.pop((s + 1, m)) if s < len(parts) - 1 else torch.tensor(1 / interval)
+                wanted = [*leaves.values(), *([entered] if s else [])]
+                found = torch.autograd.grad(out, wanted, start)
+                for p, gradient in zip(leaves, found, strict=False):
+                    due = gradients.setdefault((p, m // interval), [])
+                    due[:] = [due[0] + gradient] if due else [gradient]
+                if s:
+                    back[s, m] = found[-1]
+            case Update(s):
+                for p in own[s]:
+                    (newest[p].grad,) = gradients.pop((p, made[s]))
+                if own[s]:
+                    steppers[s].step()
+                made[s] += 1
+                for p in own[s]:
+                    history[p].append(newest[p].detach().clone())
+                    p.data.copy_(newest[p].data)
+
+    listings = [list(x) for x in lower_run(plan, steps).instructions]
+    while any(listings):
+        for listing in listings:
+            while listing and ready(listing[0]):
+                carry_out(listing.pop(0))
+    return [losses[m] for m in sorted(losses)], layers.state_dict()
+
+
 def simulated_version(plan, microbatches, vertical_sync=False):
     """The version that weight stashing uses, told from the simulated run: (stage, microbatch) -> int.
 
@@ -357,6 +430,14 @@ def tied_writing(batch):
     torch.manual_seed(4)
     layers = [Writing(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), Writing(16, 16)]
     layers[4].weight = layers[0].weight
+    return layers, torch.zeros(batch, 16), mean_square
+
+
+def four_tied(batch):
+    torch.manual_seed(5)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    for i in (2, 4, 6):
+        layers[i].weight = layers[0].weight
     return layers, torch.zeros(batch, 16), mean_square
 
 

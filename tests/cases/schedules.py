@@ -21,19 +21,21 @@ def balanced(
     homes: list[int] | None = None,
     duplex: bool = True,
     saved: int = 1,
+    pipelines: int = 1,
 ) -> StageGraph:
     """Return equal stages, stage i on device ``homes[i]`` (i by default); transfers take ``transfer`` ns each way.
 
-    ``weight_part`` is the part of the backward that computes weight gradients. Nothing weighs anything but the
-    ``saved`` bytes of each microbatch.
+    With several ``pipelines`` each device is a group of as many. ``weight_part`` is the part of the backward that
+    computes weight gradients. Nothing weighs anything but the ``saved`` bytes of each microbatch.
     """
     homes = homes or list(range(stages))
     layers = tuple(
         Layer(f"l{i}", forward, backward, 0, transfer, saved_bytes=saved, backward_weight_ns=weight_part)
         for i in range(stages)
     )
-    platform = replace(Platform.flat(max(homes) + 1, 10**9, 10**9), full_duplex=duplex)
-    placed = [Stage(i, i + 1, (home,)) for i, home in enumerate(homes)]
+    platform = replace(Platform.flat((max(homes) + 1) * pipelines, 10**9, 10**9), full_duplex=duplex)
+    groups = [tuple(range(home * pipelines, (home + 1) * pipelines)) for home in homes]
+    placed = [Stage(i, i + 1, group) for i, group in enumerate(groups)]
     return stage_graph(Chain("balanced", layers, 0), platform, Policy(weights="flush"), placed)
 
 

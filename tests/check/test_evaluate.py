@@ -8,7 +8,7 @@ from pipeplan.check.evaluate import evaluate, evaluate_simulated, gap
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
-from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.problem import Chain, Layer, Platform, Policy, SharedWeights
 from pipeplan.schedule import steady
 from pipeplan.schedule.memory import run_uses
 from pipeplan.schedule.nf1b import nf1b
@@ -86,12 +86,17 @@ def test_gradients_of_weights_in_several_stages_are_summed_once_more_over_all_of
     assert found == evaluate(replicated).makespan_ns + 67 - 50
 
 
-def test_copies_on_the_same_devices_are_summed_once():
+def test_weights_on_the_same_devices_are_summed_and_held_once():
     one = [Stage(0, 1, (0, 1)), Stage(1, 2, (2,)), Stage(2, 3, (0, 1))]
     plan = drained(one, 2, weights=50)
-    assert evaluate(tied(plan, (0, 2))).makespan_ns == evaluate(plan).makespan_ns + 4  # stage 2 waits for stage 0
+    assert evaluate(tied(plan, (0, 2))).makespan_ns == evaluate(plan).makespan_ns
     assert [stage.update_ns for stage in graph_of(tied(plan, (0, 2))).stages] == [50, 0, 50]
-    assert [stage.update_ns for stage in graph_of(tied(plan, (0, 1), (1, 2))).stages] == [50, 67, 50 + 67 - 50]
+    assert [stage.update_ns for stage in graph_of(tied(plan, (0, 1), (1, 2))).stages] == [50 + 67 - 50, 67, 50]
+    known = tied(plan, (0, 2))
+    known = replace(known, chain=replace(known.chain, shared=(SharedWeights((0, 2), 50),)))
+    assert [(stage.update_ns, stage.weight_bytes) for stage in graph_of(known).stages] == [(50, 50), (0, 50), (0, 0)]
+    assert [x.weights_bytes for x in evaluate(known).devices] == [100, 100, 100]
+    assert [x.weights_bytes for x in evaluate(tied(plan, (0, 2))).devices] == [200, 200, 100]
 
 
 def test_the_smallest_of_the_tied_layers_says_what_they_share():

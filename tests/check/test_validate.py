@@ -106,11 +106,13 @@ def test_a_stage_must_take_time():
 def test_tied_layers_part_where_all_stages_make_the_same_updates():
     tied, together = replace(CHAIN, tied=((0, 3),)), replace(CHAIN, tied=((1, 2),))
     stash = sandwich(policy=Policy("stash", accumulate=8))
-    words = "layers 0 (l0) and 3 (l3) share weights", "stages 0 and 2", "--weights 2bw and flush"
-    only(replace(stash, chain=tied), *words)
+    words = "layers 0 (l0) and 2 (l2) share weights", "stages 0 and 1 on different GPUs", "--weights 2bw and flush"
+    apart = replace(CHAIN, tied=((0, 2),))
+    only(replace(stash, chain=apart), *words)
     assert violations(replace(stash, chain=together)) == []
+    assert violations(replace(stash, chain=tied)) == [], "stages 0 and 2 are on one GPU"
     for weights in ("flush", "2bw"):
-        assert violations(sandwich(chain=tied, policy=Policy(weights, accumulate=8))) == []
+        assert violations(sandwich(chain=apart, policy=Policy(weights, accumulate=8))) == []
 
 
 @pytest.mark.parametrize(
@@ -316,6 +318,5 @@ def test_layers_that_share_weights_are_kept_together_where_stages_update_at_diff
         assert kept_together(replace(chain, tied=()), Policy(weights)) is None
         said = kept_together(chain, Policy(weights))
         assert said == (
-            "layers 0 (l) and 3 (l) (and 1 more pair) share weights and must stay in one stage under "
-            f"--weights {weights}"
+            f"layers 0 (l) and 3 (l) (and 1 more pair) share weights and must stay on one GPU under --weights {weights}"
         )

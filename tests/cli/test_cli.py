@@ -311,3 +311,30 @@ def test_a_search_that_takes_more_memory_than_there_is_says_so(pipeplan, profile
     code, out, err = pipeplan("plan", profile, *SMALL)
     assert (code, out) == (1, "")
     assert err.endswith("error: this takes more memory than there is; --granularity, or fewer GPUs, take less\n")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "arguments", "extra"),
+    [("torch", "profile zoo:gpt-tiny --batch 8", "torch"), ("matplotlib", "show plan.json -o picture.png", "plots")],
+)
+def test_a_package_that_is_not_there_is_named_with_what_brings_it(
+    lacking: str, arguments: str, extra: str, plan: str
+) -> None:
+    code = f"import sys\nsys.modules[{lacking!r}] = None\nfrom pipeplan.__main__ import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()], cwd=Path(plan).parent, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: this needs {lacking}: pip install 'pipeplan[{extra}]'\n"
+
+
+def test_a_file_of_another_kind_and_a_mistyped_command_say_what_to_type(
+    profile: str, plan: str, pipeplan: Command
+) -> None:
+    sentence = f"error: {profile}: this is a profile; pipeplan plan makes a plan of it\n"
+    assert pipeplan("check", profile) == (2, "", sentence)
+    code, _, err = pipeplan("plan", plan, *SMALL)
+    assert code == 2
+    assert err.startswith(f"error: {plan}: this is a plan, with its profile; pipeplan check, ")
+    code, _, err = pipeplan("simulat", plan)
+    assert (code, err.splitlines()[-1]) == (2, "Error: No such command 'simulat'. Did you mean simulate?")

@@ -62,7 +62,7 @@ def test_a_measured_profile_and_its_table(folder: Path, pipeplan: Command) -> No
     assert (code, out) == (0, "6 layers written to p.json\n")
     assert "holding it all takes 0.00 GB" in err
     assert "embedding" in err
-    assert "note: embedding and head share weights, which each of them counts" in err
+    assert "note: embedding and head share weights, which each of them counts, and the sum once" in err
     form = json.loads((folder / "p.json").read_text())
     assert form["tied"] == [[0, 4]]
     assert form["source"].startswith("measured by pipeplan")

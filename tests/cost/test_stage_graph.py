@@ -10,7 +10,7 @@ from oracles.schedules import overlaps, peak_activations, unrolled, weights_tabl
 from pipeplan.cost import memory_model
 from pipeplan.cost.stage_graph import least_load_ns, stage_graph
 from pipeplan.plan import Pattern, Stage, TimedOp
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, SharedWeights
 from pipeplan.schedule.pattern import (
     DeviceUse,
     device_uses,
@@ -284,6 +284,37 @@ def test_weights_in_several_stages_are_summed_over_all_their_devices_once_per_gr
     assert updates(pair, wide) == [150 + 67 - 50, 67], "a ring over three devices in the place of one over two"
     shared = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (0,))]
     assert sum(updates(pair, shared)) == 0, "one device has both copies"
+
+
+def test_what_layers_share_is_held_and_stepped_once_on_a_device():
+    layers = tuple(replace(x, optimizer_ns=8) for x in LAYERS)  # of 100, 200, 300, 400 bytes
+    known = replace(CHAIN, layers=layers, tied=((0, 2), (2, 3)), shared=(SharedWeights((0, 2, 3), 80),))
+    steps = [8 * 20 // 25, 8 * 20 // 50, 8 * 20 // 75, 8 * 20 // 100]  # a quarter of the bytes are parameters
+
+    def found(stages, policy, *fields):
+        return [tuple(getattr(x, y) for y in fields) for x in stage_graph(known, FLAT, policy, stages).stages]
+
+    fields = ("weight_bytes", "parameters", "update_share_ns", "waiting_bytes", "lent")
+    bw = Policy(accumulate=1)
+    least = min(steps)
+    assert found([Stage(0, 4, (0,))], bw, *fields) == [(1000 - 160, 210, 32 - 2 * least, 0, ())]
+    one = [Stage(0, 1, (0,)), Stage(1, 3, (0,)), Stage(3, 4, (0,))]
+    alone = [(100, 25, 8, 0, ((2, 80),)), (420, 105, 16 - least, 0, ()), (320, 80, 8 - least, 0, ())]
+    for weights in ("2bw", "stash", "latest"):
+        assert found(one, Policy(weights, accumulate=1), *fields) == alone
+    assert found(one, Policy("flush", accumulate=1), *fields) == [(*x[:4], ()) for x in alone]
+    assert found(one, bw, "sync_period_ns") == [(0,)] * 3
+    two = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (0,))]  # copies on two devices, the third stage has none
+    assert found(two, bw, *fields) == [(100, 25, 8, 0, ()), (500, 125, 16, 80, ()), (320, 80, 8 - least, 80, ())]
+    assert found(two, bw, "sync_period_ns") == [(40,), (40,), (0,)]
+    unknown = stage_graph(replace(known, shared=None), FLAT, bw, one).stages
+    assert [(x.weight_bytes, x.waiting_bytes, x.lent) for x in unknown] == [
+        (100, 0, ()),
+        (500, 100, ()),
+        (400, 100, ()),
+    ]
+    graph = stage_graph(known, FLAT, Policy("stash", accumulate=2), one)
+    assert [graph.lent_bytes(0, lambda later, n=n: n) for n in (1, 2, 3, 4)] == [0, 80, 80, 160]
 
 
 def test_the_least_load_is_that_of_the_busiest_device_for_each_of_its_replicas():

@@ -6,18 +6,21 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from cases.patience import SECONDS
 from cases.plans import greedy_pattern
 
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.files.export import TARGETS, CannotExpress, notes
+from pipeplan.errors import BadInput
+from pipeplan.files.export import WRITERS, Asked, CannotExpress, notes
+from pipeplan.files.export.asked import parsed_renames
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.other_schedules import program_of, schedule_stages
 from pipeplan.problem import Chain, Layer, Platform, Policy
@@ -41,9 +44,11 @@ def planned(stages, names=GPT, weights="flush", microbatches=6):
     return Plan(chain, platform, policy, Allocation(made), pattern, (), Provenance("test"), schedule)
 
 
-def exported(plan, target, schedule="pattern", microbatches=6):
+def exported(plan, name, schedule="pattern", microbatches=6, rename=(), path="-", beside=False):
     stages = schedule_stages(plan, schedule)
-    return TARGETS[target].export(plan, stages, simulate(program_of(plan, schedule, microbatches)))
+    run = simulate(program_of(plan, schedule, microbatches))
+    asked = Asked(plan, stages, run, parsed_renames(rename), path)
+    return WRITERS[name].beside[1](asked) if beside else WRITERS[name].write(asked)
 
 
 THREE = [(0, 4, (0,)), (4, 8, (1,)), (8, 11, (2,))]
@@ -60,88 +65,140 @@ def test_torch_csv_has_a_row_per_rank():
     assert exported(planned(THREE), "torch-csv", "zb1p", 2).splitlines()[2] == "2F0,2I0,2F1,2I1,2W0,2W1"
 
 
-def run_torch(tmp_path: Path, csvs: list[str], held: list[str]) -> list[list[dict]]:
-    """Run the schedules on one process per rank; the results of each rank, one per schedule."""
-    paths = []
-    for i, csv in enumerate(csvs):
-        paths.append(tmp_path / f"{i}.csv")
-        paths[-1].write_text(csv)
+def run_torch(tmp_path: Path, files: list[Path], ranks: int) -> list[list[dict]]:
+    """Run the exported modules on one process per rank; the results of each rank, one per module."""
     worker = Path(__file__).parents[1] / "cases" / "torch_csv_worker.py"
-    names = ",".join(map(str, paths))
-    ranks = [
+    started = [
         subprocess.Popen(
-            [
-                sys.executable,
-                worker,
-                str(rank),
-                str(len(held)),
-                tmp_path / "store",
-                names,
-                stages,
-                tmp_path / str(rank),
-            ],
+            [sys.executable, worker, str(rank), str(ranks), tmp_path / "store", ",".join(map(str, files)),
+             tmp_path / str(rank)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, stages in enumerate(held)
-    ]
-    for rank in ranks:
+        for rank in range(ranks)
+    ]  # fmt: skip
+    for rank in started:
         _, errors = rank.communicate(timeout=SECONDS)
         assert rank.returncode == 0, errors[-2000:]
-    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(len(held))]
+    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
 
 
-def test_torch_runs_the_csvs_of_a_non_contiguous_plan_and_gets_the_serial_loss(tmp_path):
-    """Rank 0 has stages 0 and 3, rank 1 stages 1 and 2; the plan's own pattern, GPipe, and split backwards (ZBV)."""
+def test_torch_runs_what_is_exported_and_gets_the_serial_loss_and_gradients(tmp_path):
+    """Rank 0 has stages 0 and 3, rank 1 stages 1 and 2, of which stage 2 recomputes: the plan's own pattern, GPipe,
+    and split backwards (ZBV); then two stages of ``pipeline()`` under torch's own 1F1B."""
     torch = pytest.importorskip("torch")
     from cases import torch_csv_worker as worker
 
-    vee = [(0, 1, (0,)), (1, 2, (1,)), (2, 3, (1,)), (3, 4, (0,))]
-    plan = planned(vee, names=["a", "b", "c", "d"], microbatches=worker.MICROBATCHES)
-    csvs = [exported(plan, "torch-csv", name, worker.MICROBATCHES) for name in ("pattern", "gpipe", "zbv")]
-    assert len(set(csvs)) == 3
-    found = run_torch(tmp_path, csvs, ["0,3", "1,2"])
+    vee = [(0, 1, (0,)), (1, 2, (1,)), (2, 3, (1,), (2, 3)), (3, 4, (0,))]
+    plan = planned(vee, names=worker.NAMES, microbatches=worker.MICROBATCHES)
+    files = []
+    for name in ("pattern", "gpipe", "zbv"):
+        path = str(tmp_path / f"{name}.csv")
+        for ending, beside in ((".csv", False), (".py", True)):
+            text = exported(plan, "torch-csv", name, worker.MICROBATCHES, path=path, beside=beside)
+            Path(path).with_suffix(ending).write_text(text)
+        files.append(Path(path).with_suffix(".py"))
+    two = planned([(0, 1, (0,)), (1, 4, (1,))], names=worker.NAMES, microbatches=worker.MICROBATCHES)
+    files.append(tmp_path / "split.py")
+    files[-1].write_text(exported(two, "torch-split", microbatches=worker.MICROBATCHES))
+    found = run_torch(tmp_path, files, 2)
 
     layers, inputs, targets = worker.model()
-    losses = []
-    for x, y in zip(inputs.split(worker.BATCH), targets.split(worker.BATCH), strict=True):
-        for layer in layers:
-            x = layer(x)
-        losses.append(torch.nn.functional.mse_loss(x, y))
+    losses = [
+        torch.nn.functional.mse_loss(layers(x), y)
+        for x, y in zip(inputs.split(worker.BATCH), targets.split(worker.BATCH), strict=True)
+    ]
     torch.stack(losses).mean().backward()
+    serial = {name: parameter.grad.flatten().tolist() for name, parameter in layers.named_parameters()}
     for first, second in zip(*found, strict=True):
-        assert first["losses"] == pytest.approx([loss.item() for loss in losses], rel=1e-6)
+        assert (first["losses"] or second["losses"]) == pytest.approx([loss.item() for loss in losses], rel=1e-6)
+        assert not first["gradients"].keys() & second["gradients"].keys()
         gradients = first["gradients"] | second["gradients"]
-        for s, layer in enumerate(layers):
-            for got, parameter in zip(gradients[str(s)], layer.parameters(), strict=True):
-                assert got == pytest.approx(parameter.grad.flatten().tolist(), abs=1e-7)
+        assert gradients.keys() == serial.keys()
+        for name, expected in serial.items():
+            assert gradients[name] == pytest.approx(expected, abs=1e-7)
 
 
 def test_torch_csv_refuses_what_torch_cannot_do():
     with pytest.raises(CannotExpress, match=r"torch drains the pipeline before every update.*keeps weights 2bw"):
         exported(planned(THREE, weights="2bw"), "torch-csv")
-    with pytest.raises(CannotExpress, match="stage 0 has 2 replicas"):
+    with pytest.raises(CannotExpress, match="equal pipelines side by side; stage 0 of this plan has 2 GPUs, stage 1"):
         exported(planned([(0, 6, (0, 1)), (6, 11, (2,))]), "torch-csv")
+    with pytest.raises(CannotExpress, match="6 microbatches cannot be shared evenly by 4 pipelines"):
+        exported(planned([(0, 6, (0, 1, 2, 3)), (6, 11, (4, 5, 6, 7))], microbatches=6), "torch-csv")
+    alone = planned([(0, 2, (0,)), (2, 3, (1,))], ["a", "b", "loss"])
+    with pytest.raises(CannotExpress, match="the last stage is the loss alone"):
+        exported(replace(alone, chain=replace(alone.chain, layers=(*alone.chain.layers[:2], LOSS))), "torch-csv")
     plan = planned(THREE)
     with pytest.raises(CannotExpress, match="keeps weights latest"):
         exported(plan, "torch-csv", "nf1b", 8)
     assert exported(planned(THREE, weights="2bw"), "torch-csv", "1f1b").startswith("0F0")
 
 
+def test_of_equal_pipelines_the_csv_is_that_of_one():
+    pair = planned([(0, 6, (0, 1)), (6, 11, (2, 3))])
+    rows = exported(pair, "torch-csv", "1f1b", 6).splitlines()
+    assert rows == ["0F0,0F1,0B0,0F2,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"]
+    module = exported(pair, "torch-csv", "1f1b", 6, path="a/b.csv", beside=True)
+    assert "RANKS = [[0], [1]]" in module
+    assert "PIPELINES = 2\nMICROBATCHES = 3\n" in module
+    assert "with_name('b.csv')" in module
+
+
+RENAME = [r"block(\d+)=layers.\1,embedding=tok_embeddings", "head=lm_head,(.*)=\\1"]
+
+
+def flags(text):
+    """The flags of a shell command, each with its words."""
+    found = {}
+    for line in shlex.split(text.replace("\\\n", ""), comments=True):
+        if line.startswith("--"):
+            name = line[2:]
+            found[name] = []
+        else:
+            found[name].append(line)
+    return found
+
+
 def test_torchtitan_lists_the_modules_of_each_stage():
-    found = tomllib.loads(exported(planned(THREE), "torchtitan"))
-    assert found["parallelism"] == {
-        "pipeline_parallel_degree": 3,
-        "data_parallel_replicate_degree": 1,
-        "module_fqns_per_model_part": [GPT[0:4], GPT[4:8], GPT[8:11]],
-    }
-    assert found["activation_checkpoint"] == {"mode": "none"}
-    looped = tomllib.loads(exported(planned(SHARED), "torchtitan"))["parallelism"]
-    assert looped["pipeline_parallel_degree"] == 2
-    assert len(looped["module_fqns_per_model_part"]) == 4
-    doubled = tomllib.loads(exported(planned([(0, 6, (0, 1)), (6, 11, (2, 3))]), "torchtitan"))["parallelism"]
-    assert doubled["data_parallel_replicate_degree"] == 2
+    found = flags(exported(planned(THREE), "torchtitan", rename=RENAME))
+    parts = found["parallelism.module_fqns_per_model_part"]
+    assert [part.split(",") for part in parts] == [
+        ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
+        ["layers.3", "layers.4", "layers.5", "layers.6"],
+        ["layers.7", "norm", "lm_head"],
+    ]
+    assert found["parallelism.pipeline_parallel_degree"] == ["3"]
+    assert found["parallelism.pipeline_parallel_schedule"] == ["1F1B"]
+    assert found["parallelism.num_pp_microbatches"] == ["6"]
+    assert found["training.disable_cuda_graphs"] == ["activation_checkpoint:none"]
+    looped = flags(exported(planned(SHARED), "torchtitan", rename=RENAME))
+    assert looped["parallelism.pipeline_parallel_schedule"] == ["Interleaved1F1B"]
+    assert len(looped["parallelism.module_fqns_per_model_part"]) == 4
+    doubled = flags(exported(planned([(0, 6, (0, 1)), (6, 11, (2, 3))]), "torchtitan", rename=RENAME))
+    assert doubled["parallelism.data_parallel_replicate_degree"] == ["2"]
+    assert doubled["parallelism.num_pp_microbatches"] == ["3"]
+    own = ["tok_embeddings", "layers.0.attention", "layers.0.mlp", "layers.1", "norm", "lm_head", "loss"]
+    traced = planned([(0, 3, (0,)), (3, 7, (1,))], own)
+    traced = replace(traced, chain=replace(traced.chain, layers=(*traced.chain.layers[:-1], LOSS)))
+    assert flags(exported(traced, "torchtitan"))["parallelism.module_fqns_per_model_part"] == [
+        "tok_embeddings,layers.0", "layers.1,norm,lm_head"
+    ]  # fmt: skip
+
+
+def test_torchtitan_refuses_names_that_nobody_vouches_for():
+    with pytest.raises(CannotExpress, match="layer 'embedding' is no module of its decoders; say the model's own"):
+        exported(planned(THREE), "torchtitan")
+    with pytest.raises(CannotExpress, match="--rename has no pattern for layer 'norm'"):
+        exported(planned(THREE), "torchtitan", rename=[r"block(\d+)=layers.\1,embedding=e,head=h"])
+    with pytest.raises(CannotExpress, match=r"'conv\.\.relu' is no name of a module or of an entry"):
+        exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["conv..relu", "out"]), "torchtitan", rename=[r"(.*)=\1"])
+    with pytest.raises(CannotExpress, match="module 'layers' would be in stages 0 and 1"):
+        exported(planned(THREE), "torchtitan", rename=["block.*=layers,(.*)=m.\\1"])
+    for text in ("block", "=x", "(=x", r"a=\1"):
+        with pytest.raises(BadInput, match="--rename: "):
+            parsed_renames([text])
 
 
 def parsed_layout(layout: str) -> list[str]:
@@ -150,16 +207,49 @@ def parsed_layout(layout: str) -> list[str]:
     return layout.split("|")
 
 
+LOSS = Layer("loss", 3, 6, 0, 1, backward_weight_ns=3)
+
+
 def test_megatron_layout():
-    text = exported(planned(THREE), "megatron")
-    assert text == '--pipeline-model-parallel-size 3 \\\n--pipeline-model-parallel-layout "Et*3|t*4|tL"\n'
-    stages = parsed_layout(re.search('"(.*)"', text)[1])
-    assert stages == ["Ettt", "tttt", "tL"]
+    found = flags(exported(planned(THREE), "megatron"))
+    assert found == {
+        "num-layers": ["8"],
+        "pipeline-model-parallel-size": ["3"],
+        "pipeline-model-parallel-layout": ["Et*3|t*4|tL"],
+        "micro-batch-size": ["1"],
+        "global-batch-size": ["6"],
+        "untie-embeddings-and-output-weights": [],
+    }
+    assert parsed_layout(found["pipeline-model-parallel-layout"][0]) == ["Ettt", "tttt", "tL"]
     looped = planned([(0, 3, (0,)), (3, 6, (1,)), (6, 9, (0,)), (9, 11, (1,))])
-    assert "--pipeline-model-parallel-size 2" in exported(looped, "megatron")
-    assert '"Ett|t*3|t*3|L"' in exported(looped, "megatron")
-    names = [f"model.layers.{i}" for i in range(4)]
-    assert '"Ett|ttL"' in exported(planned([(0, 3, (0,)), (3, 6, (1,))], ["embed", *names, "output"]), "megatron")
+    assert flags(exported(looped, "megatron"))["pipeline-model-parallel-layout"] == ["Ett|t*3|t*3|L"]
+    names = ["embed", *(f"model.layers.{i}" for i in range(4)), "output"]
+    two = planned([(0, 3, (0, 1), (1, 2), (2, 3)), (3, 6, (2, 3), (3, 4), (4, 5))], names)
+    text = exported(two, "megatron")
+    assert '"Ett|ttL"' in text
+    assert text.startswith("# 4 GPUs: data-parallel size 2\n")
+    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in text
+    block = planned([(0, 3, (0,), (1, 2)), (3, 6, (1,), (3, 4))], names)
+    assert "--recompute-method block --recompute-num-layers 1" in exported(block, "megatron")
+
+
+def test_megatron_bridge_gets_the_same_as_python():
+    cfg = SimpleNamespace(model=SimpleNamespace(), train=SimpleNamespace())
+    exec(exported(planned(THREE), "megatron-bridge"), {"cfg": cfg})
+    assert cfg.model.pipeline_model_parallel_layout == [
+        ["embedding", "decoder", "decoder", "decoder"], ["decoder"] * 4, ["decoder", "loss"]
+    ]  # fmt: skip
+    assert (cfg.model.num_layers, cfg.model.virtual_pipeline_model_parallel_size) == (8, None)
+    assert (cfg.train.micro_batch_size, cfg.train.global_batch_size) == (1, 6)
+
+
+def test_megatron_has_multi_token_prediction_in_the_last_stage_of_a_later_rank():
+    names = ["embed", "layers.0", "layers.1", "norm", "mtp.0.proj", "mtp.0.block", "mtp.1.block", "output"]
+    found = flags(exported(planned([(0, 2, (0,)), (2, 7, (1,)), (7, 8, (2,))], names), "megatron"))
+    assert found["pipeline-model-parallel-layout"] == ["Et|tmm|L"]
+    assert found["mtp-num-layers"] == ["2"]
+    with pytest.raises(CannotExpress, match="multi-token prediction are in stage 0; they must be in the last stage"):
+        exported(planned([(0, 7, (0,)), (7, 8, (1,))], names), "megatron")
 
 
 def test_megatron_refuses_other_models_and_cuts():
@@ -169,55 +259,93 @@ def test_megatron_refuses_other_models_and_cuts():
         exported(planned([(0, 5, (0,))], ["e", "block0", "pool", "block1", "head"]), "megatron")
     with pytest.raises(CannotExpress, match="starts with the embedding"):
         exported(planned([(0, 2, (0,))], ["block0", "head"]), "megatron")
-    with pytest.raises(CannotExpress, match="the embedding is one layer there"):
+    with pytest.raises(CannotExpress, match=r"stage 0 ends inside of layers 0 to 1 \(tokens to positions\)"):
         exported(planned([(0, 1, (0,)), (1, 4, (1,))], ["tokens", "positions", "block0", "head"]), "megatron")
 
 
-def test_deepspeed_parts_and_torchgpipe_balance():
-    assert json.loads(exported(planned(THREE), "deepspeed")) == {
-        "num_stages": 3,
-        "parts": [0, 4, 8, 11],
-        "data_parallel_size": 1,
-        "activation_checkpoint_interval": 0,
-        "micro_batches": 6,
-    }
-    assert json.loads(exported(planned(THREE), "torchgpipe")) == {
-        "balance": [4, 4, 3],
-        "devices": [0, 1, 2],
-        "chunks": 6,
-        "checkpoint": "never",
-    }
+class PipelineModule:
+    """What an exported subclass sees of DeepSpeed's."""
+
+    def __init__(self, layers, num_stages, loss_fn, activation_checkpoint_interval, stage_id=0):
+        self._topo = SimpleNamespace(get_dim=lambda axis: num_stages, get_coord=lambda rank: SimpleNamespace(pipe=rank))
+        self._num_layers, self.global_rank, self.interval = len(layers), stage_id, activation_checkpoint_interval
+        self._partition_layers(method="parameters")
+
+    def _set_bounds(self, start, stop):
+        self.bounds = start, stop
 
 
-@pytest.mark.parametrize("target", ["torchtitan", "megatron", "deepspeed", "torchgpipe"])
-def test_split_targets_refuse_placements_and_partial_recomputation(target):
-    vee = [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (1,)), (9, 11, (0,))]
-    with pytest.raises(CannotExpress, match=r"stages are on ranks \[0, 1, 1, 0\]|holds stages \[0, 3\]"):
-        exported(planned(vee), target)
-    mixed = [(0, 4, (0,)), (4, 8, (1,), (4, 8)), (8, 11, (2,))]
-    with pytest.raises(CannotExpress, match="stage 1 recomputes some layers"):
-        exported(planned(mixed), target)
-    everything = [(0, 4, (0,), (0, 4)), (4, 8, (1,), (4, 8)), (8, 11, (2,), (8, 11))]
-    said = exported(planned(everything), target)
-    assert any(word in said for word in ("full", '"activation_checkpoint_interval": 1', "always"))
-    with pytest.raises(CannotExpress, match="replicas"):
-        exported(planned([(0, 6, (0, 1)), (6, 11, (2,))]), target)
+def imported(text, monkeypatch):
+    """The exported module, with a stand-in for DeepSpeed."""
+    pipe = ModuleType("deepspeed.pipe")
+    pipe.PipelineModule = PipelineModule
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.pipe", pipe)
+    found = {}
+    exec(text, found)
+    return found
 
 
-def test_deepspeed_refuses_several_stages_per_rank():
+def test_deepspeed_gets_a_pipeline_module_with_the_stages(monkeypatch):
+    plan = planned([(0, 4, (0, 1)), (4, 11, (2, 3))], [*GPT[:-1], "loss"])
+    plan = replace(plan, chain=replace(plan.chain, layers=(*plan.chain.layers[:-1], LOSS)))
+    module = imported(exported(plan, "deepspeed"), monkeypatch)
+    assert module["CONFIG"] == {
+        "train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3
+    }  # fmt: skip
+    made = [module["planned"]([None] * 10, None, stage_id=s) for s in range(2)]
+    assert [x.bounds for x in made] == [(0, 4), (4, 10)]  # the loss is none of its layers
+    assert (made[0].parts, made[0].interval) == ([0, 4, 10], 0)
+    with pytest.raises(ValueError, match="planned for 2 stages of 10 layers; these are 2 of 11"):
+        module["planned"]([None] * 11, None)
+    pairs = [(0, 2, (0,), (0, 2)), (2, 5, (1,), (2, 4), (4, 5))]
+    assert '"activation_checkpoint_interval": 2' in exported(planned(pairs, GPT[:5]), "deepspeed")
+
+
+def test_deepspeed_refuses_several_stages_per_rank_and_traced_profiles():
     with pytest.raises(CannotExpress, match=r"GPU 0 holds stages \[0, 2\]; there a rank holds one range"):
         exported(planned(SHARED), "deepspeed")
+    plan = planned(THREE)
+    traced = replace(plan, chain=replace(plan.chain, edges=tuple((i, i + 1) for i in range(10))))
+    with pytest.raises(CannotExpress, match="the profile was traced and is no list of layers"):
+        exported(traced, "deepspeed")
 
 
-def test_torchtitan_refuses_merged_layers():
-    with pytest.raises(CannotExpress, match=r"layer 'conv\.\.relu' is no module name"):
-        exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["conv..relu", "out"]), "torchtitan")
+@pytest.mark.parametrize("name", ["torchtitan", "megatron", "deepspeed", "torch-split"])
+def test_split_targets_refuse_placements_and_partial_recomputation(name):
+    vee = [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (1,)), (9, 11, (0,))]
+    with pytest.raises(CannotExpress, match=r"stages are on ranks \[0, 1, 1, 0\]"):
+        exported(planned(vee), name)
+    mixed = [(0, 4, (0,)), (4, 8, (1,), (4, 6)), (8, 11, (2,))]
+    with pytest.raises(CannotExpress, match="stage 1 recomputes layers 4 to 5; there all stages recompute nothing or"):
+        exported(planned(mixed), name)
+    with pytest.raises(CannotExpress, match="replicas"):
+        exported(planned([(0, 6, (0, 1)), (6, 11, (2,))]), name)
+
+
+def test_pipeline_of_torch_recomputes_nothing_and_splits_at_modules():
+    each = [(0, 1, (0,), (0, 1)), (1, 2, (1,), (1, 2))]
+    with pytest.raises(CannotExpress, match=r"pipeline\(\) traces the model, and nothing there recomputes"):
+        exported(planned(each, ["a", "b"]), "torch-split")
+    with pytest.raises(CannotExpress, match="a stage begins with 'b#2', which is no module"):
+        exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["b", "b#2"]), "torch-split")
+    text = exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["b", "b#2"]), "torch-split", rename=["b#2=c.d"])
+    assert 'SPLIT = {"c.d"}' in text
+    tied = planned([(0, 1, (0,)), (1, 2, (1,))], ["a", "b"])
+    with pytest.raises(CannotExpress, match="layers 0 and 1 share weights and are in two stages"):
+        exported(replace(tied, chain=replace(tied.chain, tied=((0, 1),))), "torch-csv")
 
 
 def test_notes_say_what_changes():
     plan = planned(THREE, weights="2bw")
     assert "drains the pipeline before every update" in notes(plan, "deepspeed", plan.allocation.stages)[0]
     assert notes(plan, "torch-csv", plan.allocation.stages) == []
+    crossed = planned([(0, 6, (0, 2)), (6, 11, (1, 3))])
+    assert notes(crossed, "megatron", crossed.allocation.stages) == [
+        "rank i is GPU 0, 2, 1, 3 of the platform, for i from 0 on"
+    ]
+    fewer = replace(crossed.allocation.stages[0], devices=(0, 1))
+    assert notes(crossed, "megatron", [fewer])[1] == "2 ranks; 2 of the 4 GPUs have none"
     other = replace(plan, policy=Policy(weights="flush"))
     assert "2 stages of its own" in notes(other, "deepspeed", plan.allocation.stages[:2])[0]
 
@@ -237,8 +365,9 @@ def test_the_command_writes_a_file_and_refuses_with_the_reason(pipeplan, tmp_pat
         "export", str(plan), "--to", "torch-csv", "--schedule", "1f1b", "--microbatches", "4", "-o", str(out)
     )
     assert (code, out.read_text().splitlines()[0]) == (0, "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3")
-    code, text, err = pipeplan("export", str(plan), "--to", "torchgpipe", "--json")
+    assert "MICROBATCHES = 4" in out.with_suffix(".py").read_text()
+    code, text, err = pipeplan("export", str(plan), "--to", "megatron", "--json")
     assert code == 0
-    assert json.loads(json.loads(text)["text"])["balance"] == [5, 6]
+    assert "Et*4|t*4L" in json.loads(text)["text"]
     assert "drains the pipeline" in err
     assert pipeplan("export", str(plan), "--to", "torch-csv", "--schedule", "nothing")[0] == 2

@@ -10,6 +10,8 @@ import random
 import pytest
 from cases.mutations import PLACE, document_of, kinds, mutations, reason_of, refusal
 
+from pipeplan.schedule.kinds import KINDS as KINDS_OF_SCHEDULES
+
 SAMPLE = 110  # changes of each kind of plan
 
 KINDS = kinds()
@@ -33,7 +35,7 @@ def test_every_change_of_a_field_is_refused_with_its_place_or_right(kind, tmp_pa
 
 def test_the_plans_are_of_many_kinds():
     assert len(KINDS) >= 12
-    assert {plan.schedule.kind for plan in KINDS.values()} == {"pattern", "flush", "nf1b", "message-driven"}
+    assert {plan.schedule.kind for plan in KINDS.values()} == set(KINDS_OF_SCHEDULES)
     assert {plan.policy.weights for plan in KINDS.values()} == {"2bw", "stash", "latest", "flush"}
     allocations = [plan.allocation for plan in KINDS.values()]
     assert not all(allocation.contiguous for allocation in allocations)

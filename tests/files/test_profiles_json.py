@@ -51,6 +51,10 @@ def test_a_byte_order_mark_is_no_obstacle(tmp_path):
     assert read_profile(str(path)) == CHAIN
 
 
+def shared(*layers, weight_bytes=0):
+    return {"layers": list(layers), "weight_bytes": weight_bytes}
+
+
 PROFILE = json.loads(profile_text(replace(CHAIN, edges=((0, 1), (1, 2), (0, 2), (2, 3)), tied=((0, 3),))))
 
 LAYER = ("layers", 2)
@@ -86,6 +90,16 @@ BAD_PROFILES = {
     "edges of too many": (("layers",), PROFILE["layers"] * 1001, "$.edges: 4004 layers with edges; up to 4000 can be"),
     "tied outside": (("tied", 0), [0, 9], "tied[0]: [0, 9] names a layer that is not there"),
     "tied back": (("tied", 0), [3, 0], "tied[0]: [3, 0] must name an earlier layer first"),
+    "shared by one": (("shared",), [shared(3)], "shared[0].layers: [3] are not two or more of the 4 layers"),
+    "shared outside": (("shared",), [shared(0, 4)], "shared[0].layers: [0, 4] are not two or more of the 4 layers"),
+    "shared back": (("shared",), [shared(3, 0)], "shared[0].layers: [3, 0] must come in order, each once"),
+    "shared by others": (("shared",), [shared(0, 2)], "shared: connects other layers than $.tied does"),
+    "shared by none": (("shared",), [], "shared: connects other layers than $.tied does"),
+    "shared less": (("shared",), [shared(0, 3, weight_bytes=-4)], "shared[0]: weight_bytes and parameters cannot be"),
+    "shared more": (
+        ("shared",), [shared(0, 3, weight_bytes=10**6)], "layers[0]: shares 1000000 bytes of weights by $.shared, and",
+    ),
+    "shared otherwise": (("shared",), [shared(0, 3) | {"bytes": 3}], "unknown field `bytes` - at `$.shared[0]`"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeplan.cost.memory_model import weights_of
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.profiles import profile_text, read_profile
 
@@ -41,8 +42,8 @@ def test_each_file_is_canonical_and_says_where_it_comes_from(path: Path) -> None
     assert sum(x.forward_ns + x.backward_ns for x in chain.layers) > 10**6
     name = chain.name.split(",")[0]
     if name in PARAMETERS:
-        shared = sum(chain.layers[i].parameter_count for _, i in chain.tied)
-        assert sum(x.parameter_count for x in chain.layers) - shared == PARAMETERS[name]
+        assert (chain.shared is None) == (not chain.tied)
+        assert weights_of(chain, 0, len(chain))[1] == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from itertools import combinations, groupby, pairwise, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from math import ceil
 
 from pipeplan.cost import memory_model, time_model
@@ -50,11 +50,20 @@ def contiguous_allocations(problem: Problem, orders: tuple[tuple[int, ...], ...]
 @cache
 def device_orders(platform: Platform) -> tuple[tuple[int, ...], ...]:
     """Return all orders of the devices in which each unit's stand together, one for each order of unequal ones."""
+    sizes = (1, *platform.unit_sizes)
+
+    def orders(start: int, level: int) -> Iterator[tuple[int, ...]]:
+        if level == 0:
+            yield (start,)
+            return
+        parts = range(start, start + sizes[level], sizes[level - 1])
+        for units in permutations(parts):
+            for inner in product(*(tuple(orders(unit, level - 1)) for unit in units)):
+                yield tuple(d for unit in inner for d in unit)
+
     found: dict[tuple[Device, ...], tuple[int, ...]] = {}
-    for order in permutations(range(len(platform))):
-        runs = [[unit for unit, _ in groupby(d // size for d in order)] for size in platform.unit_sizes]
-        if all(len(set(units)) == len(units) for units in runs):
-            found.setdefault(tuple(platform.devices[d] for d in order), order)
+    for order in orders(0, len(platform.levels)):
+        found.setdefault(tuple(platform.devices[d] for d in order), order)
     return tuple(found.values())
 
 
@@ -150,7 +159,10 @@ class ContiguousJudge:
         return self.shared() if stage.start <= other < stage.stop and not stage.start <= one else 0
 
     def shared(self) -> int:
-        """Return the gradient's bytes of the one pair of tied layers: all that the smaller has."""
+        """Return the gradient's bytes of the one pair of tied layers: what they share, or all that the smaller has."""
+        if self.problem.chain.shared is not None:
+            (known,) = self.problem.chain.shared
+            return 2 * known.parameter_count if self.problem.policy.precision == "mixed" else known.weight_bytes
         least = min((self.problem.chain.layers[i] for i in self.problem.chain.tied[0]), key=lambda x: x.weight_bytes)
         return 2 * least.parameter_count if self.problem.policy.precision == "mixed" else least.weight_bytes
 
@@ -251,6 +263,9 @@ class ContiguousJudge:
             work += sum(2 * platform.transfer_ns(chain.cut_bytes[cut], 0) for cut in inner)
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
+        for known in chain.shared or ():
+            if all(i <= holder < j for holder in known.layers):
+                weights, parameters = weights - known.weight_bytes, parameters - known.parameter_count
         gradient = memory_model.gradient_bytes(policy, weights, parameters)
         path = platform.paths[platform.level_of(stage.devices)]
         return (

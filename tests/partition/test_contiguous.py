@@ -27,7 +27,7 @@ from pipeplan.partition.contiguous.tables import stage_tables
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
 from pipeplan.plan import Stage
-from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
@@ -58,7 +58,12 @@ def test_stages_that_share_weights_equal_brute_force(block: int) -> None:
             continue
         first = rng.randrange(count - 1)
         policy = replace(problem.policy, weights="2bw", vertical_sync=False, accumulate=rng.choice((None, 2, 4, 8)))
-        chain = replace(problem.chain, tied=((first, rng.randrange(first + 1, count)),))
+        pair = (first, rng.randrange(first + 1, count))
+        chain = replace(problem.chain, tied=(pair,))
+        if seed % 2:  # the profile says what they share, which one stage or device holds once
+            least = min((chain.layers[i] for i in pair), key=lambda layer: layer.weight_bytes)
+            size = min(rng.randint(0, least.weight_bytes), *(4 * chain.layers[i].parameter_count for i in pair))
+            chain = replace(chain, shared=(SharedWeights(pair, size, size // 4),))
         problem = replace(problem, chain=chain, policy=policy)
         truth, found = contiguous_optimum(problem), smallest_period(problem)
         assert (found is None) == (truth is None), seed

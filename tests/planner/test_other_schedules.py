@@ -14,6 +14,7 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.planner.other_schedules import balanced_stages, drains, program_of, schedule_stages
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.stated import STATED
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps, in_flight, lane_use
@@ -94,15 +95,29 @@ def test_chunks_loop_or_turn_back_on_the_plans_devices():
 
 
 def test_stages_cut_anew_recompute_what_the_plan_recomputes():
-    stages = balanced_stages(straight(checkpoint=[(0, 2), (5, 6)]), [0, 1, 2, 3, 0, 1, 2, 3], "interleaved")
+    stages = balanced_stages(straight(checkpoint=[(0, 2), (5, 6)]), [(d,) for d in [0, 1, 2, 3] * 2], "interleaved")
     assert [stage.checkpoint for stage in stages] == [((0, 1),), ((1, 2),), (), (), (), ((5, 6),), (), ()]
 
 
-def test_schedules_of_one_gpu_per_stage_cut_replicated_plans_anew():
-    plan = make_plan(Problem(straight().chain, Platform.flat(4, 10**9), Policy("2bw")), "data-parallel").plan
-    assert len(plan.allocation.stages) == 1
-    assert len(program_of(plan, "zb1p", 8).graph.stages) == 4
-    assert len(program_of(plan, "gpipe", 8).graph.stages) == 1
+@pytest.mark.parametrize(
+    ("replicas", "schedule", "groups"),
+    [
+        ("2,2", "zb1p", [(0, 1), (2, 3)]),
+        ("2,2", "interleaved", [(0, 1), (2, 3)] * 2),
+        ("2,2", "zbv", [(0, 1), (2, 3), (2, 3), (0, 1)]),
+        ("4,2", "zb1p", [(0, 1), (2, 3), (4, 5)]),
+        ("4,2", "gpipe", [(0, 1, 2, 3), (4, 5)]),
+        ("2,1", "zb1p", [(0,), (1,), (2,)]),
+        ("2,2", "nf1b", [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_what_needs_other_stages_keeps_as_many_equal_pipelines_as_replicas_make(replicas, schedule, groups):
+    problem = Problem(straight().chain, Platform.flat(6, 10**9), Policy("2bw"))
+    plan = make_plan(problem, STATED, {"split": "4,4", "replicas": replicas}).plan
+    run = simulate_plan(plan, 12, schedule)
+    assert [run.timeline.program.graph.resources[x.resource].devices for x in run.timeline.program.graph.stages] == (
+        groups
+    )
 
 
 def test_options_reach_the_schedule_that_takes_them():

@@ -4,32 +4,45 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 from cases import runtime as runtime_cases
+from cases.measured import replayed, script_of
 from cases.runtime import chain_of, plan_of
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from pipeplan.errors import BadInput, RunFailed
+from pipeplan.plan import Schedule
+from pipeplan.problem import Chain, Policy
 from pipeplan.runtime import device as module
 from pipeplan.runtime import launch
 from pipeplan.runtime.device import (
     CPU,
     exchange_of,
+    group_timeout,
     kind_of,
     moved,
     on_host,
     own_device,
+    peak_bytes,
     place,
     random_state,
     set_random_state,
     sharing,
+    watch_last,
     with_random_state,
 )
 from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.measure.report import make_report
+from pipeplan.runtime.measure.times import GpuBytes
+from pipeplan.runtime.model.network import chain_network, final_outputs
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import device_name
@@ -46,14 +59,18 @@ def gpus(monkeypatch):
 
 
 def test_auto_takes_a_gpu_if_there_is_one_and_the_profile_is_not_of_a_cpu(gpus, monkeypatch):
-    assert kind_of("auto", "") == "cuda"
-    assert kind_of("auto", "NVIDIA H200") == "cuda"
-    assert kind_of("auto", "V100 (estimated)") == "cuda"
-    assert kind_of("auto", device_name("cpu", 1)) == kind_of("auto", device_name("cpu", 16)) == "cpu"
-    assert kind_of("cuda", device_name("cpu", 1)) == "cuda"
-    assert kind_of("cpu", "NVIDIA H200") == "cpu"
+    def kind(choice, device):
+        return kind_of(choice, Chain("net", (), 0, device=device))
+
+    assert kind("auto", "") == "cuda"
+    assert kind("auto", "NVIDIA H200") == "cuda"
+    assert kind("auto", "V100 (estimated)") == "cuda"
+    assert kind("auto", device_name("cpu", 1)) == kind("auto", device_name("cpu", 16)) == "cpu"
+    assert kind("auto", f"{device_name('cpu', 2)}, CPU time") == "cpu"
+    assert kind("cuda", device_name("cpu", 1)) == "cuda"
+    assert kind("cpu", "NVIDIA H200") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kind_of("auto", "NVIDIA H200") == "cpu"
+    assert kind("auto", "NVIDIA H200") == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -65,10 +82,10 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_process_starts():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
-    script = Path(__file__).parents[2] / "scripts" / "checks" / "gpu.py"
+    script = Path(__file__).parents[2] / "scripts" / "checks" / "cuda"
     done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "gpu: torch sees no GPU here; --device cpu rehearses the checks\n"
+    assert done.stderr == "cuda: torch sees no GPU here; --device cpu rehearses the checks\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -96,7 +113,8 @@ def test_processes_of_a_machine_go_round_its_gpus(gpus):
 def test_ranks_that_share_gpus_are_told_of(gpus):
     assert sharing("cuda", 4) == "4 ranks share 2 GPUs: what they exchange travels through host memory"
     assert sharing("cuda", 2) is None
-    assert sharing("cpu", 4) is None
+    assert sharing("cpu", 4, True) is None
+    assert sharing("cuda", 2, True).startswith("messages come in any order, so threads receive them")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +130,7 @@ def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch, everybodys, exchange):
     own = everybodys[0]
     monkeypatch.setattr(module.dist, "get_world_size", lambda: len(everybodys))
     monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(uuid=own[1]))
+    monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
     told = []
 
     def all_gather_object(found, mine):
@@ -171,6 +190,33 @@ def test_placed_modules_keep_the_buffers_that_they_share():
         assert one._buffers[name].device.type == "meta"
 
 
+@pytest.mark.parametrize("release", [True, False])
+def test_layers_that_are_measured_keep_the_buffers_that_they_share(release):
+    """Whether all of them stand on the device or one after the other, on one that is made up here."""
+
+    class Counter(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x + self.count
+
+    with FakeTensorMode():
+        count = torch.zeros(2)
+        layers = [nn.Sequential(Counter(count), Counter(count)), Counter(count)]
+        network = chain_network(layers, torch.zeros(2, device="meta"))
+        where = []
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: where.append({b.device.type for x in layers for b in x.buffers()}))
+        final_outputs(network, "meta", release)
+        left = {buffer for layer in layers for part in layer.modules() for buffer in part._buffers.values()}
+    assert where == ([{"meta", "cpu"}] * 2 if release else [{"meta"}] * 2)
+    assert [buffer.device.type for buffer in left] == (["cpu"] if release else ["meta"]), "one buffer is left"
+    assert (count in left) == release
+
+
 def test_weights_over_one_memory_are_refused_where_they_would_come_apart():
     weight = torch.zeros(4, 4)
     first, second, over = (nn.Linear(4, 2, bias=False) for _ in range(3))
@@ -181,6 +227,35 @@ def test_weights_over_one_memory_are_refused_where_they_would_come_apart():
         place([first, over], torch.device("meta"))
     place([first, second], torch.device("meta"))  # side by side
     assert second.weight.device.type == "meta"
+
+
+def test_memory_of_gpus_is_told_as_allocated_reserved_and_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    for name, value in {"max_memory_allocated": 20, "max_memory_reserved": 30, "memory_reserved": 25}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
+    found = GpuBytes(*peak_bytes(torch.device("cuda")))
+    assert found == GpuBytes(allocated=20, reserved=30, others=15, retries=3)
+    script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 3)
+    one, other = replayed(script, 1)
+    (memory,) = make_report(script, [replace(one, gpu=found), other]).memory
+    assert (memory.device, memory.measured_bytes, memory.reserved_bytes, memory.used_bytes) == (0, 20, 30, 45)
+    assert memory.planned_bytes > 0
+    assert peak_bytes(CPU) is None
+
+
+def test_torchs_watchdog_comes_after_our_own(monkeypatch):
+    for name in module.NCCL:
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    watch_last(CPU)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    watch_last(torch.device("cuda", 0))
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "the user's"
+    minute = timedelta(minutes=1)
+    assert group_timeout(minute, "gloo") == minute < group_timeout(minute, "nccl")
 
 
 def test_what_is_on_the_device_is_not_copied():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,9 @@ from cases.patience import SECONDS, fails_when_patient
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
-from pipeplan.runtime.failure import Failure, told
+from pipeplan.runtime import launch
+from pipeplan.runtime.exchange.transport import PeerLost, exchanging
+from pipeplan.runtime.failure import Failure, failure_of, told
 from pipeplan.runtime.inbox import Gone, Inbox
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
@@ -134,6 +137,47 @@ def test_a_store_that_has_gone_tells_nothing():
 
     failure = Failure(1, "failed", "rank 1 failed")
     assert told(failure, Gone(), 2, 0.1) is failure
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ("[tcp/pair.cc:534] Connection closed by peer [::1]:1\nframe #0: x", "Connection closed by peer [::1]:1"),
+        (
+            "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.27\n"
+            "ncclInvalidUsage: This usually reflects invalid usage.\nLast error:\n"
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 81000\n",
+            "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.27: "
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 81000",
+        ),
+    ],
+)
+def test_what_gloo_and_nccl_raise_is_told_in_one_line(raised, words):
+    with pytest.raises(PeerLost) as caught, exchanging("the send", 1):
+        raise RuntimeError(raised)
+    assert str(caught.value) == f"the send: {words}"
+
+
+def test_a_gpu_that_is_full_is_no_loss_of_a_rank():
+    with pytest.raises(torch.OutOfMemoryError) as caught, exchanging("the send", 1):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    failure = failure_of(1, caught.value)
+    assert failure.kind == "failed"
+    assert "CUDA out of memory" in failure.message
+    assert "--reserve" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("on_gpus", "named"), [(True, "^rank 0 doesn't answer .*rank 1 died .*SIGABRT"), (False, "^rank 1 died")]
+)
+def test_a_rank_that_torchs_watchdog_ends_has_waited_for_another(on_gpus, named, monkeypatch):
+    """On GPUs it aborts the process that waits, not the one that hangs."""
+    monkeypatch.setattr(launch, "GRACE_S", 0.05)
+    pipes, ends = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
+    ends[1].close()
+    hangs, aborted = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=0, exitcode=-6, join=lambda: None)
+    with pytest.raises(RunFailed, match=named):
+        launch._outcome(None, [hangs, aborted], pipes, [-1, -1], SECONDS, on_gpus, lambda _: None)
 
 
 def test_addresses_of_this_machine(monkeypatch):

@@ -93,7 +93,7 @@ def test_a_model_that_one_node_lacks_ends_the_others_at_once(plan, tmp_path):
     run = (plan, ModelSpec("own_model:build", "own_model:vectors"), OPTIONS)
     found = on_nodes(run, run, folders=node_folders(tmp_path, LAYERS, None))
     words = "own_model:build: ModuleNotFoundError: No module named 'own_model'"
-    assert found == [(2, f"rank 1: {words}"), (2, words)]
+    assert found == [(2, f"rank 1 on node1: {words}"), (2, words)]
 
 
 def test_two_nodes_with_a_folder_each_are_refused_and_nothing_is_left(tmp_path, monkeypatch):

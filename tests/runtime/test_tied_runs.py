@@ -10,6 +10,7 @@ from cases import runtime as runtime_cases
 from cases.half import halved_serial
 from cases.runtime import (
     chain_of,
+    emulated,
     largest_difference,
     plan_of,
     serial,
@@ -33,6 +34,7 @@ from pipeplan.runtime.model.loading import (
 )
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training.borrowed import borrowers
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.optimizers import Choice
 from pipeplan.runtime.training.tied import check_ties, separated, ties_of
@@ -53,7 +55,6 @@ def chain():
 RUNS = {
     "apart": {"stages": APART, "optimizer": "adam", "lr": 0.002},
     "one between": {"stages": [(0, 1, (0,)), (1, 4, (1,)), (4, 6, (2,))], "optimizer": "momentum"},
-    "on one device": {"stages": TOGETHER, "optimizer": "adam", "lr": 0.002},
     "first replicated": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "momentum", "coarsening": 1},
     "last replicated": {"stages": [(0, 3, (0,)), (3, 6, (1, 2))], "optimizer": "adam", "lr": 0.002},
     "on two devices": {"stages": [(0, 2, (0, 1)), (2, 4, (2,)), (4, 6, (0, 1))], "optimizer": "momentum"},
@@ -61,7 +62,6 @@ RUNS = {
     "bucket by bucket": {"stages": [(0, 3, (0, 1)), (3, 6, (2,))], "optimizer": "adam", "lr": 0.002, "bucket": 700},
     "in the order of messages": {"stages": [(0, 2, (0, 1)), (2, 6, (2, 3))], "optimizer": "momentum", "driven": True},
     "2bw, apart": {"stages": APART, "optimizer": "adam", "lr": 0.002, "weights": "2bw"},
-    "2bw, on one device": {"stages": TOGETHER, "optimizer": "momentum", "weights": "2bw"},
     "2bw, four stages": {
         "stages": [(0, 1, (0,)), (1, 2, (1,)), (2, 4, (2,)), (4, 6, (3,))], "optimizer": "momentum", "weights": "2bw",
     },
@@ -104,6 +104,41 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
         assert free == [0, 4 * chain.layers[4].parameter_count if case == "2bw, apart" else 0, 0, 0][: len(free)]
 
 
+ONE, TWO = [(0, 6, (0,))], [(0, 2, (0,)), (2, 6, (0,))]  # stages of one device
+
+
+@pytest.mark.parametrize(
+    ("stages", "weights", "accumulate", "optimizer"),
+    [
+        (ONE, "flush", 2, "adam"),
+        (ONE, "2bw", 2, "momentum"),
+        (TWO, "flush", 2, "adam"),
+        (TWO, "2bw", 4, "adam"),
+        (TWO, "stash", 1, "momentum"),
+        (TOGETHER, "flush", 2, "momentum"),
+        (TOGETHER, "2bw", None, "momentum"),
+        (TOGETHER, "stash", 1, "adam"),
+        (TOGETHER, "stash", 3, "momentum"),
+        (TOGETHER, "latest", 1, "momentum"),
+        (TOGETHER, "latest", 2, "adam"),
+    ],
+)
+def test_one_storage_on_one_device_trains_bit_for_bit_as_emulated(
+    stages, weights, accumulate, optimizer, chain, tmp_path
+):
+    """One weight, gradient and optimizer state for both layers, under every policy, and no more memory than planned."""
+    plan = plan_of(chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer)
+    options = {"steps": 9, "lr": 0.002 if optimizer == "adam" else 0.05, "seed": 2}
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", **options))
+    losses, state = emulated(plan, GPT, 2, optimizer=optimizer, **options)
+    assert list(report.losses) == losses
+    assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+    free = [x.planned_bytes - x.measured_bytes for x in report.states]
+    # one microbatch at a time: the second stage's gradient is gone when the first one's is there
+    gone = sum(x.weight_bytes for x in chain.layers[2:4]) if (stages, weights) == (TWO, "stash") else 0
+    assert free == [gone, *[0] * (len(free) - 1)]
+
+
 @pytest.mark.parametrize(
     ("stages", "copies", "weights"),
     [
@@ -124,6 +159,26 @@ def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, weights, tmp
     assert len(written) == copies
     assert len(set(written[0])) == 10 - (weights == "2bw")  # the last version but one is the last that is used
     assert all(list(dict.fromkeys(one)) == list(dict.fromkeys(written[0])) for one in written)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_on_devices_with_several_holders_train_as_one_weight_on_one(replicas, tmp_path):
+    """Gradients wait there for those of the first device, while stages behind are at the next mini-batch."""
+    model = ModelSpec("cases.runtime:four_tied", "cases.runtime:vectors")
+    chain = chain_of(runtime_cases.four_tied, 4)
+    one, other = tuple(range(replicas)), tuple(range(replicas, 2 * replicas))
+    stages = [(0, 2, one), (2, 4, other), (4, 6, one), (6, 9, other)]
+    several = plan_of(chain, stages, weights="2bw", optimizer="momentum")
+    single = plan_of(chain, [(0, 9, (0,))], weights="2bw", accumulate=several.interval, optimizer="momentum")
+    options, losses, states = {"steps": 5, "lr": 0.05}, [], []
+    for plan in (several, single):
+        report = run_plan(plan, model, RunOptions(save=tmp_path / "s", **options))
+        losses.append(report.losses)
+        states.append(torch.load(tmp_path / "s"))
+        assert all(x.measured_bytes <= x.planned_bytes for x in report.states)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert largest_difference(*states) <= 1e-5
+    assert torch.equal(states[0]["0.weight"], states[0]["6.weight"])
 
 
 def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
@@ -266,10 +321,10 @@ def test_an_optimizer_that_cannot_step_weights_apart_is_refused(chain):
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_weights_that_outlive_an_update_refuse_to_part_tied_layers(weights, chain):
-    loose = plan_of(replace(chain, tied=()), APART, weights=weights, accumulate=3)
+def test_updates_at_different_times_refuse_copies_on_several_devices(weights, chain):
+    loose = plan_of(replace(chain, tied=(), shared=None), APART, weights=weights, accumulate=3)
     plan = replace(loose, chain=chain)
-    with pytest.raises(BadInput, match=r"share weights but are in stages 0 and 1; only --weights 2bw and flush can"):
+    with pytest.raises(BadInput, match=r"are in stages 0 and 1 on different GPUs; only --weights 2bw and"):
         lower_run(plan, 1)
     assert violations(plan), "nor is it a valid plan"
 
@@ -282,7 +337,7 @@ def test_torchs_engine_refuses(chain):
 
 def test_model_and_profile_must_share_the_same(chain):
     other = GPT.replace("tied=true", "tied=false")
-    untied = replace(plan_of(replace(chain, tied=()), APART, weights="flush", accumulate=2))
+    untied = replace(plan_of(replace(chain, tied=(), shared=None), APART, weights="flush", accumulate=2))
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share weights, .* test doesn't say"):
         run_plan(untied, ModelSpec(GPT), RunOptions(steps=1, lr=0.1))
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
@@ -344,7 +399,7 @@ def test_only_whole_parameters_can_be_copied_to_other_stages():
         check_ties(loaded(layers), profile_of(layers, ((0, 1),)), [1])
 
 
-def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
+def test_stages_of_one_rank_have_modules_of_their_own_with_the_same_weights():
     layers = linears(4)
     layers[1].weight = layers[2].weight = layers[3].weight = layers[0].weight
     layers[2].bias.requires_grad_(False)
@@ -354,13 +409,18 @@ def test_stages_of_one_rank_get_copies_and_what_one_stage_shares_stays_shared():
     plan = plan_of(chain, [(0, 2, (0,)), (2, 5, (0,))], weights="flush", accumulate=1)
     script = lower_run(plan, 1)
     ties = ties_of(script, model)
-    assert [tie.places for tie in ties] == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
+    assert ties == []
+    assert borrowers({0: layers[:2], 1: layers[2:]}) == {0: {1}, 1: set()}
     apart = [layer.module for layer in separated(script, 0, model).layers]
-    assert apart[:2] == layers[:2]
-    assert apart[2].weight is apart[3].weight is not layers[0].weight
-    assert apart[2].bias is apart[3].bias
-    assert torch.equal(apart[2].weight, layers[0].weight)
-    assert not apart[2].bias.requires_grad
+    assert apart[:4] == layers, "they share weights and no module"
+    several = lower_run(plan_of(chain, [(0, 2, (0,)), (2, 5, (1,))], weights="flush", accumulate=1), 1)
+    places = [tie.places for tie in ties_of(several, model)]
+    assert places == [{0: (0, "weight"), 1: (2, "weight")}], "frozen ones need no sums"
+    twice = loaded([layers[0], layers[1], layers[0], layers[3]])
+    apart = [layer.module for layer in separated(script, 0, twice).layers]
+    assert apart[2] is not apart[0]
+    assert apart[2].weight is apart[3].weight is apart[0].weight
+    assert apart[2].bias is apart[0].bias
 
 
 def test_copies_begin_equal_whatever_each_rank_has_built(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.errors import PipeplanError
 from pipeplan.integers import smallest
 from pipeplan.plan import Stage
-from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.problem import Chain, Layer, Platform, Policy, SharedWeights
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import IlpResult, Solver, SolverLimits, schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -105,7 +105,8 @@ def test_the_solvers_agree_on_shared_devices():
 
 
 def shared_device_graph(seed: int) -> StageGraph:
-    """Return three or four stages, two on one device, with memory just above the least that any pattern needs."""
+    """Return three or four stages, two on one device, which often share weights, with memory just above the least that
+    any pattern needs."""
     rng = random.Random(seed)
     shape = rng.choice([(0, 1, 0), (0, 1, 0), (0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 0)])
     chain = random_chain(rng, len(shape), largest=2 if len(shape) == 3 else 3)
@@ -117,6 +118,10 @@ def shared_device_graph(seed: int) -> StageGraph:
         for x in chain.layers
     ]
     chain = replace(chain, layers=tuple(layers))
+    pair = next((i, j) for j in range(len(shape)) for i in range(j) if shape[i] == shape[j])
+    if seed % 2:
+        known = SharedWeights(pair, min(chain.layers[i].weight_bytes for i in pair))
+        chain = replace(chain, tied=(pair,), shared=(known,))
     replicas = shape == (0, 1, 0) and rng.random() < 0.3
     groups = [(0, 1), (2,)] if replicas else [(d,) for d in range(max(shape) + 1)]
     policy = Policy(weights=rng.choice(WEIGHTS))
@@ -149,6 +154,8 @@ def test_equals_exhaustive_search_on_shared_devices():
         seen["solved"] += 1
         seen["bound not tight"] += period > (group_bound(graph) or 0)
         seen["replicated"] += any(r.replicas > 1 for r in graph.resources)
+        seen["lent"] += any(lent for stage in graph.stages for lent in stage.lent if lent[1])
+    assert seen["lent"] >= 8
     assert seen["solved"] >= 50
     assert seen["bound not tight"] >= 10
     assert seen["replicated"] >= 5

@@ -1,17 +1,20 @@
-"""Interleaved 1F1B: staircase, closed form, uneven groups."""
+"""Interleaved 1F1B: staircase, closed form, uneven groups; and pipelines side by side under every such schedule."""
 
 from __future__ import annotations
 
 import pytest
-from cases.schedules import balanced, looped, picture, staircase
+from cases.schedules import balanced, looped, picture, staircase, vee
 
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.interleaved import interleaved
+from pipeplan.schedule.interleaved import interleaved, most_held
+from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.zbv import zbv
+from pipeplan.schedule.zero_bubble import zb1p, zb2p
 
 
 def test_staircase():
@@ -40,6 +43,32 @@ def test_closed_form_and_no_deadlock_for_any_number_of_microbatches(devices, chu
         assert program_deadlock(program) == []
 
 
+@pytest.mark.parametrize("microbatches", [1, 7, 8])
+@pytest.mark.parametrize(
+    ("build", "homes"),
+    [(interleaved, looped(2, 2)), (zb1p, [0, 1, 2]), (zb2p, [0, 1, 2]), (zbv, vee(2))],
+)
+def test_replicas_are_pipelines_side_by_side_that_take_microbatches_in_turn(build, homes, microbatches):
+    """Each is a run of its own share."""
+    together = build(balanced(len(homes), 2, 4, 1, weight_part=2, homes=homes, pipelines=2), microbatches)
+    timeline = simulate(together)
+    assert program_deadlock(together, timeline) == []
+    for pipeline, share in enumerate(((microbatches + 1) // 2, microbatches // 2)):
+        alone = simulate(build(balanced(len(homes), 2, 4, 1, weight_part=2, homes=homes), share))
+        for device, lane in enumerate(lane for lane in alone.program.lanes if lane.device is not None):
+            mine = timeline.program.lanes[2 * device + pipeline]
+            expected = [(alone.begin_ns(x), 2 * x.microbatch + pipeline, x.position) for x in lane.steps]
+            assert [(timeline.begin_ns(x), x.microbatch, x.position) for x in mine.steps] == expected
+
+
+def test_what_devices_hold_is_what_the_run_holds():
+    for devices, chunks, microbatches in ((2, 2, 4), (3, 2, 7), (4, 3, 12), (3, 1, 2)):
+        timeline = simulate(interleaved(balanced(devices * chunks, 1, 2, homes=looped(devices, chunks)), microbatches))
+        lanes = [in_flight(timeline, d) for d in range(devices)]
+        counts = [lanes[s % devices][s] for s in range(devices * chunks)]
+        assert most_held(devices, chunks, microbatches) == counts
+
+
 @pytest.mark.parametrize("homes", [[0, 1, 1, 0], [0, 1, 0]])
 def test_other_placements_are_refused(homes):
     with pytest.raises(BadInput, match="stage s on GPU s mod p"):
@@ -49,5 +78,5 @@ def test_other_placements_are_refused(homes):
 def test_one_stage_with_replicas_is_enough_to_be_refused():
     chain = Chain("pair", (Layer("l", 1, 2, 0, 0, saved_bytes=1),) * 2, 0)
     graph = stage_graph(chain, Platform.flat(3, 10), Policy("flush", 4), [Stage(0, 1, (0, 1)), Stage(1, 2, (2,))])
-    with pytest.raises(BadInput, match="gives each stage one GPU"):
+    with pytest.raises(BadInput, match="equal pipelines side by side; stage 0 of this plan has 2 GPUs, stage 1 has 1"):
         interleaved(graph, 4)

@@ -78,7 +78,7 @@ def test_a_kind_that_is_one_row_is_simulated_lowered_and_shown(toy, capsys):
 
 
 def test_a_new_kind_is_offered_for_its_weights(toy):
-    assert kinds_for("flush") == ["flush", "message-driven", "toy"]
+    assert kinds_for("flush") == ["flush", "message-driven", "1f1b", "interleaved", "toy"]
     with pytest.raises(BadInput, match="toy doesn't go with weights 2bw; only pattern"):
         make_plan(Problem(toy.chain, toy.platform, Policy("2bw")), schedule="toy")
     with pytest.raises(BadInput, match=r"a flush schedule holds what its order says; .* and toy have a limit"):
@@ -94,7 +94,7 @@ def test_files_know_the_kinds_of_the_table():
     [
         ("2bw", ["pattern"]),
         ("stash", ["pattern"]),
-        ("flush", ["flush", "message-driven"]),
+        ("flush", ["flush", "message-driven", "1f1b", "interleaved"]),
         ("latest", ["nf1b", "pattern"]),
     ],
 )
@@ -104,7 +104,8 @@ def test_weights_go_with_kinds_and_the_first_is_the_default(weights, kinds):
 
 def test_what_is_simulated_says_how():
     for kind in KINDS.values():
-        assert (kind.simulated is None) == (kind.limit is None)
+        assert kind.simulated is not None or kind.limit is None
+        assert kind.limit is not None or not (kind.by_arrival or kind.joins)
         assert kind.simulated is None or kind.drains != (kind.steady is not None)
         assert (kind.judged is not None) == kind.in_mini_batches
 

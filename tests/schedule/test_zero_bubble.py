@@ -61,9 +61,9 @@ def tried(monkeypatch):
     """The (microbatches, shape) of every program that is made of a shape, the last one for the result."""
     made, shaped = [], zero_bubble._shaped
 
-    def recorded(graph, microbatches, shape, weight_keeps):
+    def recorded(graph, microbatches, pipelines, shape, weight_keeps):
         made.append((microbatches, shape))
-        return shaped(graph, microbatches, shape, weight_keeps)
+        return shaped(graph, microbatches, pipelines, shape, weight_keeps)
 
     monkeypatch.setattr(zero_bubble, "_shaped", recorded)
     return made

@@ -91,10 +91,10 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
             if found is None:
                 return None
             tables = found[0]
-    for order in tables.orders.first():
-        stages = decide(tables.in_order(order), period, least_delay)
+    for some in [tables] if tables.orders is None else map(tables.in_order, tables.orders.first()):
+        stages = decide(some, period, least_delay)
         if stages is not None:
-            return _claim(problem, tables.orders.placed(stages, order), period)
+            return _claim(problem, stages, period)
     return None
 
 
@@ -127,8 +127,8 @@ def smallest_period(
     ``lower`` is a period known to be a lower bound; the search starts there. Periods are bisected with the decision;
     first among few cuts, then among those near the best ones found, so that the exact search starts from a narrow gap.
     The result's ``lower_bound_ns`` is what has been proved; it is optimal where that equals ``claimed_period_ns``. At
-    the problem's deadline it is the best so far; OutOfTime when there is none. Stages take devices in any order
-    (:mod:`.orders`), or ``as_listed``.
+    the problem's deadline it is the best so far; OutOfTime when there is none. Stages take devices in any order, of
+    many kinds in some (:mod:`.orders`), or ``as_listed``.
     """
     if not len(problem.chain):
         return None
@@ -137,7 +137,7 @@ def smallest_period(
         return None if best is None or (upper is not None and _claimed(best) > upper) else best
     tables = stage_tables(problem)
     if as_listed:
-        tables = replace(tables, orders=replace(tables.orders, most=1))
+        tables = tables.as_listed()
     high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
     least_delay = _plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:
@@ -145,7 +145,7 @@ def smallest_period(
     floor = _shared_work(tables, max(1, lower or 1), high)
     low = _least_possible(tables, floor, high, least_delay)
     if problem.checkpointing == "segments":
-        return _bounded(tables, *_with_segments(tables, least_delay, low, high), floor)
+        return _bounded(tables, *_with_segments(tables, least_delay, low, high, as_listed), floor)
     best = None
     try:
         for index, tolerance in (
@@ -167,7 +167,9 @@ def smallest_period(
     return _bounded(tables, best, low, floor)
 
 
-def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) -> tuple[Allocation | None, int]:
+def _with_segments(
+    tables: StageTables, least_delay: Ints, low: int, high: int, as_listed: bool
+) -> tuple[Allocation | None, int]:
     """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments"), and a
     period below which there is none.
 
@@ -177,7 +179,7 @@ def _with_segments(tables: StageTables, least_delay: Ints, low: int, high: int) 
     and end there, which is never exact.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
-    best = smallest_period(replace(problem, checkpointing="stages"), high, low, as_listed=tables.orders.most == 1)
+    best = smallest_period(replace(problem, checkpointing="stages"), high, low, as_listed)
     if best is None and len(problem.chain) <= _MOST_LAYERS:
         best, _ = _search(with_lowest_peaks(tables, low, longest), least_delay, low, high, None, 256)
     if len(problem.chain) > _MOST_LAYERS:
@@ -224,24 +226,24 @@ def _search(
     and a period below which there is none.
 
     With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
-    it ends with what it has, if it has any. Orders of devices are searched in turn, each for what beats the best of
-    those before; where they aren't all, also those near one that did, and nothing above ``low`` is proved. So it is
-    with ``tolerance``, for a few of them.
+    it ends with what it has, if it has any. Where orders of devices are searched in turn, each for what beats the best
+    of those before, also those near one that did are, and nothing above ``low`` is proved; with ``tolerance`` a few.
     """
-    orders = tables.orders if tolerance is None else replace(tables.orders, most=min(FEW, tables.orders.most))
-    bound = high + 1
+    orders = tables.orders
+    if orders is None:
+        return _search_in(tables, least_delay, low, high, best, tolerance)
+    most = orders.most if tolerance is None else min(FEW, orders.most)
     seen: set[tuple[Device, ...]] = set()
     waiting: Iterator[Order] = orders.first(_devices_of(best))
-    while len(seen) < orders.most and (order := next(waiting, None)) is not None:
+    while len(seen) < most and (order := next(waiting, None)) is not None:
         if (kinds := orders.along_kinds(order)) in seen:
             continue
         seen.add(kinds)
-        found, reached = _search_in(order, tables, least_delay, low, high, best, tolerance)
-        bound = min(bound, reached)
-        if found is not best and not orders.all:
+        found, _ = _search_in(tables.in_order(order), least_delay, low, high, best, tolerance)
+        if found is not best:
             waiting = chained(orders.near(order), waiting)
         best = found
-    return best, bound if orders.all or orders.most == 1 else low
+    return best, low
 
 
 def _devices_of(best: Allocation | None) -> list[int]:
@@ -249,38 +251,28 @@ def _devices_of(best: Allocation | None) -> list[int]:
 
 
 def _search_in(
-    order: Order,
-    tables: StageTables,
-    least_delay: Ints,
-    low: int,
-    high: int,
-    best: Allocation | None,
-    tolerance: int | None,
+    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
 ) -> tuple[Allocation | None, int]:
-    """Do the same for stages that take devices in ``order``; ``best`` may be of another."""
-    problem, ordered = tables.problem, tables.in_order(order)
-
-    def claim(stages: Sequence[Stage], period: int) -> Allocation:
-        return _claim(problem, tables.orders.placed(stages, order), period)
-
+    """Do the same for what stages can take by ``tables.states``; ``best`` may be something else."""
+    problem = tables.problem
     width, probe = max(1, low // 64), True
     try:
         while best is None:  # widen from below: periods below the optimum are decided quickly
             period = min(high, low + width)
-            stages = decide(ordered, period, least_delay)
+            stages = decide(tables, period, least_delay)
             if stages is not None:
-                best = claim(stages, period)
+                best = _claim(problem, stages, period)
             elif period == high:
                 return None, high + 1
             else:
                 low, width = period + 1, 2 * width
         while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
             period = _claimed(best) - 1 if probe else low + gap // 2
-            stages = decide(ordered, period, least_delay)
+            stages = decide(tables, period, least_delay)
             if stages is None:
                 low, probe = period + 1, True
             else:
-                best, probe = claim(stages, period), False
+                best, probe = _claim(problem, stages, period), False
     except OutOfTime:
         if best is None:
             raise
@@ -370,21 +362,27 @@ def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
 
 
 def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return ``stages`` on the first devices where all are alike, in the same order and as near to each other.
+    """Return ``stages`` on the first of equal devices, in the same order and as near to each other.
 
     The used units inside every unit of a level become its first ones, so every two devices stay joined by their level.
-    Where devices share links, which ones do would change.
+    Where devices share links, which ones do would change; unequal ones on several levels stay as they are.
     """
-    if len(set(platform.devices)) > 1 or platform.shared_level is not None:
-        return tuple(stages)
     used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
-    moved = dict.fromkeys(used, 0)
-    size = 1
-    for level in platform.levels:
-        groups: dict[int, list[int]] = {}
-        for unit in dict.fromkeys(d // size for d in used):
-            groups.setdefault(unit // level.count, []).append(unit)
-        for d in used:
-            moved[d] += size * groups[d // size // level.count].index(d // size)
-        size *= level.count
+    if platform.shared_level is not None:
+        return tuple(stages)
+    if len(platform.levels) == 1:
+        free = {x: iter([d for d, y in enumerate(platform.devices) if y == x]) for x in set(platform.devices)}
+        moved = {d: next(free[platform.devices[d]]) for d in used}
+    elif len(set(platform.devices)) == 1:
+        moved = dict.fromkeys(used, 0)
+        size = 1
+        for level in platform.levels:
+            groups: dict[int, list[int]] = {}
+            for unit in dict.fromkeys(d // size for d in used):
+                groups.setdefault(unit // level.count, []).append(unit)
+            for d in used:
+                moved[d] += size * groups[d // size // level.count].index(d // size)
+            size *= level.count
+    else:
+        return tuple(stages)
     return tuple(replace(stage, devices=tuple(moved[d] for d in stage.devices)) for stage in stages)

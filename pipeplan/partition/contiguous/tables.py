@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from math import isqrt
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ...cost import memory_model
+from ...cost import memory_model, time_model
 from ...integers import Ints, most_in_common
-from ...problem import Device, Platform, Problem
+from ...problem import Device, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..in_flight import memory_counts
+from .counted_states import counted
+from .device_classes import DeviceKinds
+from .device_states import DeviceStates, Line
 from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
 from .orders import Order, Orders
 
@@ -29,17 +29,11 @@ _SPREAD = 1000  # cuts that are looked at where all are too many
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """The groups of devices whose slowest speed and smallest memory are the same, and how long stages take on them.
-
-    A stage on the devices ``a..b-1`` takes all of them that are at least as fast and as large as the class, so
-    ``replicas[a, b]`` names a group. It is 0 where the first or the last device isn't taken, or no device is as slow or
-    none as small as the class. Without replicas there is the one row ``replicas[0, b]`` of single devices b - 1.
-    """
+    """How long stages take on the groups of devices of one floor (:mod:`.device_classes`), which are as good as
+    ``device``."""
 
     options: StageOptions
     device: Device
-    eligible: frozenset[int]  # the devices that are at least as good
-    replicas: Ints
 
 
 @dataclass(frozen=True)
@@ -48,15 +42,15 @@ class StageTables:
 
     problem: Problem
     cuts: Ints
-    classes: tuple[DeviceClass, ...]
+    classes: tuple[DeviceClass, ...]  # by floor
     best: StageOptions  # on ``best_device``
     best_device: Device  # as fast as the fastest and as large as the largest
     gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
     round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take on links, over each level
-    spans: Ints  # like replicas: the level that joins devices a..b-1
-    outer_spans: Ints  # the level that joins devices a-1..b-1: what the cut before a stage spans at least
-    uniform: bool  # whether only the number of devices counts
-    orders: Orders  # in which stages may take devices
+    work: Ints  # (n + 1,) ns that the layers before each cut take at least on a device of relative speed 1
+    states: DeviceStates  # what stages can take
+    listed: Line  # and what in the platform's order
+    orders: Orders | None  # to search in turn, where the states aren't those of all
     complete: bool = True  # whether all legal cuts are here
 
     def select(self, index: Ints) -> StageTables:
@@ -68,19 +62,17 @@ class StageTables:
             best=self.best.select(index),
             gradients=self.gradients[np.ix_(index, index)],
             round_trips=self.round_trips[:, index],
+            work=self.work[index],
             complete=self.complete and len(index) == len(self.cuts),
         )
 
     def in_order(self, order: Order) -> StageTables:
-        """Return the same tables for stages that take devices in ``order``, whose positions they call devices."""
-        devices = self.orders.along_kinds(order)
-        if devices == self.problem.platform.devices:
-            return self
-        platform = replace(self.problem.platform, devices=devices)
-        groups = _groups(platform, self.problem.replicas)
-        pairs = zip(self.classes, groups, strict=True)
-        classes = tuple(replace(x, eligible=found.eligible, replicas=found.replicas) for x, found in pairs)
-        return replace(self, problem=replace(self.problem, platform=platform), classes=classes)
+        """Return the same tables for stages that take devices in ``order``."""
+        return replace(self, states=replace(self.listed, order=order), orders=None)
+
+    def as_listed(self) -> StageTables:
+        """Return the same tables for stages that take devices in the platform's order."""
+        return replace(self, states=self.listed, orders=None)
 
 
 def stage_tables(problem: Problem) -> StageTables:
@@ -101,13 +93,6 @@ def stage_tables(problem: Problem) -> StageTables:
         [min(NEVER, trip) for trip in round_trips_ns(chain, platform, cuts, level)]
         for level in range(len(platform.levels))
     ]
-    devices, spans = len(platform), platform.spans
-    outer = np.zeros_like(spans)
-    if len(platform.levels) > 1:  # untouched zeros take no memory
-        outer[1:] = spans[:-1]
-    if not problem.replicas:  # the stage on device b - 1 alone
-        outer = np.array([[0, 0, *(spans[b - 2, b] for b in range(2, devices + 1))]], dtype=np.int64)
-        spans = np.zeros_like(outer)
     best = platform.best_device
 
     @cache
@@ -121,23 +106,25 @@ def stage_tables(problem: Problem) -> StageTables:
     def options_of(device: Device) -> StageOptions:
         return FewOptions(cuts, times_on(replace(device, memory_bytes=0)), limits_of(device.memory_bytes))
 
-    classes = tuple(
-        DeviceClass(options_of(x.device), x.device, x.eligible, x.replicas) for x in _groups(platform, problem.replicas)
-    )
-    uniform = len(platform.levels) == 1 and len(set(platform.devices)) == 1
+    kinds = DeviceKinds.on(platform, problem.replicas)
+    slowest = [kinds.slowest(floor) for floor in range(len(kinds.floors))]
     trips = np.array(round_trips, dtype=np.int64) * (not platform.blocking)
+    relaxed, orders = time_model.relative(problem), Orders.of(problem)
+    speeds = tuple(x.speed for x in relaxed.platform.devices)
+    listed = Line(kinds, tuple(range(len(platform))), problem.replicas, speeds)
+    several = orders.count > 1 and orders.exact
     return StageTables(
         problem,
         cuts,
-        classes,
+        tuple(DeviceClass(options_of(x), x) for x in slowest),
         options_of(best),
         best,
         np.asarray(gradients),
         trips,
-        spans,
-        outer,
-        uniform,
-        Orders.of(platform, len(cuts)),
+        (relaxed.chain.sums.forward_ns + relaxed.chain.sums.backward_ns)[cuts],
+        counted(platform, problem.replicas, speeds) if several else listed,
+        listed,
+        None if orders.exact else orders,
         complete=count == len(cuts),
     )
 
@@ -148,64 +135,6 @@ def _most_cuts(problem: Problem) -> int:
     paces, memories = {(x.speed, x.times) for x in platform.devices}, {x.memory_bytes for x in platform.devices}
     tables = len(replica_counts(problem)) * len(paces) + len(memory_counts(problem)) * len(memories)
     return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
-
-
-class _Group(NamedTuple):
-    """Groups of devices that are as good: see :class:`DeviceClass`."""
-
-    device: Device
-    eligible: frozenset[int]
-    replicas: Ints
-
-
-def _groups(platform: Platform, replicas: bool) -> list[_Group]:
-    """Return each class of device groups; as many, and in the same order, for every order of the same devices.
-
-    Within a class a stage needs no other devices than all the eligible ones from its first to its last: moving the
-    first ones up into a gap keeps speed and memory and shortens the way to the next stage. A class has a least memory
-    and, of each profile of devices' own that is in it, a least speed.
-    """
-    devices = platform.devices
-    if not replicas:
-        kinds = sorted(dict.fromkeys(devices), key=repr)
-        return [
-            _Group(
-                x,
-                frozenset(d for d, y in enumerate(devices) if y == x),
-                np.array([[0, *(int(y == x) for y in devices)]], dtype=np.int64),
-            )
-            for x in kinds
-        ]
-    profiles = sorted(dict.fromkeys(x.times for x in devices), key=repr)
-    speeds = [[None, *sorted({x.speed for x in devices if x.times == times})] for times in profiles]
-    memories = sorted({x.memory_bytes for x in devices})
-    found = []
-    for least in product(*speeds):
-        of_profile = dict(zip(profiles, least, strict=True))
-        taken = [speed is not None and x.speed >= speed for x in devices for speed in [of_profile[x.times]]]
-        for memory in memories:
-            eligible = np.array([y and x.memory_bytes >= memory for x, y in zip(devices, taken, strict=True)])
-            needed = [np.array([x.memory_bytes == memory for x in devices])]
-            for times, speed in of_profile.items():
-                if speed is not None:
-                    needed.append(np.array([x.times == times and x.speed == speed for x in devices]))
-            groups = _between(eligible)
-            groups[~(eligible[:, None] & np.concatenate([[False], eligible])[None, :])] = 0
-            for some in needed:
-                groups[_between(eligible & some) <= 0] = 0
-            groups[groups < 0] = 0
-            if groups.any():
-                members = [d for d in range(len(devices)) if eligible[d]]
-                slowest = replace(platform.slowest(members), memory_bytes=memory)
-                found.append(_Group(slowest, frozenset(members), groups))
-    assert found
-    return found
-
-
-def _between(which: npt.NDArray[np.bool_]) -> Ints:
-    """Return how many of the devices a..b-1 are ``which``, shape (P, P + 1)."""
-    table = np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
-    return table[None, :] - table[:-1, None]
 
 
 def closed(tables: StageTables, level: int, period: int) -> Ints:

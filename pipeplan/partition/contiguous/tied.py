@@ -17,7 +17,7 @@ from ...cost.memory_model import shared_gradient
 from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...plan import Allocation
-from ...problem import Problem, connected
+from ...problem import Problem
 
 Search = Callable[[Problem], Allocation | None]
 
@@ -76,10 +76,8 @@ def least_sum_ns(problem: Problem) -> int:
     fastest = max(level.bandwidth for level in problem.platform.levels), problem.platform.paths[0][1]
     most = len(problem.platform) - 1 if problem.replicas else 1
     return min(
-        int(
-            time_model.ring_all_reduce_ns(shared_gradient(chain, policy, x), r + 1, *fastest, policy.update_interval(r))
-        )
-        for x in connected(chain.tied)
+        int(time_model.ring_all_reduce_ns(shared_gradient(policy, x), r + 1, *fastest, policy.update_interval(r)))
+        for x in chain.ties
         for r in range(1, max(most, 1) + 1)
     )
 
@@ -87,7 +85,7 @@ def least_sum_ns(problem: Problem) -> int:
 def longest_sums_ns(problem: Problem) -> int:
     """Return a period that leaves time for all sums, over however many devices."""
     slowest = problem.platform.paths[-1]
-    gradients = (shared_gradient(problem.chain, problem.policy, x) for x in connected(problem.chain.tied))
+    gradients = (shared_gradient(problem.policy, x) for x in problem.chain.ties)
     return sum(int(time_model.ring_all_reduce_ns(x, len(problem.platform), *slowest)) for x in gradients)
 
 

@@ -86,7 +86,8 @@ class _Label(NamedTuple):
     ``delay`` V, from the end of a forward before the cut's transfer to the start of the backward after it; ``load`` ns
     and ``memory`` bytes of the special device; ``first`` the group count of its last stage in the chain (0 while it has
     none, or where the charge doesn't ask); ``beside`` whether the nearest stage is special, and then ``memory`` has its
-    buffers for the cut.
+    buffers for the cut; ``shared`` has a bit for each of the weights on the special device that others may share, where
+    more is better.
     """
 
     delay: int
@@ -94,6 +95,7 @@ class _Label(NamedTuple):
     memory: int
     first: int
     beside: bool
+    shared: int
     stages: Stages | None
 
 
@@ -106,11 +108,11 @@ def _decide(tables: MadPipeTables, period: int, charge: Charge, split: bool) -> 
     """
     last = len(tables.cuts) - 1
     waiting: list[list[list[_Label]]] = [[[] for _ in range(tables.devices)] for _ in range(last + 1)]
-    waiting[last][-1].append(_Label(0, 0, 0, 0, False, None))
+    waiting[last][-1].append(_Label(0, 0, 0, 0, False, 0, None))
     for j in range(last, 0, -1):
         kept: list[_Label] = []
         for devices in range(tables.devices - 1, -1, -1):
-            for label in sorted(waiting[j][devices], key=lambda x: x[:5]):
+            for label in sorted(waiting[j][devices], key=lambda x: x[:6]):
                 if not _covered(label, kept, split):
                     tables.deadline.check()
                     kept.append(label)
@@ -124,8 +126,8 @@ def _decide(tables: MadPipeTables, period: int, charge: Charge, split: bool) -> 
 
 def _covered(label: _Label, kept: list[_Label], split: bool) -> bool:
     """Whether stages that can follow ``label`` can always follow one of ``kept``."""
-    delay, load, memory, first, beside, _ = label
-    for one_delay, one_load, one_memory, one_first, one_beside, _ in kept:
+    delay, load, memory, first, beside, shared, _ = label
+    for one_delay, one_load, one_memory, one_first, one_beside, one_shared, _ in kept:
         if (
             one_delay <= delay
             and one_load <= load
@@ -133,6 +135,7 @@ def _covered(label: _Label, kept: list[_Label], split: bool) -> bool:
             and one_first <= first
             and (one_first > 0) == (first > 0)  # the last special stage is charged by a rule of its own
             and one_beside in (beside, split)
+            and one_shared & shared == shared
         ):
             return True
     return False
@@ -146,13 +149,16 @@ def _extensions(
     behind = label.stages
     apart = _after_transfer(tables, period, label.delay, j)
     for i in range(j - 1, -1, -1):
-        work = tables.work[i][j]
-        if work > period:
+        lent = tables.costs(i, j, label.shared)
+        if lent[0] > period:
             return
-        if work == 0:
+        if lent[0] == 0:
             continue
-        rest_work, rest_fixed = tables.work[0][i], tables.fixed[0][i]
         for special in (False, True):
+            work, fixed, version = lent if special else tables.costs(i, j)
+            if work > period:
+                continue
+            shared = label.shared | (tables.holds[i][j] if special else 0)
             if special and label.beside:
                 if not split:
                     continue
@@ -177,15 +183,16 @@ def _extensions(
                 if charge == "tight":
                     charged = max(first, charged) if first else count
                     first = first or count
-                memory += tables.fixed[i][j] + versions * tables.version[i][j] + charged * tables.saved[i][j] + buffers
+                memory += fixed + versions * version + charged * tables.saved[i][j] + buffers
                 if load > period:
                     continue
             refund = tables.buffers[i] if special and split else 0
             if memory - refund > tables.memory:
                 continue
-            rest = rest_fixed + (count - spare) * tables.least_saved[i] + versions * tables.version[0][i]
+            rest_work, rest_fixed, rest_version = tables.costs(0, i, shared)
+            rest = rest_fixed + (count - spare) * tables.least_saved[i] + versions * rest_version
             if rest_work <= (left + 1) * period - load and rest <= (left + 1) * tables.memory - memory + refund:
-                yield i, left, _Label(delay, load, memory, first, special, Stages(i, j, special, behind))
+                yield i, left, _Label(delay, load, memory, first, special, shared, Stages(i, j, special, behind))
 
 
 def _after_transfer(tables: MadPipeTables, period: int, delay: int, cut: int) -> int | None:

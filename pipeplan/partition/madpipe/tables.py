@@ -7,7 +7,9 @@ models in ``cost`` say, here in tables over pairs of legal cuts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from ...errors import BadInput
 from ...integers import IntLike, ceil_div
 from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Policy, Problem
-from ..cuts import crossing_bytes, legal_cuts, round_trips_ns
+from ..cuts import crossing_bytes, legal_cuts, parting, round_trips_ns
 from ..in_flight import in_flight_limit
 
 MOST_CUTS = 1000  # the tables take 200 bytes for each pair
@@ -41,12 +43,16 @@ def _alike(platform: Platform, device: Device, path: tuple[int, int]) -> Platfor
     return replace(platform, devices=(device,) * count, levels=(Level(count, *path),))
 
 
+StageCosts = tuple[int, int, int]  # work ns, fixed bytes, bytes of one version: see MadPipeTables
+
+
 @dataclass(frozen=True)
 class MadPipeTables:
     """Tables over pairs of legal cuts i < j, for the layers between them as one stage on one of the equal devices.
 
-    ``work`` ns, ``limit`` microbatches in flight that fit a device, ``fixed`` bytes without activations, buffers and
-    weight versions, ``version`` bytes of one version, ``saved`` bytes for each microbatch; per cut its round trip and
+    ``work`` ns, ``limit`` microbatches in flight that fit a device of its own, ``fixed`` bytes without activations,
+    buffers, weight versions and gradients of shared weights that wait, ``version`` bytes of one version, ``saved``
+    bytes for each microbatch, ``holds`` bits for the weights that it may share with others; per cut its round trip and
     its buffers, and what the layers before it save at least, wherever they are cut.
     """
 
@@ -62,6 +68,8 @@ class MadPipeTables:
     fixed: list[list[int]]
     version: list[list[int]]
     saved: list[list[int]]
+    holds: list[list[int]]
+    borrowing: Callable[[int, int, int], StageCosts]
     round_trip: list[int]
     buffers: list[int]
     least_saved: list[int]
@@ -81,10 +89,17 @@ class MadPipeTables:
             fixed=pairs(self.fixed),
             version=pairs(self.version),
             saved=pairs(self.saved),
+            holds=pairs(self.holds),
             round_trip=[self.round_trip[i] for i in index],
             buffers=[self.buffers[i] for i in index],
             least_saved=[self.least_saved[i] for i in index],
         )
+
+    def costs(self, i: int, j: int, lent: int = 0) -> StageCosts:
+        """Return what the layers between two cuts cost as a stage on a device that has the weights ``lent`` (bits)."""
+        if lent and lent & self.holds[i][j]:
+            return self.borrowing(self.cuts[i], self.cuts[j], lent & self.holds[i][j])
+        return self.work[i][j], self.fixed[i][j], self.version[i][j]
 
     def versions(self, in_flight: IntLike) -> IntLike:
         """Return the weight versions of a stage; under vertical sync those that its own microbatches need."""
@@ -103,7 +118,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     BadInput for more than :data:`MOST_CUTS` cuts.
     """
     chain, policy = problem.chain, problem.policy
-    cuts = legal_cuts(problem)
+    cuts = legal_cuts(problem, several=True)
     if len(cuts) > MOST_CUTS + 1:
         raise BadInput(
             f"madpipe: the network can be cut in {len(cuts)} places, and at most {MOST_CUTS} are searched; "
@@ -113,8 +128,23 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
     device = platform.devices[0]
     size, count = memory_model.weights_of(chain, start, stop)
     none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
-    waiting = memory_model.waiting_bytes(chain, policy, start, stop)
     saved = np.asarray(saved_bytes(chain, start, stop))
+    limit = in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes)
+    timed = chain.timed(device.times)
+    holds = np.zeros(np.broadcast(start, stop).shape, dtype=object)
+    for n, shared in enumerate(chain.sums.shared):
+        holds |= (shared.holders[stop] > shared.holders[start]).astype(object) << n
+
+    @cache
+    def borrowing(first: int, last: int, lent: int) -> StageCosts:
+        sums = [x for n, x in enumerate(timed.sums.shared) if lent >> n & 1]
+        size, count = memory_model.weights_of(chain, first, last)
+        size, count = size - sum(x.weight_bytes for x in sums), count - sum(x.parameters for x in sums)
+        none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
+        elsewhere = sum(x.optimizer_ns for x in sums)
+        work = time_model.work_ns(timed, policy, first, last, speed=device.speed, elsewhere_ns=elsewhere)
+        return int(work), int(none), int(one - none)
+
     return MadPipeTables(
         policy=policy,
         deadline=problem.deadline,
@@ -123,11 +153,13 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         memory=device.memory_bytes,
         lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
         duplex=platform.full_duplex,
-        work=time_model.work_ns(chain.timed(device.times), policy, start, stop, speed=device.speed).tolist(),
-        limit=in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes).tolist(),
-        fixed=(none + waiting).tolist(),
+        work=time_model.work_ns(timed, policy, start, stop, speed=device.speed).tolist(),
+        limit=np.where(parting(problem, cuts), 0, limit).tolist(),
+        fixed=none.tolist(),
         version=(one - none).tolist(),
         saved=saved.tolist(),
+        holds=holds.tolist(),
+        borrowing=borrowing,
         round_trip=[0] * len(cuts) if platform.blocking else round_trips_ns(chain, platform, cuts, 0),
         buffers=(2 * crossing_bytes(chain)[cuts]).tolist(),
         least_saved=np.concatenate([[0], np.cumsum(first_saved(chain))])[cuts].tolist(),

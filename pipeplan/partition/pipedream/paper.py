@@ -177,22 +177,28 @@ def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> lis
 
 
 def _furthest(problem: Problem, period: int, replicas: int, slowest: Device, gradient: int) -> Ints:
-    """Return for each start the largest stop so that ``layers[start:stop]`` on ``replicas`` devices keep ``period``."""
+    """Return for each start the largest stop so that ``layers[start:stop]`` on ``replicas`` devices keep ``period`` and
+    have at most ``gradient`` bytes to sum."""
     chain, speed = problem.chain.timed(slowest.times), slowest.speed
     sums = chain.sums
     prefix = sums.forward_ns + sums.backward_ns
     budget = replicas * period
     roughly = min(budget * speed.numerator // speed.denominator, UNREACHABLE)  # rounding up only takes away
     stop = np.searchsorted(prefix, prefix + roughly, side="right") - 1
-    synced = np.asarray(memory_model.gradient_of(problem.chain, problem.policy, 0, np.arange(len(prefix))))
-    stop = np.minimum(stop, np.searchsorted(synced, synced + min(gradient, UNREACHABLE), side="right") - 1)
     start = np.arange(len(prefix))
-    too_far = time_model.work_ns(chain, problem.policy, start, stop, 0, replicas, speed) > budget
-    high = np.where(too_far, stop - 1, stop)
-    low = np.where(too_far, start, stop)
+
+    def keeps(stop: Ints) -> Bools:
+        """Whether each stage is in time; longer ones are not if it isn't."""
+        work = time_model.work_ns(chain, problem.policy, start, stop, 0, replicas, speed)
+        found: Bools = (work <= budget) & (memory_model.gradient_of(chain, problem.policy, start, stop) <= gradient)
+        return found
+
+    fits = keeps(stop)
+    high = np.where(fits, stop, stop - 1)
+    low = np.where(fits, stop, start)
     while (low < high).any():
         middle = (low + high + 1) // 2
-        fits = time_model.work_ns(chain, problem.policy, start, middle, 0, replicas, speed) <= budget
+        fits = keeps(middle)
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     return low
 

@@ -78,7 +78,7 @@ def profiles(chains: Sequence[Chain], fixed_ns: int = 0) -> Profiles:
                 f"the profiles are of different networks: {len(first)} layers at microbatches of {first.microbatch}, "
                 f"{len(chain)} at {chain.microbatch}"
             )
-        if (chain.edges, chain.tied) != (first.edges, first.tied):
+        if (chain.edges, chain.tied, chain.shared) != (first.edges, first.tied, first.shared):
             raise BadInput("the profiles are of different networks: their edges or tied layers differ")
         for i, (one, two) in enumerate(zip(first.layers, chain.layers, strict=True)):
             for name in _FIXED:

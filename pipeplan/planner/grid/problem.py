@@ -184,11 +184,12 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
     passes = int(sums.forward_ns[-1] + sums.backward_ns[-1])
-    step = Fraction(int(sums.optimizer_ns[-1]), problem.policy.sharers(config.pipelines))
+    chain = problem.chain
+    step = Fraction(time_model.whole_step_ns(chain, 0, len(chain)), problem.policy.sharers(config.pipelines))
     overlaps = problem.policy.coarsening is not None
     work = passes + (Fraction(0) if overlaps else step / count)
     drain = work / (1 - Fraction(count - 1, count) ** p)
-    gradient = int(memory_model.gradient_bytes(problem.policy, int(sums.weight_bytes[-1]), int(sums.parameters[-1])))
+    gradient: int = memory_model.gradient_of(chain, problem.policy, 0, len(chain))
     rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
     rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
     if overlaps:

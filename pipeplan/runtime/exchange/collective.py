@@ -7,21 +7,22 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import RunFailed
-from ..device import Exchange
+from ..device import Exchange, group_timeout
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
-from .links import Group, Links
+from .links import Group, Links, in_hosts_order
 from .transport import exchanging
 
 PINGS = 10
+PATIENCE: Final = timedelta(hours=4)  # for a turn to give what was trained; ranks that have gone show at once
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
 
 
@@ -52,6 +53,8 @@ def stage_groups(
     All ranks make all groups, in one order, as torch wants it. gloo's take tensors of GPUs too, through the host.
     """
     backend = "nccl" if exchange == "nccl" else "gloo"
+    if backend == "nccl":
+        in_hosts_order()
     groups: dict[tuple[int, ...], Group] = {}
     made: dict[tuple[int, ...], Group] = {}
     with exchanging("the making of groups that sum gradients"):
@@ -59,7 +62,7 @@ def stage_groups(
             ranks = tuple(sorted({rank for s in stages for rank in lowered.ranks_of(s)}))
             if len(ranks) > 1:
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), timeout, backend)
+                    made[ranks] = dist.new_group(list(ranks), group_timeout(timeout, backend), backend)
                 groups[stages] = made[ranks]
     return groups
 
@@ -167,3 +170,25 @@ def gathered(rank: int, value: Any) -> list[Any] | None:
     with exchanging("the gathering of results"):
         dist.gather_object(value, values, dst=0)
     return values
+
+
+def together(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return everybody's ``tensors`` in host memory on rank 0, of equal names the last rank's; None elsewhere.
+
+    One after the other, so that nothing is there twice, and however long all of them take.
+    """
+    named = gathered(rank, [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
+    with exchanging("the gathering of the trained model"):
+        group = dist.new_group(timeout=PATIENCE, backend="gloo")
+        if named is None:
+            for tensor in tensors.values():
+                if tensor.numel():
+                    dist.send(tensor.cpu().contiguous(), 0, group=group)
+            return None
+        found = {name: tensor.cpu() for name, tensor in tensors.items()}
+        for other, those in enumerate(named[1:], 1):
+            for name, shape, dtype in those:
+                found[name] = torch.empty(shape, dtype=dtype)
+                if found[name].numel():
+                    dist.recv(found[name], other, group=group)
+        return found

@@ -66,6 +66,10 @@ class GlooTransport:
         while self._waiting[edge] < self._ahead and self._coming[edge]:
             self._post_next(edge)
 
+    def await_room(self, send: Send) -> bool:
+        """Wait until the edge's last send is through."""
+        return self._sends.await_room(send)
+
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send ``tensor``, once the edge's send before it is through."""
         self._sends.issue(send, tensor, self._tag(send.edge, send.microbatch))

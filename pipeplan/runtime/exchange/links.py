@@ -8,22 +8,27 @@ group, so a communicator and a stream, of its own: messages overlap with passes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device import Exchange, moved, new_stream, on_host, settle
+from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
 from .transport import Sends, Transport, exchanging
+
+MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
+LATE: Final = 2  # messages before it that are over when a receive begins
 
 Group = Any  # a process group; torch's type for it differs between versions
 Pair = tuple[int, int]  # sender, receiver
@@ -46,7 +51,7 @@ class Links:
     ) -> Transport:
         """Return what moves the messages of ``instructions``."""
         if self.exchange == "nccl":
-            return OrderedTransport(rank, specs, self.pairs, self.device)
+            return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
         return self.through_host(GlooTransport(instructions, specs, stages))
 
     def through_host(self, between_hosts: Transport) -> Transport:
@@ -57,7 +62,7 @@ class Links:
         """Send ``tensor`` from ``here`` to ``there`` and back, and wait until it has arrived; both call this."""
         group = self.pairs[here, there] if self.exchange == "nccl" else None
         travels = on_host(tensor) if self.exchange == "staged" else tensor
-        settle(self.device)
+        settle(self.device, self.timeout)
         for sender in (here, there):
             if rank == sender:
                 dist.send(travels, there if rank == here else here, group=group)
@@ -65,7 +70,7 @@ class Links:
                 dist.recv(travels, sender, group=group)
         if self.exchange == "staged":
             tensor.copy_(travels, non_blocking=True)
-        settle(self.device)
+        settle(self.device, self.timeout)
 
 
 def open_links(
@@ -81,9 +86,12 @@ def open_links(
         (r, x.peer) for r, orders in enumerate(lowered.instructions) for x in orders.kinds() if isinstance(x, Send)
     }
     pairs: dict[Pair, Group] = {}
+    in_hosts_order()
     with exchanging("the connecting of GPUs"):
-        for pair in sorted(found):
-            group = dist.new_group(sorted(pair), timeout, backend)
+        for pair in in_rounds(found):
+            group = dist.new_group(
+                sorted(pair), group_timeout(timeout, backend), backend, pg_options=pair_options(backend)
+            )
             if rank in pair:
                 pairs[pair] = group
         for (sender, receiver), group in pairs.items():
@@ -92,26 +100,75 @@ def open_links(
                 dist.send(greeting, receiver, group=group)
             else:
                 dist.recv(greeting, sender, group=group)
-            settle(device)
+            settle(device, timeout)
     return Links(exchange, device, timeout, pairs)
+
+
+def in_rounds(pairs: Collection[Pair]) -> list[Pair]:
+    """Return ``pairs`` in an order in which as many as can connect at once: round by round, no rank twice in one.
+
+    Each rank goes through its own pairs in this order, so all are through after at most about twice as many rounds as
+    one rank has pairs, where the order of their numbers would let a chain connect one after the other.
+    """
+    rounds: list[list[Pair]] = []
+    for way in ([pair for pair in pairs if pair[0] < pair[1]], [pair for pair in pairs if pair[0] > pair[1]]):
+        first = len(rounds)
+        for pair in sorted(way):
+            free = (x for x in rounds[first:] if not any(set(pair) & set(other) for other in x))
+            found = next(free, None)
+            if found is None:
+                rounds.append(found := [])
+            found.append(pair)
+    return [pair for connected in rounds for pair in connected]
+
+
+def in_hosts_order() -> None:
+    """Let NCCL begin what a GPU has in several communicators in the order of the host, unless the user says otherwise.
+
+    That is one total order over all ranks, so nothing deadlocks wherever CUDA should not let two of them run at once.
+    NCCL has it since 2.26, and does none of it without being asked; RCCL's is said to be broken.
+    """
+    if torch.version.hip is None:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+def pair_options(backend: str) -> Any:
+    """Return what the communicator of a pair is made with.
+
+    NCCL moves messages by kernels. A receive that waits for its message keeps its processors from the passes, so it
+    gets :data:`MOST_BLOCKS`; and what is ready to go shouldn't queue behind a pass, so its stream comes first.
+    """
+    if backend != "nccl" or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MOST_BLOCKS  # NCCL_MAX_CTAS goes before
+    return options
 
 
 class OrderedTransport:
     """Messages in the order of the instructions, with the group of their directed pair.
 
-    A receive is issued in a stream of its own, so that it doesn't wait for the passes queued before it; its buffer is
-    of that stream's memory, and given back once the passes that use it are over. ``take`` lets the passes' stream wait,
-    not the host. A send waits for the pass before it, and its tensor is kept until the edge's next send, for which
-    the passes' stream waits until it is through.
+    A receive is issued in a stream of its own, so that it doesn't wait for the pass queued before it; its buffer is of
+    that stream's memory, and given back once the passes that use it are over. The host is several passes ahead, so it
+    begins when the GPU is but one pass away: at the :data:`LATE`-th message before it. What waits for earlier work
+    alone deadlocks no more than one thing after the other. ``take`` lets the passes' stream wait, not the host. A send
+    waits for the pass before it, and its tensor is kept until the edge's next send, for which the passes' stream waits
+    until it is through.
     """
 
     def __init__(
-        self, rank: int, specs: Mapping[Edge, TensorSpec], pairs: Mapping[Pair, Group], device: torch.device
+        self,
+        rank: int,
+        specs: Mapping[Edge, TensorSpec],
+        pairs: Mapping[Pair, Group],
+        device: torch.device,
+        timeout: timedelta,
     ) -> None:
-        self._rank, self._specs, self._pairs, self._device = rank, specs, pairs, device
+        self._rank, self._specs, self._pairs, self._device, self._timeout = rank, specs, pairs, device, timeout
         self._stream = new_stream(device)
         self._coming: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
         self._sends = Sends()
+        self._messages: deque[Any] = deque(maxlen=LATE)  # events where the last ones were taken or sent
 
     def start(self) -> None:
         """Nothing is received before its turn."""
@@ -120,6 +177,8 @@ class OrderedTransport:
         """Issue ``receive``."""
         spec = self._specs[receive.edge]
         with self._receiving():
+            if self._stream is not None and len(self._messages) == LATE:
+                self._stream.wait_event(self._messages[0])
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
             with exchanging(sentence(receive)):
                 work = dist.irecv(tensor, receive.peer, group=self._pairs[receive.peer, self._rank])
@@ -133,19 +192,31 @@ class OrderedTransport:
             work.wait()
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self._device))
+        self._passed()
         return tensor
 
     def look_ahead(self, edge: Edge) -> None:
         """Nothing is received before its turn."""
 
+    def await_room(self, send: Send) -> bool:
+        """Let what is queued from here on wait until the edge's last send is through."""
+        return self._sends.await_room(send)
+
     def send(self, send: Send, tensor: Tensor) -> None:
         """Issue the send of ``tensor``."""
         self._sends.issue(send, tensor, group=self._pairs[self._rank, send.peer])
+        self._passed()
+
+    def _passed(self) -> None:
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._messages.append(event)
 
     def finish(self) -> None:
         """Wait for the last sends."""
         self._sends.finish()
-        settle(self._device)
+        settle(self._device, self._timeout)
 
     def _receiving(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -172,6 +243,10 @@ class StagedTransport:
     def look_ahead(self, edge: Edge) -> None:
         """Be ready for what comes next."""
         self._between_hosts.look_ahead(edge)
+
+    def await_room(self, send: Send) -> bool:
+        """Wait until the edge's last message is through."""
+        return self._between_hosts.await_room(send)
 
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send a message; the host waits for the pass that makes it."""

@@ -129,10 +129,18 @@ class ThreadedTransport:
             news, self._news = self._news, []
             return news
 
-    def send(self, send: Send, tensor: Tensor) -> None:
-        """Send ``tensor`` beside what follows; waits only while ``room`` messages to the peer are not through."""
+    def await_room(self, send: Send) -> bool:
+        """Wait while ``room`` messages to the peer are not through."""
         wire = send.edge, send.peer
+        with self._changed:
+            full = self._unsent[wire] >= self._room
         self._wait(lambda: self._unsent[wire] < self._room, lambda: sentence(send))
+        return full
+
+    def send(self, send: Send, tensor: Tensor) -> None:
+        """Send ``tensor`` beside what follows, once there is room."""
+        wire = send.edge, send.peer
+        self.await_room(send)
         with self._changed:
             self._unsent[wire] += 1
         self._outgoing[wire].put((send, tensor.contiguous()))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,9 @@ class Transport(Protocol):
     def look_ahead(self, edge: Edge) -> None:
         """Be ready for what comes next along ``edge``, once a message has been taken."""
 
+    def await_room(self, send: Send) -> bool:
+        """Wait until the message that is sent next can be under way; whether there was anything to wait for."""
+
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send a message."""
 
@@ -48,13 +52,25 @@ class PeerLost(PipeplanError):
 
 @contextmanager
 def exchanging(what: str, *peers: int) -> Iterator[None]:
-    """Turn what gloo raises into PeerLost, which names the exchange and knows the ``peers``."""
+    """Turn what gloo and NCCL raise into PeerLost, which names the exchange and knows the ``peers``.
+
+    What the device itself lacks, which is no fault of others, stays as it is.
+    """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        message = str(error).partition("\n")[0]
-        _, _, plain = message.rpartition("] ") if message.startswith("[") else ("", "", message)
-        raise PeerLost(f"{what}: {plain}", *peers) from error
+        raise PeerLost(f"{what}: {_cause(str(error))}", *peers) from error
+
+
+def _cause(words: str) -> str:
+    """Return what an error says in one line: the first, and what NCCL puts behind it as its last error."""
+    first, _, rest = words.strip().partition("\n")
+    plain = first.rpartition("] ")[2] if first.startswith("[") else first
+    _, found, last = rest.partition("Last error:")
+    lines = [line.strip() for line in last.splitlines() if line.strip()]
+    return f"{plain}: {lines[0]}" if found and lines else plain
 
 
 class Sends:
@@ -65,12 +81,19 @@ class Sends:
 
     def issue(self, send: Send, tensor: Tensor, tag: int = 0, group: Any = None) -> None:
         """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
-        self._wait(send.edge)
+        self.await_room(send)
         tensor = tensor.contiguous()
         with exchanging(sentence(send), send.peer):
             work = dist.isend(tensor, send.peer, group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._sent[send.edge] = send, work, tensor
+
+    def await_room(self, send: Send) -> bool:
+        """Wait until the edge's last send is through; False if there is none under way."""
+        if send.edge not in self._sent:
+            return False
+        self._wait(send.edge)
+        return True
 
     def finish(self) -> None:
         """Wait until all are through."""
@@ -78,8 +101,7 @@ class Sends:
             self._wait(edge)
 
     def _wait(self, edge: Edge) -> None:
-        if edge in self._sent:
-            send, work, _ = self._sent[edge]
-            with exchanging(sentence(send), send.peer):
-                work.wait()
-            del self._sent[edge]
+        send, work, _ = self._sent[edge]
+        with exchanging(sentence(send), send.peer):
+            work.wait()
+        del self._sent[edge]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import zlib
 from collections.abc import Sequence
+from typing import Final
 
 from ...errors import BadInput
 from ...integers import ceil_div
@@ -11,29 +13,49 @@ from ...problem import Platform
 from .instructions import Agree, Backward, Forward, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update
 from .lowered_run import LoweredRun
 
-PORT = 29500
+PORTS: Final = range(20000, 30000)  # below those that systems give to who asks for any
 
 
 def torchrun_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
-    """Return the command that starts ``pipeplan`` with ``arguments`` on every node of the plan's platform."""
+    """Return the command that starts ``pipeplan`` with ``arguments`` on every node of the plan's platform.
+
+    torchrun numbers equal nodes by itself; those that differ are to be numbered as the platform has them. The port
+    follows from the arguments, so that other runs don't meet there.
+    """
     nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
+    words = _typed(arguments)
+    port = PORTS[zlib.crc32(words.encode(errors="surrogateescape")) % len(PORTS)]
     if nodes == 1:
-        return f"torchrun --standalone --nproc-per-node={per_node} -m pipeplan {_typed(arguments)}"
-    return (
-        f"torchrun --nnodes={nodes} --nproc-per-node={per_node} --rdzv-backend=c10d "
-        f"--rdzv-endpoint=FIRST_NODE:{PORT} -m pipeplan {_typed(arguments)}"
-    )
+        where = "--standalone"
+    elif _differ(lowered.plan.platform):
+        where = f"--nnodes={nodes} --node-rank=NODE --master-addr=FIRST_NODE --master-port={port}"
+    else:
+        where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:{port}"
+    return f"torchrun {where} --nproc-per-node={per_node} -m pipeplan {words}"
 
 
-def slurm_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
-    """Return the line for an ``sbatch`` script that does the same: one torchrun on every node."""
+def slurm_line(lowered: LoweredRun, arguments: Sequence[str], on_gpus: bool) -> str:
+    """Return the line for an ``sbatch`` script that does the same: one torchrun on every node, numbered by Slurm.
+
+    The port follows from the job's number. ``on_gpus`` it asks for them.
+    """
     nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
-    first = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
-    return (
-        f"srun --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={per_node} torchrun --nnodes={nodes} "
-        f'--nproc-per-node={per_node} --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint={first}:{PORT} '
-        f"-m pipeplan {_typed(arguments)}"
+    gpus = f" --gpus-per-node={per_node}" if on_gpus else ""
+    srun, words = f"srun --nodes={nodes} --ntasks-per-node=1{gpus}", f"-m pipeplan {_typed(arguments)}"
+    if nodes == 1:
+        return f"{srun} torchrun --standalone --nproc-per-node={per_node} {words}"
+    line = (
+        f'torchrun --nnodes={nodes} --node-rank="$SLURM_NODEID" '
+        '--master-addr="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" '
+        f'--master-port="$(({PORTS[0]} + SLURM_JOB_ID % {len(PORTS)}))" --nproc-per-node={per_node} {words}'
     )
+    return f"{srun} --kill-on-bad-exit=1 bash -c {shlex.quote(line)}"
+
+
+def _differ(platform: Platform) -> bool:
+    """Whether nodes have different devices."""
+    size = platform.levels[0].count
+    return len({platform.devices[first : first + size] for first in range(0, len(platform), size)}) > 1
 
 
 def _typed(arguments: Sequence[str]) -> str:

@@ -6,14 +6,14 @@ Made from the program alone, before the run and without torch; the executor only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import InvalidPlan
 from ...schedule.program import Program, RankOp, Step, lower
-from ...schedule.timeline import Timeline
-from ...schedule.weight_versions import Use, WeightPolicy, alive, kept, used
+from ...schedule.timeline import Timeline, Turn
+from ...schedule.weight_versions import Lent, Use, WeightPolicy, alive, kept, used
 
 Pass = Literal["F", "B"]
 Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), and the stage that sends them
@@ -21,11 +21,12 @@ Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), a
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a stage forward with weights ``version``."""
+    """Run a stage forward with weights ``version``; ``lent`` are those that other stages of the rank keep for it."""
 
     stage: int
     microbatch: int
     version: int
+    lent: Lent = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Backward:
     microbatch: int
     version: int
     covers: int = 1
+    lent: Lent = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def lowered(
     interval: int,
     ranks: Mapping[int, int],
     tied: Sequence[tuple[int, ...]] = (),
+    lenders: Sequence[Sequence[int]] = (),
 ) -> list[list[Instruction]]:
     """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
@@ -171,18 +174,18 @@ def lowered(
     """
     program, graph = timeline.program, timeline.program.graph
     orders = lower(program, timeline.start_ns)
-    entries: dict[int, list[tuple[_Turn, int, Instruction]]] = {device: [] for device in orders}
-    version_of: dict[Step, int] = {}
+    entries: dict[int, list[tuple[Turn, int, Instruction]]] = {device: [] for device in orders}
+    use_of: dict[Step, Use] = {}
     sums = {stages[0]: stages for stages in tied}
 
     def devices_of(stage: int) -> tuple[int, ...]:
         return graph.resources[graph.stages[stage].resource].devices
 
-    for s, uses in enumerate(used(timeline, policy, interval)):
+    for s, uses in enumerate(used(timeline, policy, interval, lenders)):
         _check_versions(s, uses, policy, interval)
         devices = devices_of(s)
         for use in uses:
-            version_of[use.step] = use.version
+            use_of[use.step] = use
             if use.updates:
                 made, turn = use.made + 1, timeline.turn(use.step)
                 for device in {d for holder in sums.get(s, ()) for d in devices_of(holder)}:
@@ -197,9 +200,11 @@ def lowered(
             step = _step(program, op)
             match op.kind:
                 case "F":
-                    instruction: Instruction = Forward(op.stage, op.microbatch, version_of[step])
+                    use = use_of[step]
+                    instruction: Instruction = Forward(op.stage, op.microbatch, use.version, use.lent)
                 case "B":
-                    instruction = Backward(op.stage, op.microbatch, version_of[step], op.covers)
+                    use = use_of[step]
+                    instruction = Backward(op.stage, op.microbatch, use.version, op.covers, use.lent)
                 case _:
                     assert op.peer is not None, "an exchange has a peer"
                     kind: Pass = "F" if op.kind.endswith("_F") else "B"
@@ -232,9 +237,6 @@ def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> l
                 last = place
         instructions.insert(last, instructions.pop(index))
     return instructions
-
-
-_Turn = tuple[int, int, Step]
 
 
 def _step(program: Program, op: RankOp) -> Step:
@@ -300,7 +302,7 @@ def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruct
     for x in instructions:
         match x:
             case Forward():
-                kept.append(replace(x, version=version))
+                kept.append(replace(x, version=version, lent=tuple((s, version) for s, _ in x.lent)))
             case Send("F") | Receive("F"):
                 kept.append(x)
     return kept
@@ -314,6 +316,7 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
                 instruction,
                 microbatch=instruction.microbatch + microbatches,
                 version=instruction.version + versions,
+                lent=tuple((s, version + versions) for s, version in instruction.lent),
             )
         case Send() | Receive():
             return replace(instruction, microbatch=instruction.microbatch + microbatches)
@@ -323,19 +326,31 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
             return Save(step + versions)
 
 
-def version_uses(instructions: Sequence[Instruction], stage: int) -> Counter[int]:
-    """Return how many passes of ``stage`` use each version: when the last is over, the version can be overwritten."""
-    return Counter(x.version for x in instructions if isinstance(x, Forward | Backward) and x.stage == stage)
+def version_uses(instructions: Sequence[Instruction], stage: int, by: Collection[int] = ()) -> Counter[int]:
+    """Return how many passes of ``stage``, and of those that use weights that it keeps, use each version of these.
+
+    When the last is over, the version can be overwritten.
+    """
+    found: Counter[int] = Counter()
+    for x in instructions:
+        if isinstance(x, Forward | Backward) and (x.stage == stage or x.stage in by):
+            found[x.version if x.stage == stage else dict(x.lent)[stage]] += 1
+    return found
 
 
 def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
-    """Return how many versions of the weights of ``stage`` must be there at once: the newest, and those still used."""
+    """Return how many versions of the weights of ``stage`` must be there at once: the newest, and those still used.
+
+    Others that use weights of it need them too.
+    """
     passes: list[tuple[int, int]] = []
     newest = min(version_uses(instructions, stage), default=0)
     for x in instructions:
         match x:
             case Forward(s, _, version) | Backward(s, _, version) if s == stage:
                 passes.append((newest, version))
+            case Forward() | Backward():
+                passes += [(newest, version) for s, version in x.lent if s == stage]
             case Update(s, version) if s == stage:
                 newest = version
     return kept(passes)

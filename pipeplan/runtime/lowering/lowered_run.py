@@ -5,14 +5,14 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 
 from ...check.evaluate import evaluate
 from ...check.shared_weights import tied_violations
-from ...cost.stage_graph import StageGraph, tied_stages
+from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
 from ...errors import BadInput
 from ...plan import Plan, Schedule
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
@@ -58,7 +58,7 @@ class LoweredRun:
     ``devices[rank]`` is the platform device that a rank plays. The pipeline drains at the end of each of ``segments``
     (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
     schedule, otherwise the longest segment, or as much of it as tells the rest; ``timeline`` is its simulation with the
-    plan's times, whose order is run. ``tied`` are the sets of stages that share weights. With ``reads_newest``
+    plan's times, whose order is run. ``tied`` are the sets of stages with copies of weights. With ``reads_newest``
     backwards use other weights than the forwards did. With ``evaluates`` there are only forwards.
     """
 
@@ -170,6 +170,10 @@ class LoweredRun:
         """Whether gradients of weights that ``stage`` shares wait until an earlier stage's are there."""
         return not self.drains and any(stage in stages[1:] for stages in self.tied)
 
+    def homes(self, stages: Iterable[int]) -> list[int]:
+        """Return of ``stages``, which share weights, those that keep them: the first on each group of devices."""
+        return first_on_devices(self.plan.allocation.stages, stages)
+
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in chain order."""
         device = self.devices[rank]
@@ -203,7 +207,8 @@ def lower_run(
     devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
     ranks = {device: rank for rank, device in enumerate(devices)}
     on = {d: [s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in devices}
-    tied = tied_stages(plan.chain, plan.allocation.stages)
+    tied = summed_stages(plan.chain, plan.allocation.stages)
+    lenders = lending_stages(plan.chain, plan.allocation.stages)
     lengths = _lengths(first.step, steps, every)
 
     def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
@@ -212,7 +217,7 @@ def lower_run(
         timeline = simulate(program)
         if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        return program, timeline, lowered(timeline, policy, interval, ranks, () if policy.drains else tied)
+        return program, timeline, lowered(timeline, policy, interval, ranks, () if policy.drains else tied, lenders)
 
     made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
     for length in sorted(set(lengths), reverse=True):

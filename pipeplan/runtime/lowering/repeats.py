@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import overload
 
-from .instructions import Backward, Forward, Instruction, later
+from .instructions import Instruction, later, version_uses
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,11 @@ class Repeated(Sequence[Instruction]):
         for part in self.parts:
             yield from part.instructions
 
-    def uses(self, stage: int) -> Counter[int]:
-        """Return how many passes of ``stage`` use each version, as :func:`.instructions.version_uses` counts them."""
+    def uses(self, stage: int, by: Collection[int] = ()) -> Counter[int]:
+        """Return how many passes use each version of ``stage``, as :func:`.instructions.version_uses` counts them."""
         total: Counter[int] = Counter()
         for part in self.parts:
-            once = Counter(
-                x.version for x in part.instructions if isinstance(x, Forward | Backward) and x.stage == stage
-            )
+            once = version_uses(part.instructions, stage, by)
             for turn in range(part.times):
                 for version, count in once.items():
                     total[version + part.version + turn * part.versions] += count

@@ -132,11 +132,11 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                 case "F" | "B":
                     spent[t.activity, t.stage, t.microbatch] = before + until - t.start_ns
                     before = 0
-                case "SEND_F" | "SEND_B":
-                    kind: Activity = "F" if t.activity == "SEND_F" else "B"
+                case "ROOM_F" | "ROOM_B" | "SEND_F" | "SEND_B":
+                    kind: Activity = "F" if t.activity.endswith("F") else "B"
                     place = kind, t.stage, t.microbatch
                     if place in spent:  # otherwise its pass is the last that a long run has forgotten
-                        spent[place] += until - t.start_ns
+                        spent[place] += until - (t.end_ns if t.activity.startswith("ROOM") else t.start_ns)
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns

@@ -10,10 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 
+from ..device import await_event
+from .drift import Drift
 from .times import Activity, OpTime
 
 AHEAD: Final = 12  # about four passes with their data, waits and losses
@@ -85,15 +88,20 @@ class HostRecorder:
 
 
 class CudaRecorder:
-    """For a GPU: events in the current stream of the process's device. ``offset_ns`` as for the host's."""
+    """For a GPU: events in the current stream of the process's device. ``offset_ns`` as for the host's.
 
-    def __init__(self, offset_ns: int = 0, ahead: int = AHEAD) -> None:
-        self._ahead = ahead
+    DeviceWaits where one doesn't come within ``timeout``.
+    """
+
+    def __init__(self, timeout: timedelta, offset_ns: int = 0, ahead: int = AHEAD) -> None:
+        self._timeout, self._ahead = timeout, ahead
         self._times = Times()
-        self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[Any, Callable[[int | None], None]]] = deque()
         base = self.mark()
-        base.synchronize()
+        await_event(base, timeout)
+        self._offset_ns = offset_ns
         self._base = base, time.monotonic_ns() + offset_ns
+        self._drift = Drift()
 
     def mark(self) -> Any:
         """Return an event."""
@@ -105,14 +113,17 @@ class CudaRecorder:
         """Note what ends at an event recorded now."""
         end = self.mark()
 
-        def read() -> None:
-            self._times.add(OpTime(activity, stage, microbatch, self._ns(start), self._ns(end)))
+        def read(heard_ns: int | None) -> None:
+            begin, over = self._ns(start), self._ns(end)
+            if heard_ns is not None:
+                self._drift.heard(over, heard_ns)
+            self._times.add(OpTime(activity, stage, microbatch, self._drift.right(begin), self._drift.right(over)))
 
         self._await(end, read)
 
     def later(self, action: Callable[[], None]) -> None:
         """Do it when the GPU has passed an event recorded now."""
-        self._await(self.mark(), action)
+        self._await(self.mark(), lambda _: action())
 
     def settle(self) -> Times:
         """Wait for the last event."""
@@ -120,15 +131,18 @@ class CudaRecorder:
             self._oldest()
         return self._times
 
-    def _await(self, event: Any, action: Callable[[], None]) -> None:
+    def _await(self, event: Any, action: Callable[[int | None], None]) -> None:
         self._waiting.append((event, action))
         while len(self._waiting) > self._ahead:
             self._oldest()
 
     def _oldest(self) -> None:
+        """Do what waits longest, and tell it when the host heard of its event, if it had to wait for that."""
         event, action = self._waiting.popleft()
-        event.synchronize()
-        action()
+        there = event.query()
+        if not there:
+            await_event(event, self._timeout)
+        action(None if there else time.monotonic_ns() + self._offset_ns)
 
     def _ns(self, event: Any) -> int:
         """Return an event's time. Distances are floats in ms, exact only when short: from one event to the next."""
@@ -138,6 +152,9 @@ class CudaRecorder:
         return at
 
 
-def recorder_of(device: torch.device, offset_ns: int) -> Recorder:
-    """Return the recorder for ``device``; ``offset_ns`` is what this machine's clock lacks to rank 0's."""
-    return CudaRecorder(offset_ns) if device.type == "cuda" else HostRecorder(offset_ns)
+def recorder_of(device: torch.device, offset_ns: int, timeout: timedelta) -> Recorder:
+    """Return the recorder for ``device``, which ends or waits for other ranks at most ``timeout``.
+
+    ``offset_ns`` is what this machine's clock lacks to rank 0's.
+    """
+    return CudaRecorder(timeout, offset_ns) if device.type == "cuda" else HostRecorder(offset_ns)

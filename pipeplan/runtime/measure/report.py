@@ -53,12 +53,20 @@ class DeviceActivations:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Most bytes that a GPU held for a rank's tensors, weights and all: as simulated, and as torch counted."""
+    """Most bytes that a GPU held for a rank's tensors, weights and all: as simulated, and as torch counted.
+
+    Torch had ``reserved_bytes`` for them, what it keeps for later and gaps between them included. In use were
+    ``used_bytes``, with CUDA's context, NCCL's buffers, and whoever shares the GPU. ``retries`` tells how often torch
+    had to give memory back to get other.
+    """
 
     device: int
     rank: int
     planned_bytes: int
     measured_bytes: int
+    reserved_bytes: int
+    used_bytes: int
+    retries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +106,10 @@ class RunReport:
     that the operations took in this run, so that what is left is the model's error; ``measured_period_ns`` is the
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
     value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
-    tensors travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``memory`` is of GPUs alone.
-    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32. Of a long run
-    ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out.
-    ``notes`` say what the author's module gave up to be run by stages.
+    messages travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``sums`` how those of gradients
+    did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
+    one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
+    operations are left out. ``notes`` say what the author's module gave up to be run by stages.
     """
 
     steps: int
@@ -120,6 +128,7 @@ class RunReport:
     memory: tuple[DeviceMemory, ...] = ()
     hardware: tuple[str, ...] = ()
     exchange: str = "gloo"
+    sums: str = "gloo"
     states: tuple[DeviceState, ...] = ()
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
@@ -204,12 +213,21 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         ),
         times=tuple(x.times for x in measurements),
         memory=tuple(
-            DeviceMemory(device, rank, uses[device].peak_bytes, peak)
+            DeviceMemory(
+                device,
+                rank,
+                planned_bytes=uses[device].peak_bytes,
+                measured_bytes=gpu.allocated,
+                reserved_bytes=gpu.reserved,
+                used_bytes=gpu.reserved + gpu.others,
+                retries=gpu.retries,
+            )
             for rank, device in enumerate(lowered.devices)
-            if (peak := measurements[rank].peak_device_bytes) is not None
+            if (gpu := measurements[rank].gpu) is not None
         ),
         hardware=tuple(x.device for x in measurements),
         exchange=measurements[0].exchange,
+        sums=measurements[0].sums,
         states=tuple(
             DeviceState(
                 device,

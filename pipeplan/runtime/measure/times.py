@@ -10,7 +10,9 @@ from typing import Literal
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 
-Activity = Literal["F", "B", "DATA", "WAIT_F", "WAIT_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"]
+Activity = Literal[
+    "F", "B", "DATA", "WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class OpTime:
     """When a rank did something, in ns of the monotonic clock of rank 0.
 
     DATA is making the input or target of a microbatch, SEND_F (SEND_B) a process's own work to send what a stage's
-    forward (backward) made, WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank sends. Of
+    forward (backward) made, ROOM_F (ROOM_B) the wait before it until what was sent last along the edge is through,
+    WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank sends. Of
     REDUCE and UPDATE, of which there is one for each chunk of the gradient, and of AGREE ``microbatch`` is the version
     that is made, of SAVE the updates of a checkpoint; AGREE and SAVE are of no stage. A REDUCE goes on beside others.
     """
@@ -36,12 +39,24 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuBytes:
+    """Most bytes of a GPU that a rank's tensors took, and that torch held for them; what was in use beside that at the
+    end, by CUDA's context, NCCL, and whoever shares the GPU; and how often torch had to give some back to get others.
+    """
+
+    allocated: int
+    reserved: int
+    others: int
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankMeasurement:
     """What one rank reports: its operations, losses by microbatch, and peak activations.
 
     ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
-    versions that were live at once. ``device`` and ``exchange`` name what it ran on and how its tensors travelled;
-    ``peak_device_bytes`` is what they took at most on a GPU, None on a CPU. ``state_bytes`` is the most that weights,
+    versions that were live at once. ``device``, ``exchange`` and ``sums`` name what it ran on and how messages and sums
+    of gradients travelled; ``gpu`` is what it took of a GPU, None on a CPU. ``state_bytes`` is the most that weights,
     gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
     the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
     run are not among ``times``.
@@ -55,7 +70,8 @@ class RankMeasurement:
     versions: dict[int, int]
     device: str = "cpu"
     exchange: str = "gloo"
-    peak_device_bytes: int | None = None
+    sums: str = "gloo"
+    gpu: GpuBytes | None = None
     state_bytes: int = 0
     host_bytes: int = 0
     skipped: tuple[int, ...] = ()

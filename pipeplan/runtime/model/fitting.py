@@ -103,7 +103,7 @@ def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
         )
     for index, (layer, profiled) in enumerate(zip(model.layers, chain.layers, strict=True)):
         where = f"model: layer {index} ({profiled.name})"
-        if layer.weight_bytes != profiled.weight_bytes:
+        if profiled.weight_bytes not in (layer.weight_bytes, layer.counted_bytes):
             raise BadInput(
                 f"{where} has {layer.weight_bytes} bytes of parameters; the plan's profile says {profiled.weight_bytes}"
             )

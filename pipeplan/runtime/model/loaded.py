@@ -29,6 +29,11 @@ class ModelLayer:
     @property
     def weight_bytes(self) -> int:
         """Bytes of its parameters."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+    @property
+    def counted_bytes(self) -> int:
+        """The same with what its codes share counted in each, as profiles do that don't say what they share."""
         return sum(parameter.nbytes for code in self.codes for parameter in code.module.parameters())
 
     def with_module(self, module: nn.Module) -> ModelLayer:

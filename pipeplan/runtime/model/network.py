@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
+from ...problem import SharedWeights
+from ..device import place
 from .structure import mapped
 from .user_code import RAISED, code_failed, user_code
 
@@ -170,11 +172,23 @@ def tied_layers(modules: Iterable[nn.Module]) -> tuple[tuple[int, int], ...]:
 
     Parameters are the same when they are one object or two views of one storage.
     """
-    holders: dict[int, list[int]] = {}
+    return tuple(sorted({pair for x in shared_weights(modules) for pair in pairwise(x.layers)}))
+
+
+def shared_weights(modules: Iterable[nn.Module]) -> tuple[SharedWeights, ...]:
+    """Return what layers have in common, for each set of layers; of views of one storage as much as the smallest."""
+    holders: dict[int, dict[int, tuple[int, int]]] = {}  # storage -> layer -> bytes, parameters
     for index, module in enumerate(modules):
-        for key in {p.untyped_storage()._cdata for p in module.parameters()}:
-            holders.setdefault(key, []).append(index)
-    return tuple(sorted({pair for indices in holders.values() for pair in pairwise(indices)}))
+        for p in module.parameters():
+            sizes = holders.setdefault(p.untyped_storage()._cdata, {})
+            sizes[index] = min(sizes.get(index, (p.nbytes, p.numel())), (p.nbytes, p.numel()))
+    total: dict[tuple[int, ...], tuple[int, int]] = {}
+    for sizes in holders.values():
+        if len(sizes) > 1:
+            layers, (size, count) = tuple(sizes), min(sizes.values())
+            before = total.get(layers, (0, 0))
+            total[layers] = before[0] + size, before[1] + count
+    return tuple(SharedWeights(layers, *total[layers]) for layers in sorted(total))
 
 
 def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
@@ -210,6 +224,8 @@ def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
 
 def final_outputs(network: Network, device: str, release: bool) -> list[Tensor]:
     """Run the layers forward one after the other, holding nothing longer than needed, and return the last values."""
+    if not release:
+        place_all(network, device)
     values = dict(enumerate(network.inputs))
     for index, layer in enumerate(network.layers):
         with resident(layer.module, device, release):
@@ -230,14 +246,22 @@ def drop(values: dict[int, Any], network: Network, index: int) -> None:
 
 @contextmanager
 def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
-    """Hold ``module`` on ``device``; with ``release`` only for the time being, so that one layer is there at once."""
+    """Hold ``module`` on ``device``; with ``release`` only for the time being, so that one layer is there at once.
+
+    What it shares with other modules stays one: it gets its own buffers back, with what became of them.
+    """
     home = next((t.device for t in (*module.parameters(), *module.buffers())), None)
-    place(module, device)
+    buffers = list(_buffers([module]))
+    _place([module], device)
     try:
         yield
     finally:
         if release and home is not None and home != torch.device(device):
             module.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for owner, name, buffer in buffers:
+                    buffer.copy_(owner.get_buffer(name))
+                    owner._buffers[name] = buffer
             module.to(home)
 
 
@@ -247,10 +271,8 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     Plain numbers that they keep as attributes count once, too.
     """
+    originals = list(_buffers(modules))
     owners = list(dict.fromkeys(owner for module in dict.fromkeys(modules) for owner in module.modules()))
-    originals = [
-        (owner, name, buffer) for owner in owners for name, buffer in owner._buffers.items() if buffer is not None
-    ]
     numbers = [(owner, {k: x for k, x in vars(owner).items() if type(x) in (bool, int, float)}) for owner in owners]
     for owner, name, buffer in originals:
         owner._buffers[name] = buffer.clone()
@@ -263,10 +285,22 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
             vars(owner).update(before)
 
 
-def place(module: nn.Module, device: str) -> None:
-    """Move what is not there yet to ``device``; a module of fake tensors, which cannot be moved, is left alone."""
-    if any(t.device != torch.device(device) for t in (*module.parameters(), *module.buffers())):
-        module.to(device)
+def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in dict.fromkeys(modules):
+        for owner in module.modules():
+            yield from ((owner, name, buffer) for name, buffer in owner._buffers.items() if buffer is not None)
+
+
+def place_all(network: Network, device: str) -> None:
+    """Move all layers to ``device``; what is one weight or one buffer in several of them stays one."""
+    _place([layer.module for layer in network.layers], device)
+
+
+def _place(modules: Sequence[nn.Module], device: str) -> None:
+    """Move what is not there yet to ``device``; modules of fake tensors, which cannot be moved, are left alone."""
+    target = torch.device(device)
+    if any(t.device != target for module in modules for t in (*module.parameters(), *module.buffers())):
+        place(modules, target)
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> None:

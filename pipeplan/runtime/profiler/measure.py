@@ -37,6 +37,7 @@ from ..model.network import (
     named_layers,
     own_loss,
     scalar_loss,
+    shared_weights,
     tied_layers,
 )
 from ..model.structure import mapped, tensors_in
@@ -138,6 +139,7 @@ def network_chain(
         input_bytes=sum(x.nbytes for x in network.inputs),
         edges=None if network.chain else whole.edges(),
         tied=tied_layers(code.module for code in network.layers),
+        shared=shared_weights(code.module for code in network.layers) or None,
         microbatch=batch,
         dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
         device=device,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...problem import Layer
-from ..model.network import LayerCode, Network, drop, leaf, resident
+from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ def saved_values(network: Network, device: str, release: bool = False) -> tuple[
     are told apart by address, hence held until nothing later can alias them: the inside of a layer until its forward
     ends, values until their last reader. With ``release`` no more than one layer's module stands on the device.
     """
+    if not release:
+        place_all(network, device)
     values = {v: x.detach().clone() for v, x in enumerate(network.inputs)}  # a view counts with all of its storage
     first: dict[int, int] = {}  # storage -> the first value in it
     known: dict[int, Value] = {}

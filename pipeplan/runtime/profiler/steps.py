@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place, resident
+from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed
 from .clock import Clock
 
@@ -68,8 +68,7 @@ class Samples:
 
 def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions) -> list[Samples]:
     """Measure whole steps of the network."""
-    for layer in network.layers:
-        place(layer.module, options.device)
+    place_all(network, options.device)
     optimizers = [
         options.make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
     ]

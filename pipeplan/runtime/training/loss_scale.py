@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from ...errors import RunFailed
+from ..device import on_host
+
+Later = Callable[[Callable[[], None]], None]  # does something when the device has come so far
 
 START = {torch.float16: 2.0**16, torch.bfloat16: 1.0}  # bfloat16 has the range of float32
 WINDOW = 2000
@@ -44,19 +47,20 @@ class LossScale:
         return replace(self, good=self.good + 1)
 
 
-def overflows(gradients: Iterable[Tensor | None], replicas: int) -> bool:
-    """Whether a gradient isn't finite, or is so large that the sum over ``replicas`` of such ones might not be.
+def overflow(gradients: Iterable[Tensor | None], replicas: int) -> Tensor | None:
+    """Return whether a gradient isn't finite, or so large that the sum over ``replicas`` of such ones might not be.
 
+    The answer, None where there are no gradients, stays on their device: whoever reads it waits for all before it.
     Looked at before the sum, so that sums and optimizer steps can overlap once the update is agreed on.
     """
+    fine: list[Tensor] = []
     for gradient in gradients:
         if gradient is None or not gradient.numel():
             continue
         limit = torch.finfo(gradient.dtype).max / replicas
         least, most = torch.aminmax(gradient)
-        if not (float(most) <= limit and float(least) >= -limit):  # comparisons with NaN are false
-            return True
-    return False
+        fine.append((most <= limit) & (least >= -limit))  # comparisons with NaN are false
+    return ~torch.stack(fine).all() if fine else None
 
 
 class Scaling:
@@ -87,10 +91,21 @@ class Scaling:
         self.current = replace(self.current, scale=scale, good=good)
         self.used = scale
 
-    def check(self, version: int, gradients: Iterable[Tensor | None], replicas: int) -> None:
-        """Raise RunFailed for a gradient that overflows in an update that cannot be skipped."""
-        if self._any_rank is None and overflows(gradients, replicas):
-            raise RunFailed(
-                f"the gradient of update {version} overflows at loss scale {self.used:g}; only weights that drain "
-                "(--weights flush) can skip an update on all stages"
-            )
+    def check(self, version: int, gradients: Iterable[Tensor | None], replicas: int, later: Later) -> None:
+        """Raise RunFailed for a gradient that overflows in an update that cannot be skipped, ``later`` at the latest.
+
+        That is before anything is saved of what has been made from it.
+        """
+        found = None if self._any_rank is not None else overflow(gradients, replicas)
+        if found is None:
+            return
+        flag, scale = on_host(found), self.used
+
+        def read() -> None:
+            if flag:
+                raise RunFailed(
+                    f"the gradient of update {version} overflows at loss scale {scale:g}; only weights that drain "
+                    "(--weights flush) can skip an update on all stages"
+                )
+
+        later(read)

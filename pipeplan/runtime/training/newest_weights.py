@@ -24,7 +24,7 @@ from .versions import Versions
 
 
 class _Weight(NamedTuple):
-    """A weight of the stage, or a view of one, in whichever version."""
+    """A weight that the stage uses, or a view of one, in whichever version."""
 
     place: int
     size: torch.Size
@@ -45,7 +45,7 @@ def reading_newest(versions: Versions, hold: Callable[[Tensor], None]) -> Iterat
 
     With hooks autograd doesn't check that what it has kept is unchanged; so this does.
     """
-    parameters, places = versions.installed, versions.places
+    parameters, places = versions.readable, versions.places
 
     def pack(tensor: Tensor) -> _Weight | _Stored:
         index = places.get(tensor.untyped_storage()._cdata)

@@ -7,6 +7,7 @@ time; in all no replica has more than ceil(1/r) of the elements of a type. Eleme
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,15 +98,20 @@ class Rows:
 
     def __init__(self, chunks: Iterable[SharedChunk]) -> None:
         self._places: dict[Slice, Slice] = {}
+        self._own: dict[int, list[Slice]] = {}  # of each weight, in order
         self.sizes: Counter[int] = Counter()  # by weight
         for span in (span for chunk in chunks for bucket in chunk.own for span in bucket.slices):
             begin = self.sizes[span.index]
             self.sizes[span.index] = begin + span.size
             self._places[span] = Slice(span.index, begin, begin + span.size)
+            self._own.setdefault(span.index, []).append(span)
 
-    def place(self, span: Slice) -> Slice:
-        """Return where a slice of a weight lies in the weight's row."""
-        return self._places[span]
+    def place(self, part: Slice) -> Slice:
+        """Return where a slice of a weight, or a part of one, lies in the weight's row."""
+        own = self._own[part.index]
+        span = own[bisect_right(own, part.start, key=lambda other: other.start) - 1]
+        begin = self._places[span].start + part.start - span.start
+        return Slice(part.index, begin, begin + part.size)
 
     def taken(self, index: int, whole: Tensor) -> Tensor:
         """Return the row of the weight at ``index`` from what there is for all of it."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...errors import RunFailed
+from ...schedule.weight_versions import Lent
 from ..device import CPU, on_host, random_state, with_random_state
 from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
@@ -123,13 +124,15 @@ class StageModule:
         """Whether the stage computes the loss."""
         return self._pieces[-1].has_loss
 
-    def forward(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, counted: bool) -> Tensor:
+    def forward(
+        self, microbatch: int, version: int, x: Tensor, target: Tensor | None, counted: bool, lent: Lent = ()
+    ) -> Tensor:
         """Return what the stage puts out for ``x``; it keeps what the backward needs.
 
         Of the loss it puts out the value, which also goes into :attr:`losses`.
         """
         values = self._opened(microbatch, x)
-        self.versions.install(version)
+        self.versions.install(version, lent)
         flight = InFlight(version, target, [], counted)
         # the stage before waits for gradients, whether or not it trains anything
         wanted = set(self._input.trained) if self.index > 0 else set()
@@ -169,10 +172,10 @@ class StageModule:
         """Multiply the gradients of the backwards to come by ``scale``."""
         self._seed = torch.tensor(scale / self._divisor, dtype=torch.float64, device=self._device)
 
-    def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None) -> Tensor:
+    def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, lent: Lent = ()) -> Tensor:
         """Return what the stage puts out for ``x`` without keeping anything; the modules are in evaluation mode."""
         values = self._opened(microbatch, x)
-        self.versions.install(version)
+        self.versions.install(version, lent)
         with torch.no_grad():
             for number, piece in enumerate(self._pieces):
                 made = piece.run([values[v] for v in piece.reads], target)
@@ -183,7 +186,9 @@ class StageModule:
             self._keep_loss(microbatch, values[LOSS], trains=False)
         return self._closed(microbatch, values)
 
-    def backward(self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1) -> Tensor | None:
+    def backward(
+        self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1, lent: Lent = ()
+    ) -> Tensor | None:
         """Return the gradient of the stage's input (None for the first stage) from that of its output.
 
         ``gradient`` is None where the stage computes the loss. Parameters' gradients are added to what is there. A
@@ -194,7 +199,7 @@ class StageModule:
         messages = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
         known = [self._opened_back(message) for message in messages]
         together = covers if not any(piece.recompute for piece in self._pieces) else 1
-        self.versions.install(version)
+        self.versions.install(version, lent)
         self.versions.attach_gradient(version)
         for first in range(0, covers, together):
             self._through(flights[first : first + together], known[first : first + together])

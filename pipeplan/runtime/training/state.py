@@ -39,9 +39,9 @@ def trained_state(rank: Rank, stages: Iterable[int], runners: Mapping[int, Stage
     for s in stages:
         for layer in rank.layers(s):
             for name, parameter in layer.module.named_parameters(remove_duplicate=False):
-                index = runners[s].versions.place_of(parameter)
-                if index is not None and name in layer.names:
-                    state[layer.names[name]] = runners[s].versions.master(index)
+                found = runners[s].versions.whole(parameter)
+                if found is not None and name in layer.names:
+                    state[layer.names[name]] = found
     return state
 
 

@@ -1,14 +1,15 @@
-"""How do stages share weights? Each has a copy of its own, and equal gradients keep the copies equal.
+"""How do stages share weights? Each device has one copy, and equal gradients keep the copies equal.
 
-Before an update the gradients of all copies, on whatever ranks, are added up, and each copy gets the sum. The copies
-begin equal, and their optimizers do the same with the same numbers. Where the pipeline doesn't drain (2bw), backwards
-come to the first stage last, when later stages are at the next mini-batch: their gradients of shared weights wait for
-it, and the new version of these weights is made then, before any pass uses it.
+What stages of one rank share the first of them keeps (:mod:`.borrowed`). Before an update the gradients of all copies
+are added up over the ranks, and each copy gets the sum. The copies begin equal, and their optimizers do the same with
+the same numbers. Where the pipeline doesn't drain (2bw), backwards come to the first stage last, when later stages are
+at the next mini-batch: their gradients of shared weights wait for it, and the new version of these weights is made
+then, before any pass uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...problem import Chain, connected
-from ..exchange.replica_sum import ChunkSum, Group, added
+from ..exchange.replica_sum import ChunkSum, Group
 from ..exchange.transport import exchanging
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Recorder
@@ -32,7 +33,8 @@ Stages = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A trained weight that stages share: in each of them the layer that has it first, and its name there."""
+    """A trained weight of which several devices have copies: for the first stage on each of them that uses it the layer
+    that has it first, and its name there."""
 
     places: Mapping[int, tuple[int, str]]
 
@@ -98,26 +100,29 @@ def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
             for name, parameter in layer.module.named_parameters():
                 if parameter.requires_grad:
                     places.setdefault(parameter, {}).setdefault(s, (i, name))
-    return [Tie(stages) for stages in places.values() if len(stages) > 1]
+    ties = [Tie({s: found[s] for s in lowered.homes(found)}) for found in places.values()]
+    return [tie for tie in ties if len(tie.places) > 1]
 
 
 def separated(lowered: LoweredRun, rank: int, model: LoadedModel) -> LoadedModel:
-    """Return ``model`` with stages of ``rank`` that share nothing: a later one has copies of its layers."""
+    """Return ``model`` with stages of ``rank`` that share no module, as each puts versions of its own into it: a later
+    one has copies of its layers, with the same weights as far as they are shared."""
     layers = list(model.layers)
-    seen: set[nn.Parameter] = set()
+    seen: set[nn.Module] = set()
     for s in lowered.stages_of(rank):
         stage = lowered.plan.allocation.stages[s]
         modules = model.modules(stage)
-        parameters = {parameter for module in modules for parameter in module.parameters()}
-        if parameters & seen:
-            for i, copy in enumerate(deepcopy(modules), stage.start):
+        parts = {part for module in modules for part in module.modules()}
+        if parts & seen:
+            same = {id(p): p for part in seen for p in part.parameters(recurse=False)}
+            for i, copy in enumerate(deepcopy(modules, same), stage.start):
                 layers[i] = layers[i].with_module(copy)
-        seen |= parameters
+        seen |= parts
     return replace(model, layers=tuple(layers), roots=())  # what has been copied can go
 
 
 def copies_added(lowered: LoweredRun, s: int, ties: Iterable[Tie]) -> int:
-    """Return how many gradients are added up, at most, for a weight of stage ``s``."""
+    """Return how many gradients are added up over ranks, at most, for a weight of stage ``s``."""
     replicas = [stage.replicas for stage in lowered.plan.allocation.stages]
     return max([replicas[s], *(sum(replicas[x] for x in tie.stages) for tie in ties if s in tie.places)])
 
@@ -127,19 +132,17 @@ def share_ties(
 ) -> None:
     """Give all copies the weights, in full precision (``masters`` where there are any), of the first stage's."""
     for tie in ties:
-        copies = [tie.copy_in(s, rank.model) for s in rank.stages if s in tie.places]
-        if not copies:
+        copy = next((tie.copy_in(s, rank.model) for s in rank.stages if s in tie.places), None)
+        if copy is None:
             continue
-        value = masters.get(copies[0], copies[0].data).to(copies[0].device)
-        if tie.stages in groups:
-            with exchanging("the sharing of initial weights"):
-                dist.broadcast(value, rank.lowered.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
-        for copy in copies:
-            masters.get(copy, copy.data).copy_(value)
+        value = masters.get(copy, copy.data).to(copy.device)
+        with exchanging("the sharing of initial weights"):
+            dist.broadcast(value, rank.lowered.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
+        masters.get(copy, copy.data).copy_(value)
 
 
 class TiedSums:
-    """Sums the gradients of ``ties`` over all their copies: those of the rank first, then over the ranks' group."""
+    """Sums the gradients of ``ties`` over all their copies, which are on different ranks."""
 
     def __init__(
         self,
@@ -151,11 +154,10 @@ class TiedSums:
         scaling: Scaling | None,
     ) -> None:
         self._runners, self._groups, self._recorder, self._scaling = runners, groups, recorder, scaling
-        self._own: list[tuple[Stages, list[tuple[int, int]]]] = []  # stages of a tie; which weight it is in its own
+        self._own: list[tuple[Stages, int, int]] = []  # stages of a tie; the own one, and which of its weights it is
         for tie in ties:
-            own = [(s, _index(runners[s], tie.copy_in(s, model))) for s in tie.stages if s in runners]
-            if own:
-                self._own.append((tie.stages, own))
+            for s in set(tie.stages) & runners.keys():
+                self._own.append((tie.stages, s, _index(runners[s], tie.copy_in(s, model))))
 
     def reduce(self, stages: Stages, version: int) -> None:
         """Give all copies of the weights that some of ``stages`` share the sum of their gradients.
@@ -164,35 +166,25 @@ class TiedSums:
         """
         if self._scaling is not None and self._scaling.skips:
             return
-        for holders, own in self._own:
+        for holders, s, index in self._own:
             if not set(holders) <= set(stages):
                 continue
             start = self._recorder.mark()
-            gradients = list(self._gradients(own))
-            total = gradients[0]
-            if len(gradients) > 1:
-                total.copy_(added(gradients))
-            if holders in self._groups:
-                flat = total.contiguous()
-                chunk = ChunkSum(flat.view(-1), self._groups[holders])
-                chunk.begin()
-                chunk.turn()
-                chunk.end()
-                if flat is not total:
-                    total.copy_(flat)
-            for gradient in gradients[1:]:
-                gradient.copy_(total)
-            self._recorder.note("REDUCE", own[-1][0], version, start)  # whose update comes first
+            total = self._runners[s].versions.tied_gradient(index)
+            flat = total.contiguous()
+            chunk = ChunkSum(flat.view(-1), self._groups[holders])
+            chunk.begin()
+            chunk.turn()
+            chunk.end()
+            if flat is not total:
+                total.copy_(flat)
+            self._recorder.note("REDUCE", s, version, start)
         scale = 1.0 if self._scaling is None else self._scaling.used
         for s in stages:
             if s in self._runners:
                 start = self._recorder.mark()
                 if self._runners[s].versions.update_tied(scale):
                     self._recorder.note("UPDATE", s, version, start)
-
-    def _gradients(self, own: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
-        for s, index in own:
-            yield self._runners[s].versions.tied_gradient(index)
 
 
 def _index(runner: StageModule, parameter: nn.Parameter) -> int:

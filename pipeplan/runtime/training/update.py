@@ -260,7 +260,7 @@ class StageUpdate:
         if self._scaling is not None:
             if self._scaling.skips:
                 return
-            self._scaling.check(version, self._versions.gradients(), self._added)
+            self._scaling.check(version, self._versions.gradients(), self._added, self._recorder.later)
         self._exchange.begin(version)
 
     def update(self, version: int) -> None:
@@ -273,7 +273,7 @@ class StageUpdate:
             return
         scale = 1.0 if self._scaling is None else self._scaling.used
         if self._group is None and self._scaling is not None:
-            self._scaling.check(version, versions.gradients(), self._added)
+            self._scaling.check(version, versions.gradients(), self._added, recorder.later)
         every = self._exchange.parts
         for index, parts in enumerate(every):
             self._exchange.ready(index)

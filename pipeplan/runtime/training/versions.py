@@ -20,12 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...schedule.weight_versions import Lent
 from ..device import CPU
 from ..exchange.replica_sum import ChunkSum
+from .borrowed import borrowed_of
+from .bucketed_optimizer import BucketedOptimizer, StageOptimizer
 from .buckets import Bucket, FlatGradient, cut_into_buckets
+from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule
 from .shards import Kept, Rows, SharedChunk, Sharing, gathered, shared_chunks
-from .stage_optimizer import BucketBuffers, BucketedOptimizer, Rates, StageOptimizer, WholeOptimizer, nothing
+from .stage_optimizer import Rates, WholeOptimizer, nothing
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class Versions:
     """Weight versions of the trainable parameters of ``modules``; version ``first`` is what they hold now.
 
     ``uses`` counts the passes that each version will serve: a version that has served them all, and is not the newest,
-    gives its storage back for the next one. Tied parameters stay tied. Frozen ones are left alone.
+    gives its storage back for the next one. Tied parameters stay tied. Frozen ones are left alone, and what a stage
+    of ``lenders`` (by index) on the same rank has among its own is borrowed (:mod:`.borrowed`).
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Versions:
         first: int = 0,
         shared: bool = False,
         keeping: Keeping | None = None,
+        lenders: Mapping[int, Versions] | None = None,
     ) -> None:
         keeping = keeping or Keeping()
         slots: dict[tuple[nn.Module, str], nn.Parameter] = {}  # a module may stand in the stage twice
@@ -76,6 +82,7 @@ class Versions:
                     if parameter is None or not parameter.requires_grad:
                         continue
                     slots[owner, name] = parameter
+        self._borrowed = borrowed_of(slots, lenders or {}, shared)
         tied = set(keeping.tied)
         leaves = sorted(dict.fromkeys(slots.values()), key=lambda leaf: leaf in tied)
         index = {leaf: place for place, leaf in enumerate(leaves)}
@@ -124,7 +131,8 @@ class Versions:
         self._waiting: list[Tensor | None] | None = None  # the tied weights' gradients for the newest version
         self.flat = FlatGradient(leaves) if keeping.flat else None
         self._gradients: list[Tensor | None] = [None] * len(leaves)
-        self._clear_gradients()
+        self._ahead: dict[tuple[int, int], Tensor] = {}  # by update and weight, gradients that borrowers have begun
+        self._begin_gradients(range(len(leaves)), first + 1)
         self._next: list[Tensor] = []  # storage of the version that is being made
         self.most = 1  # versions that were live at once
 
@@ -134,8 +142,14 @@ class Versions:
         apart = sum(bucket.slices[0].index >= self.own for bucket in self.buckets)
         return shared_chunks(self.buckets, apart, sharing, self._bucket)
 
-    def install(self, version: int) -> None:
-        """Put ``version`` into the modules. By assignment, which modules that keep lists of their weights notice."""
+    def install(self, version: int, lent: Lent = ()) -> None:
+        """Put ``version`` into the modules. By assignment, which modules that keep lists of their weights notice.
+
+        ``lent`` has the versions of what is borrowed, by lender; without it they have the same number.
+        """
+        for borrowed in self._borrowed:
+            borrowed.install(dict(lent).get(borrowed.lender, version))
+            self._places = None
         if version == self._installed:
             return
         leaves = self._leaves[version]
@@ -150,33 +164,69 @@ class Versions:
 
     @property
     def places(self) -> Mapping[int, int]:
-        """The index of the parameter that the modules have now in each storage."""
+        """The index among :attr:`readable` of the parameter that the modules have now in each storage."""
         if self._places is None:
-            self._places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(self.installed)}
+            self._places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(self.readable)}
         return self._places
 
     @property
+    def readable(self) -> Sequence[nn.Parameter]:
+        """The parameters that the modules have now, borrowed ones last."""
+        return [*self.installed, *(leaf for borrowed in self._borrowed for leaf in borrowed.leaves)]
+
+    @property
     def installed(self) -> Sequence[nn.Parameter]:
-        """The parameters that the modules have now."""
-        return self._leaves[self._installed] if self._shared is None else self._shared
+        """The parameters of the stage's own that the modules have now."""
+        return self.leaves_of(self._installed)
+
+    @property
+    def newest(self) -> int:
+        """The version that was made last."""
+        return self._newest
+
+    def leaves_of(self, version: int) -> Sequence[nn.Parameter]:
+        """Return the parameters that passes of ``version`` use, when it is installed."""
+        return self._leaves[version] if self._shared is None else self._shared
 
     def storages(self) -> set[int]:
-        """Return the identities of the storages of all live versions."""
-        return {leaf.untyped_storage()._cdata for leaves in self._leaves.values() for leaf in leaves}
+        """Return the identities of the storages of all live versions, borrowed ones included."""
+        own = {leaf.untyped_storage()._cdata for leaves in self._leaves.values() for leaf in leaves}
+        return own.union(*(borrowed.home.storages() for borrowed in self._borrowed))
 
     def attach_gradient(self, version: int) -> None:
         """Let backward passes through ``version`` add to the stage's one gradient."""
         for leaf, gradient in zip(self._shared or self._leaves[version], self._gradients, strict=True):
             leaf.grad = gradient
+        for borrowed in self._borrowed:
+            borrowed.attach_gradient(self._newest + 1)
 
     def detach_gradient(self, version: int) -> None:
         """Take the gradient back from ``version``."""
         for index, leaf in enumerate(self._shared or self._leaves[version]):
             self._gradients[index] = leaf.grad
             leaf.grad = None
+        for borrowed in self._borrowed:
+            borrowed.detach_gradient(self._newest + 1)
+
+    def gradient_for(self, update: int, index: int) -> Tensor | None:
+        """Return what there is of the gradient of the weight at ``index`` for an ``update`` to come, for borrowers."""
+        return self._gradients[index] if update == self._newest + 1 else self._ahead.get((update, index))
+
+    def take_gradient(self, update: int, index: int, gradient: Tensor | None) -> None:
+        """Keep what a borrower has added to :meth:`gradient_for`."""
+        if update == self._newest + 1:
+            self._gradients[index] = gradient
+        elif gradient is not None:
+            self._ahead[update, index] = gradient
 
     def released(self, version: int) -> None:
-        """Count one pass of ``version`` as over."""
+        """Count one pass of ``version``, and of what was borrowed with it, as over."""
+        for borrowed in self._borrowed:
+            borrowed.released()
+        self.released_by_borrower(version)
+
+    def released_by_borrower(self, version: int) -> None:
+        """Count one pass of a stage that borrows as over."""
         self._uses[version] -= 1
         if not self._uses[version] and version != self._newest:
             self._spare.append([leaf.data for leaf in self._leaves.pop(version)])
@@ -212,7 +262,7 @@ class Versions:
         if self.waits:
             assert self._waiting is None, "the last update is over"
             self._waiting = [x.clone() if self.flat and x is not None else x for x in self._gradients[self.own :]]
-            self._gradients[self.own :] = [None] * len(self._waiting)
+            self._begin_gradients(range(self.own, len(self._gradients)), self._newest + 2)
         newest = self._leaves[self._newest]
         self._next = [leaf.data for leaf in newest]
         if self._uses[self._newest] > 0:
@@ -224,13 +274,16 @@ class Versions:
 
     def step(self, part: int, scale: float = 1.0) -> None:
         """Make one of the optimizer's parts of the new version from the gradient divided by ``scale``."""
-        self.optimizer.step(part, self._gradients, scale, self._next)
+        gradients = self._gradients
+        if self.waits:  # what there is of the tied ones' is for the next update
+            gradients = [*gradients[: self.own], *[None] * (len(gradients) - self.own)]
+        self.optimizer.step(part, gradients, scale, self._next)
 
     def end_update(self, version: int) -> None:
         """Let what has been made be ``version``; the gradient is gone afterwards, but for what waits."""
         if self._waiting is None:
             self.optimizer.finish()
-        self._clear_gradients()
+        self._begin_gradients(range(self.own if self.waits else len(self._gradients)), version + 1)
         if self._uses[self._newest] > 0:
             self._leaves[version] = [nn.Parameter(storage) for storage in self._next]
             self._newest = version
@@ -268,7 +321,7 @@ class Versions:
     def skip_update(self, version: int) -> None:
         """Let the newest version be ``version`` as well, and forget the gradient: nothing else changes."""
         assert not self._uses[self._newest], "updates are skipped where the pipeline is empty"
-        self._clear_gradients()
+        self._begin_gradients(range(len(self._gradients)), version + 1)
         self._rename(version)
 
     def _rename(self, version: int) -> None:
@@ -277,23 +330,38 @@ class Versions:
         self._installed = version if self._installed == old else self._installed
         self._newest = version
 
-    def _clear_gradients(self) -> None:
-        if self.flat is None:
-            self._gradients = [None] * len(self._masters)
-        else:
+    def _begin_gradients(self, indices: range, update: int) -> None:
+        """Begin with the gradients of the weights at ``indices`` for ``update``, as far as borrowers haven't."""
+        if self.flat is not None and len(indices) == len(self._gradients):
             self.flat.clear()
-            self._gradients = list(self.flat.views)
+        for index in indices:
+            ahead = self._ahead.pop((update, index), None)
+            if self.flat is None:
+                self._gradients[index] = ahead
+                continue
+            self._gradients[index] = view = self.flat.views[index]
+            if ahead is not None:
+                view.copy_(ahead)
+            elif len(indices) < len(self._gradients):
+                view.zero_()
 
     def install_newest(self) -> None:
         """Put the newest version into the modules, where the run's result is read."""
-        self.install(self._newest)
+        self.install(self._newest, tuple((x.lender, x.home.newest) for x in self._borrowed))
 
     def place_of(self, parameter: nn.Parameter) -> int | None:
-        """Return the index of a weight of the version that is installed, None for a frozen one."""
+        """Return the index of a weight of the version that is installed, None for a frozen or borrowed one."""
         for index, leaf in enumerate(self.installed):
             if leaf is parameter:
                 return index
         return None
+
+    def whole(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a weight of the newest version, which is installed, as :meth:`master` does; None for a frozen one."""
+        index = self.place_of(parameter)
+        if index is not None:
+            return self.master(index)
+        return next((x for b in self._borrowed if (x := b.home.whole(parameter)) is not None), None)
 
     def give_stepped(self, chunk: SharedChunk) -> None:
         """Put the new weights of the own share of ``chunk`` into its place in the gradient, from where all get them."""
@@ -319,6 +387,7 @@ class Versions:
 
     def assemble(self) -> None:
         """Bring what replicas share together on the first of them, until :meth:`part` is called; all do so at once."""
+        self.optimizer.settle()
         if self._sharing is not None:
             mixed = self._mixed
             kept = [Kept(x.data if mixed else None, self.optimizer.state_of(i)) for i, x in enumerate(self._masters)]
@@ -363,6 +432,6 @@ class Versions:
             yield from ((leaf.grad, False) for leaf in leaves if leaf.grad is not None)
         for storages in (*self._spare, self._next):
             yield from ((storage, False) for storage in storages)
-        for gradients in (self._gradients, self._waiting or ()):
+        for gradients in (self._gradients, self._waiting or (), self._ahead.values()):
             yield from ((gradient, False) for gradient in gradients if gradient is not None)
         yield from self.optimizer.tensors()

@@ -224,6 +224,10 @@ class _Model:
                     fixed += (one - none) * memory_model.versions(graph.policy, 1)
                 elif one > none:
                     versions += (one - none) / resource.memory_bytes * self.versions(s)
+                for later, size in stage.lent:
+                    turning = self.height(graph.position["B", s], graph.position["B", later])
+                    kept = self.updates_over(f"{s}_{later}", [(resource.replicas, turning)])
+                    versions += size / resource.memory_bytes * kept
             room = 1 - margin - fixed / resource.memory_bytes
             for s in stages:
                 transient = graph.stages[s].peak_bytes - graph.stages[s].kept_bytes
@@ -236,25 +240,29 @@ class _Model:
                     self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
 
     def versions(self, s: int) -> Any:
-        """Return the weight versions of stage s, where they follow what is in flight: see :func:`costs.versions`.
+        """Return the weight versions of stage s, where they follow what is in flight: see :func:`costs.versions`."""
+        graph = self.graph
+        counts = [
+            (graph.resources[graph.stages[q].resource].replicas, self.in_flight(q, graph.position["F", q]))
+            for q in (sorted({0, s}) if graph.policy.vertical_sync else [s])
+        ]
+        return self.updates_over(str(s), counts) + 1
 
-        Where they grow by one with each microbatch of the stage it is an expression, else a variable.
+    def updates_over(self, name: str, counts: list[tuple[int, Any]]) -> Any:
+        """Return the most of :func:`costs.updates_over` for pairs (replicas, microbatches held on each).
+
+        Where it grows by one with each microbatch it is an expression, else a variable.
         """
         import pulp
 
-        graph, policy = self.graph, self.graph.policy
-        makers = sorted({0, s}) if policy.vertical_sync else [s]
-        counts = []
-        for q in makers:
-            replicas = graph.resources[graph.stages[q].resource].replicas
-            counts.append((replicas, policy.update_interval(replicas), self.in_flight(q, graph.position["F", q])))
-        replicas, interval, count = counts[0]
-        if len(counts) == 1 and replicas == interval:
-            return count + memory_model.versions(policy, 1, replicas) - 1
-        kept = pulp.LpVariable(f"versions{s}", lowBound=1, cat="Integer")
-        for replicas, interval, count in counts:
-            self.problem.addConstraint(interval * kept >= replicas * count - 1 + interval)
-        return kept
+        policy = self.graph.policy
+        replicas, count = counts[0]
+        if len(counts) == 1 and replicas == policy.update_interval(replicas):
+            return count + memory_model.updates_over(policy, 1, replicas) - 1
+        due = pulp.LpVariable(f"due{name}", lowBound=0, cat="Integer")
+        for replicas, count in counts:
+            self.problem.addConstraint(policy.update_interval(replicas) * due >= replicas * count - 1)
+        return due
 
     def add_updates(self) -> None:
         """Updates of 2bw: at most ``accumulate`` microbatches are in flight at the first stage, so at any."""

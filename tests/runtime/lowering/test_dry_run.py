@@ -1,3 +1,8 @@
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from cases.lowering import chain_of, plan_of
 
@@ -37,9 +42,40 @@ def test_one_node_needs_no_rendezvous():
     assert torchrun_line(script_of(), ["run", "my plan.json"]) == (
         "torchrun --standalone --nproc-per-node=2 -m pipeplan run 'my plan.json'"
     )
-    line = slurm_line(script_of(), ["run", "p.json"])
-    assert line.startswith("srun --nodes=1 --ntasks-per-node=1 --gpus-per-node=2 torchrun --nnodes=1 ")
-    assert line.endswith("-m pipeplan run p.json")
+    assert slurm_line(script_of(), ["run", "p.json"], False) == (
+        "srun --nodes=1 --ntasks-per-node=1 torchrun --standalone --nproc-per-node=2 -m pipeplan run p.json"
+    )
+    assert " --ntasks-per-node=1 --gpus-per-node=2 torchrun " in slurm_line(script_of(), ["run", "p.json"], True)
+
+
+def on_two_nodes(*memories):
+    platform = Platform(tuple(map(Device, memories)), (Level(1, 10), Level(2, 1)))
+    plan = plan_of(chain_of([(1, 2), (1, 2)]), TWO, Policy("flush", accumulate=1), Schedule("flush", 1))
+    return lower_run(replace(plan, platform=platform), 2)
+
+
+def test_several_nodes_meet_at_a_port_of_their_own():
+    """By hand it follows from the words, under Slurm from the job; nodes that differ are numbered as planned."""
+    line = torchrun_line(on_two_nodes(9, 9), ["run", "p.json"])
+    port = int(re.fullmatch(
+        r"torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:(2\d{4}) --nproc-per-node=1 "
+        r"-m pipeplan run p\.json", line)[1])  # fmt: skip
+    assert f":{port} " not in torchrun_line(on_two_nodes(9, 9), ["run", "q.json"])
+    assert " --node-rank=NODE --master-addr=FIRST_NODE --master-port=2" in torchrun_line(on_two_nodes(9, 8), ["run"])
+    said = subprocess.run(
+        ["bash", "-c", slurm_line(on_two_nodes(9, 9), ["run", "a b's.json"], True)],
+        env={"PATH": f"{Path(__file__).parents[2] / 'cases' / 'slurm'}:/usr/bin:/bin", "SLURM_JOB_ID": "31234",
+             "SLURM_JOB_NODELIST": "node[2,10]"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert said.splitlines() == [
+        "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --kill-on-bad-exit=1",
+        *(
+            f"--nnodes=2 --node-rank={node} --master-addr=node2 --master-port=21234 --nproc-per-node=1 -m pipeplan run "
+            "a b's.json|"
+            for node in range(2)
+        ),
+    ]
 
 
 def test_nodes_are_the_lowest_units_of_the_platform():

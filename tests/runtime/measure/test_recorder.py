@@ -1,12 +1,20 @@
+from datetime import timedelta
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from pipeplan.runtime.device import DeviceWaits
+from pipeplan.runtime.executor import OperationFailed
+from pipeplan.runtime.failure import failure_of
+from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.measure import recorder as module
+from pipeplan.runtime.measure.drift import Compared, straightened
 from pipeplan.runtime.measure.recorder import CudaRecorder, HostRecorder, Times
 from pipeplan.runtime.measure.times import OpTime
 
 MS = 10**6
+PATIENCE = timedelta(seconds=0.01)
 
 
 class Gpu:
@@ -15,7 +23,9 @@ class Gpu:
     def __init__(self):
         self.now = 5 * MS
         self.queued_ns = self.now  # when all that is queued will be done
-        self.waits = 0
+        self.waits, self.hangs = 0, False
+        self.fast = 0.0  # how much too long the GPU's own clock finds what it measures
+        self.late_ns = 0  # how much later the host hears of what it waits for
 
     def work(self, ns):
         """Queue a kernel; the host goes on at once."""
@@ -33,13 +43,17 @@ class Event:
     def record(self):
         self.at = max(self.gpu.queued_ns, self.gpu.now)
 
-    def synchronize(self):
+    def query(self):
+        if self.at > self.gpu.now and not self.gpu.hangs:
+            self.gpu.now = self.at + self.gpu.late_ns  # as long as the host pauses until it looks again
+            return False
         self.gpu.waits += 1
-        self.gpu.now = max(self.gpu.now, self.at)
+        return not self.gpu.hangs
 
     def elapsed_time(self, other):
         assert max(self.at, other.at) <= self.gpu.now, "torch raises for an event that is not reached"
-        return torch.tensor((other.at - self.at) / 1e6, dtype=torch.float32).item()  # as torch's: a float in ms
+        distance = (other.at - self.at) * (1 + self.gpu.fast)
+        return torch.tensor(distance / 1e6, dtype=torch.float32).item()  # as torch's: a float in ms
 
 
 @pytest.fixture
@@ -51,7 +65,7 @@ def gpu(monkeypatch):
 
 
 def test_times_of_a_gpu_are_those_of_its_queue_in_the_clock_of_the_host(gpu):
-    recorder = CudaRecorder(offset_ns=1000 * MS, ahead=100)
+    recorder = CudaRecorder(PATIENCE, offset_ns=1000 * MS, ahead=100)
     for m in range(3):
         gpu.now += MS  # the host takes 1 ms to issue what takes the GPU 4 and 8
         start = recorder.mark()
@@ -76,7 +90,7 @@ def test_times_of_a_gpu_are_those_of_its_queue_in_the_clock_of_the_host(gpu):
 
 def test_a_long_run_loses_no_precision(gpu):
     """A float in ms has 24 bits: after an hour the distance from the start is told in quarters of a millisecond."""
-    recorder = CudaRecorder(ahead=4)
+    recorder = CudaRecorder(PATIENCE, ahead=4)
     for m in range(3600):
         gpu.work(10**9 - 1234)
         start = recorder.mark()
@@ -87,8 +101,37 @@ def test_a_long_run_loses_no_precision(gpu):
     assert all(abs(t.duration_ns - 1234) <= 1 for t in times)
 
 
+@pytest.mark.parametrize("fast", [50e-6, -50e-6])
+def test_a_clock_that_runs_away_is_set_right_again(gpu, fast):
+    """The host hears of what it waits for 10 to 70 us later; after two windows it knows how fast the clock is."""
+    gpu.fast = fast
+    recorder = CudaRecorder(PATIENCE, ahead=1)
+    begun = gpu.now
+    ends = []
+    for m in range(1200):
+        start = recorder.mark()
+        gpu.work(50 * MS)
+        ends.append(gpu.queued_ns)
+        recorder.note("F", 0, m, start)
+        gpu.late_ns = 10_000 + 60_000 * (m % 7 == 3)
+    times = list(recorder.settle())
+    assert gpu.now - begun >= 60 * 10**9
+    wrong = [abs(t.end_ns - end) for t, end in zip(times, ends, strict=True)]
+    assert max(wrong[:200]) > 400_000, "0.5 ms in 10 s"
+    assert max(wrong[500:]) < 20_000, "3 ms in a minute, if nobody looked"
+    assert all(t.duration_ns > 0 for t in times)
+
+
+def test_hosts_whose_clocks_run_apart_are_set_right_evenly():
+    told = [OpTime("F", 0, 0, 1500, 1600), OpTime("B", 0, 0, 2000, 3500)]  # 500 are to be added from 1000 on
+    same = straightened(told, Compared(500, 1000), Compared(500, 3000))
+    assert same == told
+    right = straightened(told, Compared(500, 1000), Compared(700, 3000))  # and 700 at 3000
+    assert [(t.start_ns, t.end_ns) for t in right] == [(1500, 1610), (2050, 3700)]
+
+
 def test_the_host_runs_no_more_than_so_many_notes_ahead(gpu):
-    recorder = CudaRecorder(ahead=3)
+    recorder = CudaRecorder(PATIENCE, ahead=3)
     done = []
     gpu.waits = 0
     for k in range(10):
@@ -103,7 +146,7 @@ def test_the_host_runs_no_more_than_so_many_notes_ahead(gpu):
 
 
 def test_what_an_action_raises_comes_out_where_the_host_waits(gpu):
-    recorder = CudaRecorder(ahead=1)
+    recorder = CudaRecorder(PATIENCE, ahead=1)
 
     def refuse():
         raise ArithmeticError("the loss is nan")
@@ -111,6 +154,21 @@ def test_what_an_action_raises_comes_out_where_the_host_waits(gpu):
     recorder.later(refuse)
     with pytest.raises(ArithmeticError, match="nan"):
         recorder.later(lambda: None)
+
+
+def test_a_gpu_that_never_gets_on_is_not_waited_for_for_ever(gpu):
+    """As one does that waits for a message of a rank that has gone: the host itself waits nowhere else."""
+    recorder = CudaRecorder(PATIENCE, ahead=1)
+    recorder.later(lambda: None)
+    gpu.hangs = True
+    with pytest.raises(DeviceWaits, match=r"^the GPU has waited for 0.01 s$") as caught:
+        recorder.later(lambda: None)
+    lost = OperationFailed(Forward(1, 7, 2))
+    lost.__cause__ = caught.value
+    failure = failure_of(3, lost)
+    assert failure.kind == "lost"
+    words = "rank 3 lost another rank in the forward of microbatch 7 on stage 1: the GPU has waited for 0.01 s"
+    assert failure.message == words
 
 
 def test_a_cpu_does_everything_at_once(gpu):

@@ -9,6 +9,7 @@ from cases.measured import replayed, script_of
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.run import print_run
+from pipeplan.runtime.measure.calibrate import occupied
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime, RankMeasurement
 from pipeplan.runtime.measure.trace_file import measured_trace
@@ -63,6 +64,17 @@ def test_steps_that_overlap_with_sums_are_charged_to_the_end_of_the_batch_not_to
     script = script_of(policy, Schedule("flush", 4), 5, times=((100, 400), (100, 400)), optimizer_ns=40)
     report = make_report(script, with_waits(replayed(script, 1, update=40), (20, 420), (100, 30)))
     assert report.calibrated_period_ns == (5 * 500 + 20 + 100 + 40) / 4
+
+
+def test_the_wait_for_what_was_sent_before_is_not_a_stages_own_work():
+    """A pass of 100, a wait of 300 for a slow receiver, and 10 to send what it made."""
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 4)
+    times = []
+    for m in range(8):
+        begin = 1000 * m
+        for kind, start, end in (("F", 0, 100), ("ROOM_F", 100, 400), ("SEND_F", 400, 410), ("WAIT_B", 410, 1000)):
+            times.append(OpTime(kind, 0, m, begin + start, begin + end))
+    assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {}, {0: 1})])["F", 0] == 110
 
 
 def with_waits(measurements, agree_ns, reduce_ns, sums=1):

@@ -12,8 +12,9 @@ from torch import nn
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput, CodeFailed
+from pipeplan.problem import SharedWeights
 from pipeplan.runtime.model import network
-from pipeplan.runtime.model.network import chain_network, named_layers, tied_layers
+from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
 from pipeplan.runtime.profiler.clock import ThreadClock
 from pipeplan.runtime.profiler.measure import measure_model, profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
@@ -176,6 +177,7 @@ def test_chain_of_a_model():
     assert [layer.name for layer in chain.layers] == ["embedding", "block0", "block1", "norm", "head", "loss"]
     assert (chain.name, chain.microbatch, chain.dtype, chain.input_bytes) == ("tiny", 4, "float32", 4 * 64 * 8)
     assert chain.tied == ((0, 4),)
+    assert chain.shared == (SharedWeights((0, 4), 128 * 64 * 4, 128 * 64),)
     assert chain.source.startswith("measured by pipeplan ")
     assert chain.source.endswith("2025-01-31")
     assert chain.device.endswith("1 thread")
@@ -237,6 +239,10 @@ def test_tied_layers_pair_each_holder_with_the_next():
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     assert tied_layers([a, b, a, b, a]) == ((0, 2), (1, 3), (2, 4))
     assert tied_layers([a, b]) == ()
+    size = sum(p.nbytes for p in a.parameters()), sum(p.numel() for p in a.parameters())
+    assert shared_weights([a, nn.Sequential(a, b), b]) == (
+        SharedWeights((0, 1), *size), SharedWeights((1, 2), *size),
+    )  # fmt: skip
 
 
 def test_names():

@@ -18,7 +18,7 @@ from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale, half_type
-from pipeplan.runtime.training.loss_scale import LossScale, overflows
+from pipeplan.runtime.training.loss_scale import LossScale, overflow
 from pipeplan.runtime.training.optimizers import parse_choice, schedule_maker
 from pipeplan.schedule.memory import lane_use
 
@@ -34,8 +34,8 @@ def mixed(build, stages, *, dtype=torch.bfloat16, data=None, offload=False, buck
 def test_the_scale_is_halved_on_overflow_and_doubled_after_so_many_good_updates():
     scale = LossScale(8.0, 3)
     seen = []
-    for overflow in (False, False, True, False, False, False, False, True, True):
-        scale = scale.after(overflow)
+    for overflows in (False, False, True, False, False, False, False, True, True):
+        scale = scale.after(overflows)
         seen.append((scale.scale, scale.good))
     assert seen == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0), (8, 1), (4, 0), (2, 0)]
     assert LossScale(8.0, 0).after(False).after(False).scale == 8
@@ -46,10 +46,11 @@ def test_the_scale_is_halved_on_overflow_and_doubled_after_so_many_good_updates(
 def test_what_might_overflow_in_the_sum_counts_as_overflow():
     most = torch.finfo(torch.float16).max
     half = torch.tensor([1.0, -most / 2], dtype=torch.float16)
-    assert not overflows([None, torch.zeros(0), half], 2)
-    assert overflows([half], 3)
-    assert overflows([half, torch.tensor([float("nan")])], 1)
-    assert overflows([torch.tensor([float("-inf")], dtype=torch.bfloat16)], 1)
+    assert not overflow([None, torch.zeros(0), half], 2)
+    assert overflow([half], 3)
+    assert overflow([half, torch.tensor([float("nan")])], 1)
+    assert overflow([None, torch.zeros(0)], 1) is None
+    assert overflow([torch.tensor([float("-inf")], dtype=torch.bfloat16)], 1)
 
 
 @pytest.mark.parametrize(

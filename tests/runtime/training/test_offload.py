@@ -1,6 +1,7 @@
 """Optimizer state in host memory, stepped bucket by bucket: the same bits, and as little memory as promised."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,18 +12,18 @@ from cases.runtime import chain_of, largest_difference, plan_of
 from torch import nn
 
 from pipeplan.cost import memory_model
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training.bucketed_optimizer import BucketedOptimizer
 from pipeplan.runtime.training.buckets import cut_into_buckets
+from pipeplan.runtime.training.offload import BucketBuffers, host_rooms
 from pipeplan.runtime.training.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
 from pipeplan.runtime.training.stage_optimizer import (
     ELEMENTWISE,
-    BucketBuffers,
-    BucketedOptimizer,
     Rates,
     WholeOptimizer,
     nothing,
@@ -80,6 +81,27 @@ def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
         assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)
     assert plain.rates.groups == parts.rates.groups
     assert plain.rates.schedule == parts.rates.schedule
+
+
+def test_locked_host_memory_is_as_large_as_what_it_is_for(monkeypatch):
+    locked = {}
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda place, size, _: 0 if locked.setdefault(place, size) else 1,
+        cudaHostUnregister=locked.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    shapes, dtypes = [(3, 5), (0,), (7,), (1, 1)], [torch.float32, torch.float32, torch.float64, torch.float32]
+    rooms = host_rooms(shapes, dtypes, torch.device("cuda", 0))
+    assert [(tuple(room.shape), room.dtype) for room in rooms] == list(zip(shapes, dtypes, strict=True))
+    assert sorted(locked.values()) == [7 * 8, 16 * 4]
+    for index, room in enumerate(rooms):
+        room.fill_(index)
+    assert all(bool((room == index).all()) for index, room in enumerate(rooms)), "none lies over another"
+    del room, rooms
+    assert locked == {}
+    driver.cudaHostRegister = lambda *_: 2
+    with pytest.raises(RunFailed, match=r"^8 bytes of host memory .* cannot be locked \(CUDA error 2\)$"):
+        host_rooms([(2,)], [torch.float32], torch.device("cuda", 0))
 
 
 LAYOUTS = {

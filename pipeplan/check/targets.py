@@ -1,0 +1,361 @@
+"""What of a plan can the frameworks express that people train with? One row for each, from reading its source.
+
+There a stage is a range of whole units (an embedding, a block, a head with its loss), all stages have as many replicas,
+which makes equal pipelines side by side, and what is recomputed is one rule for all of them. A new target is a row of
+:data:`TARGETS` and a writer of the same name in ``files.export``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from ..errors import PipeplanError
+from ..names import shown
+from ..plan import Plan, ScheduleKind, Stage
+from ..problem import Chain
+
+Ranges = tuple[tuple[int, int], ...]
+Rule = Literal["none", "first", "every"]
+BLOCK = re.compile(
+    r"((?:.*\.)?(?:(?:blocks?|layers?|decoder|h)\.\d+|(?:blocks?|layers?|decoder|h)_?\d+(?:\.\d+)?))(?:\..*)?"
+)
+MTP = re.compile(r"(?:.*\.)?mtp(?:_layers?)?[._]?\d*")
+LOSS = "loss"  # how profiles name what comes behind the model
+
+
+class CannotExpress(PipeplanError):
+    """A plan that a target has no words for; the message says which part and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """``layers[start:stop]`` that a target keeps together; the model's own are ``layers[start:modules_stop]``, without
+    the loss. ``block``: one of the repeated blocks."""
+
+    name: str
+    start: int
+    stop: int
+    modules_stop: int
+    block: bool
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Recompute:
+    """What every stage recomputes: nothing (``none``), each of its ``first`` so many units that can be, or all of them
+    in segments of ``every`` so many, from the stage's first on."""
+
+    rule: Rule = "none"
+    count: int = 0
+
+    def segments(self, target: Target, units: Sequence[Unit], weights: Callable[[int, int], int]) -> Ranges:
+        """Return the recomputed layers of a stage of ``units``; ``weights(start, stop)`` are the bytes of a range.
+
+        A segment without weights is stored.
+        """
+        own = [unit for unit in units if target.recomputes(unit) and unit.start < unit.modules_stop]
+        if self.rule == "none":
+            return ()
+        if self.rule == "first":
+            return tuple((unit.start, unit.modules_stop) for unit in own[: self.count])
+        parts = (own[i : i + self.count] for i in range(0, len(own), self.count))
+        found = ((part[0].start, part[-1].modules_stop) for part in parts)
+        return tuple((start, stop) for start, stop in found if weights(start, stop))
+
+    def __str__(self) -> str:
+        one = "it" if self.count == 1 else f"{self.count} of them"
+        return {"none": "nothing", "first": f"the first {self.count} units of a stage", "every": f"every {one}"}[
+            self.rule
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``pipelines`` equal pipelines over ``ranks`` groups of GPUs, each of which has ``chunks`` stages."""
+
+    ranks: int
+    pipelines: int
+    chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a framework can express. ``source`` names whose source was read, and in which version.
+
+    ``kinds`` of schedules it runs; ``units(chain)`` are what it doesn't cut (CannotExpress says why there are none);
+    ``recomputes(unit)`` says which of them it can, under one of the ``rules``, in segments of ``longest`` at most.
+    ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
+    the gradients of weights that stages share.
+    """
+
+    what: str
+    source: str
+    kinds: tuple[ScheduleKind, ...]
+    units: Callable[[Chain], tuple[Unit, ...]]
+    rules: tuple[Rule, ...]
+    recomputes: Callable[[Unit], bool]
+    refuses: Callable[[ScheduleKind, Shape, int], str | None]
+    longest: int | None = None
+    ties: bool = False
+
+    def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
+        """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
+        are the numbers of units to try."""
+        for rule in self.rules:
+            if rule == "none":
+                yield Recompute()
+            else:
+                longest = most if rule == "first" or self.longest is None else min(most, self.longest)
+                yield from (Recompute(rule, count) for count in counts if count <= longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Expressed:
+    """A plan in a target's terms: its shape, the units of each stage, and what is recomputed."""
+
+    shape: Shape
+    units: tuple[tuple[Unit, ...], ...]
+    recompute: Recompute
+
+
+def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
+    """Return ``stages`` in the terms of the target ``name``; CannotExpress says what it has no words for."""
+    target = TARGETS[name]
+    shape = _shape(name, stages)
+    units = target.units(chain)
+    ends = {0, *(unit.stop for unit in units)}
+    for s, stage in enumerate(stages):
+        if stage.stop not in ends:
+            unit = next(unit for unit in units if unit.start < stage.stop < unit.stop)
+            raise CannotExpress(
+                f"{name}: stage {s} ends inside of {_named(chain, unit)}, which are one there (plan with --for {name})"
+            )
+    if not target.ties:
+        refuse_parted(chain, stages, name)
+    parts = tuple(tuple(unit for unit in units if stage.start <= unit.start < stage.stop) for stage in stages)
+    weights = weight_bytes(chain)
+    most = max(map(len, parts))
+    for way in target.ways(most, range(1, most + 1)):
+        if all(
+            way.segments(target, part, weights) == stage.checkpoint for part, stage in zip(parts, stages, strict=True)
+        ):
+            return Expressed(shape, parts, way)
+    s = next(s for s, stage in enumerate(stages) if stage.checkpoint)
+    raise CannotExpress(
+        f"{name}: stage {s} recomputes {_ranges(stages[s].checkpoint)}; there all stages recompute "
+        f"{' or '.join(_RULES[rule] for rule in target.rules)} (plan with --for {name}, or --no-checkpointing)"
+    )
+
+
+def refuse_parted(chain: Chain, stages: Sequence[Stage], name: str) -> None:
+    """Raise CannotExpress where layers that share weights are in two stages, whose gradients a target doesn't sum."""
+    for one, other in chain.tied:
+        if any((stage.start <= one < stage.stop) != (stage.start <= other < stage.stop) for stage in stages):
+            raise CannotExpress(
+                f"{name}: layers {one} and {other} share weights and are in two stages, whose gradients nobody sums "
+                "there"
+            )
+
+
+_RULES: dict[Rule, str] = {
+    "none": "nothing",
+    "first": "each of their first so many units",
+    "every": "all units, so many at a time",
+}
+
+
+def weight_bytes(chain: Chain) -> Callable[[int, int], int]:
+    """Return what gives the bytes of the weights of ``layers[start:stop]``."""
+    sums = chain.sums.weight_bytes
+    return lambda start, stop: int(sums[stop] - sums[start])
+
+
+def target_violations(plan: Plan, name: str) -> list[str]:
+    """Return why ``plan`` is none of those that the target ``name`` runs; empty where it is."""
+    target, kind = TARGETS[name], plan.schedule.kind
+    if kind not in target.kinds:
+        return [f"{name}: runs {' and '.join(target.kinds)}; the schedule is {kind}"]
+    try:
+        found = express(plan.chain, plan.allocation.stages, name)
+    except CannotExpress as error:
+        return [str(error)]
+    return [f"{name}: {reason}" for reason in refusals(target, kind, found.shape, plan.schedule.mini_batch)]
+
+
+def refusals(target: Target, kind: ScheduleKind, shape: Shape, microbatches: int) -> list[str]:
+    """Return why a target doesn't run a mini-batch of ``microbatches`` on pipelines of a shape; empty where it does."""
+    if microbatches % shape.pipelines:
+        return [f"{microbatches} microbatches cannot be shared evenly by {shape.pipelines} pipelines"]
+    reason = target.refuses(kind, shape, microbatches // shape.pipelines)
+    return [] if reason is None else [reason]
+
+
+def _shape(name: str, stages: Sequence[Stage]) -> Shape:
+    """Return the shape of stages that have as many replicas each and go round the ranks in order."""
+    counts = {stage.replicas for stage in stages}
+    if len(counts) > 1:
+        raise CannotExpress(f"{name}: stages have {sorted(counts)} replicas; there all have the same number")
+    groups = [stage.devices for stage in stages]
+    ranks = list(dict.fromkeys(groups))
+    chunks = len(groups) // len(ranks)
+    if groups != ranks * chunks:
+        order = [ranks.index(group) for group in groups]
+        raise CannotExpress(f"{name}: stages are on ranks {order}; there stage i is on rank i mod {len(ranks)}")
+    if chunks > 1 and "interleaved" not in TARGETS[name].kinds:
+        held = [s for s, group in enumerate(groups) if group == groups[0]]
+        raise CannotExpress(f"{name}: GPU {groups[0][0]} holds stages {held}; there a rank holds one range of layers")
+    return Shape(len(ranks), stages[0].replicas, chunks)
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+
+
+def whole_blocks(chain: Chain) -> tuple[Unit, ...]:
+    """Return the layers with those of one repeated block together, and the loss with what comes before it."""
+    count = len(chain)
+    modules = count - (count > 1 and chain.layers[-1].name == LOSS and not chain.layers[-1].weight_bytes)
+    units: list[Unit] = []
+    for i, layer in enumerate(chain.layers[:modules]):
+        found = None if ".." in layer.name else BLOCK.fullmatch(layer.name)
+        if units and found and units[-1].block and units[-1].name == found[1]:
+            units[-1] = replace(units[-1], stop=i + 1, modules_stop=i + 1)
+        else:
+            units.append(Unit(found[1] if found else layer.name, i, i + 1, i + 1, found is not None))
+    units[-1] = replace(units[-1], stop=count)
+    return tuple(units)
+
+
+def decoder(chain: Chain) -> tuple[Unit, ...]:
+    """Return an embedding, the decoder's layers, and the output with the loss, as Megatron-LM has them.
+
+    The final norm is with the output, as it is there without multi-token prediction; layers of that are one unit.
+    """
+    units = whole_blocks(chain)
+    blocks = [i for i, unit in enumerate(units) if unit.block]
+    if not blocks:
+        raise CannotExpress(f"megatron: no layer of {shown(chain.name)} is named as a decoder layer, such as layers.3")
+    first, last = blocks[0], blocks[-1]
+    ahead = next((i for i in range(last + 1, len(units)) if MTP.match(units[i].name)), None)
+    odd = next((unit for unit in units[first:last] if not unit.block), None)
+    if odd is not None:
+        raise CannotExpress(f"megatron: layer {odd.start} ({shown(odd.name)}) between the decoder layers is none")
+    if first == 0 or last == len(units) - 1:
+        raise CannotExpress("megatron: a layout starts with the embedding and ends with the output layer")
+    start, stop = units[first].start, units[last].stop
+    extra: tuple[Unit, ...] = ()
+    if ahead is not None:  # the final norm is then with the last decoder layer
+        begin, behind = units[ahead].start, next(unit for unit in units[ahead:] if not MTP.match(unit.name))
+        extra = (
+            replace(units[last], stop=begin, modules_stop=begin),
+            Unit("mtp", begin, behind.start, behind.start, False),
+        )
+        last, stop = last - 1, behind.start
+    return (
+        Unit("embedding", 0, start, start, False),
+        *units[first : last + 1],
+        *extra,
+        Unit("output", stop, len(chain), units[-1].modules_stop, False),
+    )
+
+
+def mtp_layers(chain: Chain) -> int:
+    """Return how many layers of multi-token prediction a decoder has."""
+    return len({found[0] for layer in chain.layers if (found := MTP.match(layer.name))})
+
+
+def layers_in_a_row(chain: Chain) -> tuple[Unit, ...]:
+    """Return the layers of a list, each of which reads the one before it, as DeepSpeed runs them."""
+    if chain.edges is not None:
+        raise CannotExpress(
+            "deepspeed: the profile was traced and is no list of layers, each of which takes what the one before it "
+            "returns; profile the model as a list or an nn.Sequential"
+        )
+    count = len(chain)
+    joined = next((i for i in range(1, count) if ".." in chain.layers[i].name), None)
+    if joined is not None:
+        raise CannotExpress(f"deepspeed: layer {joined} ({shown(chain.layers[joined].name)}) is several modules")
+    last = whole_blocks(chain)[-1]
+    ends = [*range(1, last.modules_stop), count]
+    return tuple(
+        Unit(chain.layers[start].name, start, stop, min(stop, last.modules_stop), True)
+        for start, stop in pairwise([0, *ends])
+    )
+
+
+# --- the other rules ------------------------------------------------------------------------------------------------
+
+
+def _megatron(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None:
+    if kind == "interleaved" and microbatches % shape.ranks:
+        return (
+            f"interleaved, the {microbatches} microbatches of a pipeline must be a multiple of its {shape.ranks} ranks"
+        )
+    return None
+
+
+def _torch(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None:
+    if kind == "1f1b" and microbatches < shape.ranks:
+        return f"1f1b needs as many microbatches in a pipeline as stages, {shape.ranks}, not {microbatches}"
+    rounds = max(1, microbatches // shape.ranks)
+    if kind == "interleaved" and microbatches % rounds:
+        return f"interleaved, the {microbatches} microbatches of a pipeline must be a multiple of its {rounds} rounds"
+    return None
+
+
+def _anything(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None:
+    return None
+
+
+TARGETS: dict[str, Target] = {  # the sources are of August 2026
+    "megatron": Target(
+        what="Megatron-LM",
+        source="NVIDIA/Megatron-LM at d98e8a64: pipeline_parallel_layer_layout.py, schedules.py, arguments.py",
+        kinds=("1f1b", "interleaved"),
+        units=decoder,
+        rules=("none", "every", "first"),
+        recomputes=lambda unit: unit.block,
+        refuses=_megatron,
+        ties=True,
+    ),
+    "torchtitan": Target(
+        what="torchtitan",
+        source="pytorch/torchtitan at b5bcd76c: distributed/pipeline_parallel.py, activation_checkpoint.py",
+        kinds=("1f1b", "interleaved"),
+        units=whole_blocks,
+        rules=("none", "every"),
+        recomputes=lambda unit: unit.block,
+        refuses=_torch,
+        longest=1,
+    ),
+    "deepspeed": Target(
+        what="DeepSpeed",
+        source="deepspeedai/DeepSpeed at edaa7221: runtime/pipe/module.py, runtime/pipe/schedule.py",
+        kinds=("1f1b",),
+        units=layers_in_a_row,
+        rules=("none", "every"),
+        recomputes=lambda unit: True,
+        refuses=_anything,
+        ties=True,
+    ),
+    "torch": Target(
+        what="torch.distributed.pipelining",
+        source="torch 2.13: distributed/pipelining/schedules.py, _IR.py",
+        kinds=("1f1b", "interleaved"),
+        units=whole_blocks,
+        rules=("none", "every"),
+        recomputes=lambda unit: True,
+        refuses=_torch,
+    ),
+}
+
+
+def _named(chain: Chain, unit: Unit) -> str:
+    names = shown(chain.layers[unit.start].name), shown(chain.layers[unit.stop - 1].name)
+    return f"layers {unit.start} to {unit.stop - 1} ({names[0]} to {names[1]})"
+
+
+def _ranges(segments: Ranges) -> str:
+    return "layers " + ", ".join(str(a) if b == a + 1 else f"{a} to {b - 1}" for a, b in segments)

@@ -1,0 +1,67 @@
+"""What is to be exported, and under which names?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...check.targets import CannotExpress, Expressed, express
+from ...errors import BadInput
+from ...names import shown
+from ...plan import Plan, Stage
+from ...schedule.timeline import Timeline
+
+Renames = tuple[tuple[re.Pattern[str], str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The ``stages`` to export of ``plan``, and the simulated ``run`` of the schedule. ``renames`` are patterns of
+    names of the profile and what the target calls them, none to keep them. ``path`` is the file to be written."""
+
+    plan: Plan
+    stages: tuple[Stage, ...]
+    run: Timeline
+    renames: Renames = ()
+    path: str = "-"
+
+    def expressed(self, target: str) -> Expressed:
+        """Return the stages in a target's terms; CannotExpress says what it has no words for."""
+        return express(self.plan.chain, self.stages, target)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a mini-batch, in all pipelines together."""
+        return self.run.program.microbatches
+
+    def renamed(self, target: str, name: str) -> str:
+        """Return what the target calls a layer; CannotExpress where no pattern is for it."""
+        for pattern, to in self.renames:
+            found = pattern.fullmatch(name)
+            if found:
+                return found.expand(to)
+        raise CannotExpress(
+            f"{target}: --rename has no pattern for layer '{shown(name)}'; those that keep their names need one too, "
+            r"such as (.*)=\1"
+        )
+
+
+def parsed_renames(texts: Sequence[str]) -> Renames:
+    r"""Return the patterns of ``block(\d+)=layers.\1,head=lm_head``; BadInput where one is none."""
+    found = []
+    for text in texts:
+        for part in re.split(r",(?=[^,=]*=)", text):
+            name, equals, to = part.partition("=")
+            try:
+                pattern = re.compile(name)
+                if equals and name:
+                    re.compile(rf"(?:{name})|").fullmatch("").expand(to)  # type: ignore[union-attr]  # it matches
+            except (re.error, IndexError) as error:
+                raise BadInput(f"--rename: '{shown(part)}': {error}") from error
+            if not (equals and name and to):
+                raise BadInput(
+                    rf"--rename: '{shown(part)}' is not of the form PATTERN=NAME, such as block(\d+)=layers.\1"
+                )
+            found.append((pattern, to))
+    return tuple(found)

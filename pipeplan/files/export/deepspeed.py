@@ -1,0 +1,62 @@
+"""Which PipelineModule gives a plan's stages to DeepSpeed?"""
+
+from __future__ import annotations
+
+from ...names import shown
+from ...version import __version__
+from .asked import Asked
+
+TEXT = '''"""Stages of {model} for DeepSpeed, planned by pipeplan {version}.
+
+    {ranks} stages x {pipelines} pipelines, {microbatches} microbatches of {each} samples for each pipeline and update.
+"""
+
+from deepspeed.pipe import PipelineModule
+
+PARTS = {parts}  # where the layers of each stage begin, and where they end; the loss is loss_fn
+CONFIG = {{
+    "train_batch_size": {batch},
+    "train_micro_batch_size_per_gpu": {each},
+    "gradient_accumulation_steps": {microbatches},
+}}
+
+
+class PlannedPipelineModule(PipelineModule):
+    """A PipelineModule with the stages of the plan; no partition_method of DeepSpeed takes them."""
+
+    def _partition_layers(self, method="planned"):
+        stages, layers = self._topo.get_dim("pipe"), self._num_layers
+        if (stages, layers) != (len(PARTS) - 1, PARTS[-1]):
+            planned = f"{{len(PARTS) - 1}} stages of {{PARTS[-1]}} layers"
+            raise ValueError(f"planned for {{planned}}; these are {{stages}} of {{layers}}")
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = list(PARTS)
+        self._set_bounds(start=PARTS[stage], stop=PARTS[stage + 1])
+
+
+def planned(layers, loss_fn, **options):
+    """Return the pipeline of ``layers``, a list or an nn.Sequential of all but the loss; ``options`` are its own."""
+    options = {{"num_stages": {ranks}, "activation_checkpoint_interval": {interval}, **options}}
+    return PlannedPipelineModule(layers=layers, loss_fn=loss_fn, **options)
+'''
+
+
+def deepspeed(asked: Asked) -> str:
+    """Return a Python module with a subclass of ``PipelineModule`` that has the plan's stages, and the batch sizes.
+
+    One stage per rank, in order. Layers that share weights must be given as ``TiedLayerSpec``.
+    """
+    found = asked.expressed("deepspeed")
+    shape, each = found.shape, asked.plan.chain.microbatch
+    ends = [part[-1].modules_stop for part in found.units]
+    return TEXT.format(
+        model=repr(shown(asked.plan.chain.name))[1:-1].replace('"', "'"),
+        version=__version__,
+        ranks=shape.ranks,
+        pipelines=shape.pipelines,
+        microbatches=asked.microbatches // shape.pipelines,
+        each=each,
+        batch=each * asked.microbatches,
+        parts=[0, *ends],
+        interval=0 if found.recompute.rule == "none" else found.recompute.count,
+    )

@@ -1,0 +1,202 @@
+"""Which schedule and which stages give a plan to torch.distributed.pipelining?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from ...check.targets import CannotExpress, refuse_parted, whole_blocks
+from ...names import shown
+from ...schedule.program import unequal
+from ...version import __version__
+from .asked import Asked
+
+MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+
+
+def torch_csv(asked: Asked) -> str:
+    """Return the schedule that torch's ``_PipelineScheduleRuntime._load_csv(path, "compute_only")`` reads.
+
+    One row per rank (the used devices in order), ``0F0,0F1,0B0`` or with ``I`` and ``W`` where the backward is split;
+    torch inserts the communication. Any placement of stages; of equal pipelines the row of one, since all run the same;
+    a drained schedule, since torch keeps one version of the weights and updates after every step.
+    """
+    program = asked.run.program
+    graph, pipelines = program.graph, _pipelines(asked)
+    refuse_parted(asked.plan.chain, asked.stages, "torch-csv")
+    if asked.stages[-1].start >= whole_blocks(asked.plan.chain)[-1].modules_stop:
+        raise CannotExpress("torch-csv: the last stage is the loss alone; there it is no part of the model")
+    if graph.policy.weights != "flush":
+        raise CannotExpress(
+            f"torch-csv: torch drains the pipeline before every update, and this schedule keeps weights "
+            f"{graph.policy.weights}; plan with --weights flush, or export a drained --schedule such as 1f1b"
+        )
+    if program.batch > 1:
+        raise CannotExpress(f"torch-csv: one backward covers {program.batch} microbatches here, and one in torch")
+    first = {resource.devices[0] for resource in graph.resources if not resource.is_link}
+    rows = []
+    for lane in program.lanes:
+        if lane.device in first and lane.steps:
+            stages, kinds, numbers = zip(*(_named(program.name(step)) for step in lane.steps), strict=True)
+            own = zip(stages, kinds, (int(m) // pipelines for m in numbers), strict=True)
+            rows.append(",".join(f"{stage}{kind}{m}" for stage, kind, m in own))
+    return "\n".join(rows) + "\n"
+
+
+def _named(step: str) -> tuple[str, str, str]:
+    found = re.fullmatch(r"(\d+)([A-Z])(\d+)", step)
+    assert found is not None, "so programs name steps"
+    return found[1], found[2], found[3]
+
+
+def _pipelines(asked: Asked) -> int:
+    """Return how many equal pipelines there are; CannotExpress where replicas differ, or what each of them runs."""
+    graph = asked.run.program.graph
+    uneven = unequal(graph, "torch")
+    if uneven is not None:
+        raise CannotExpress(f"torch-csv: {uneven}")
+    count = graph.resources[graph.stages[0].resource].replicas
+    if asked.microbatches % count:
+        raise CannotExpress(
+            f"torch-csv: {asked.microbatches} microbatches cannot be shared evenly by {count} pipelines"
+        )
+    return count
+
+
+HEAD = '''"""Stages of {model} for torch.distributed.pipelining, planned by pipeplan {version}.
+
+    {ranks} ranks x {pipelines} pipelines, {microbatches} microbatches of {each} samples for each pipeline and update.
+    Every process calls schedule(..) and then step(..) on it; with several pipelines ``mesh`` is that of
+    init_device_mesh(device, ({ranks}, {pipelines}), mesh_dim_names=("pp", "dp")).
+"""
+
+'''
+
+LAYERS = '''STAGES = {stages}  # the layers of each stage, which the loss is none of
+RECOMPUTED = {recomputed}  # layers that a backward runs again
+
+
+class Recomputed(nn.Sequential):
+    """Layers whose activations are not kept."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def stage_module(layers, number):
+    """Return the module of stage ``number`` of the model's ``layers``, a list or an nn.Sequential."""
+    layers = list(layers)
+    (at, stop), parts = STAGES[number], []
+    for first, last in RECOMPUTED[number]:
+        parts += [*layers[at:first], Recomputed(*layers[first:last])]
+        at = last
+    return nn.Sequential(*parts, *layers[at:stop])
+
+
+def schedule(layers, device, loss_fn, mesh=None):
+    """Return this rank's schedule of the model ``layers``, whose step() trains one mini-batch."""
+    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
+    stages = []
+    for number in RANKS[dist.get_rank(group)]:
+        module = stage_module(layers, number).to(device)
+        if PIPELINES > 1:
+            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+        stages.append(PipelineStage(module, number, len(STAGES), device, group=group))
+'''
+
+TRACED = '''SPLIT = {{{split}}}
+
+
+def schedule(model, microbatch, device, loss_fn, mesh=None):
+    """Return this rank's schedule of ``model``, whose step() trains one mini-batch; ``microbatch`` is an example."""
+    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
+    pipe = pipeline(model, mb_args=(microbatch,), split_spec={{name: SplitPoint.BEGINNING for name in SPLIT}})
+    stages = []
+    for number in RANKS[dist.get_rank(group)]:
+        stage = pipe.build_stage(number, device, group)
+        if PIPELINES > 1:
+            stage.submod = DistributedDataParallel(stage.submod, process_group=mesh.get_group("dp"))
+        stages.append(stage)
+'''
+
+OWN = {
+    1: "    return Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_fn)\n",
+    2: "    return ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_fn)\n",
+}
+FROM_CSV = """    run = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_fn)
+    run._load_csv(Path(__file__).with_name({csv}))
+    return run
+"""
+
+
+def torch_split(asked: Asked) -> str:
+    """Return a Python module that cuts a model into the plan's stages and makes each rank's schedule.
+
+    It runs torch's own, 1F1B or interleaved, on the stages that ``pipeline()`` makes of the model by ``split_spec``.
+    """
+    found = asked.expressed("torch")
+    if found.recompute.rule != "none":
+        raise CannotExpress(
+            "torch-split: pipeline() traces the model, and nothing there recomputes; --to torch-csv writes stages that "
+            "do, or plan with --no-checkpointing"
+        )
+    kind = OWN[min(found.shape.chunks, 2)]
+    return _module(asked, _traced(asked), kind, "SplitPoint, pipeline", kind.split()[1].partition("(")[0])
+
+
+def torch_stages(asked: Asked) -> str:
+    """Return a Python module that makes the plan's stages of a list of layers, or of a traced model, for the CSV."""
+    csv = FROM_CSV.format(csv=repr(PurePath(asked.path).name))
+    if asked.plan.chain.edges is None:
+        count = whole_blocks(asked.plan.chain)[-1].modules_stop
+        layers = LAYERS.format(
+            stages=[(x.start, min(x.stop, count)) for x in asked.stages],
+            recomputed=[[(a, min(b, count)) for a, b in x.checkpoint if a < count] for x in asked.stages],
+        )
+        return _module(asked, layers, csv, "PipelineStage", "_PipelineScheduleRuntime", layers=True)
+    if any(stage.checkpoint for stage in asked.stages):
+        raise CannotExpress(
+            "torch-csv: pipeline() traces the model, and nothing there recomputes; plan with --no-checkpointing"
+        )
+    return _module(asked, _traced(asked), csv, "SplitPoint, pipeline", "_PipelineScheduleRuntime")
+
+
+def _traced(asked: Asked) -> str:
+    names = [asked.plan.chain.layers[stage.start].name for stage in asked.stages[1:]]
+    if asked.renames:
+        names = [asked.renamed("torch-split", name) for name in names]
+    odd = next((name for name in names if not MODULE.fullmatch(name)), None)
+    if odd is not None:
+        raise CannotExpress(f"torch-split: a stage begins with '{shown(odd)}', which is no module of the model")
+    return TRACED.format(split=", ".join(f'"{name}"' for name in names))
+
+
+def _module(asked: Asked, body: str, schedule: str, names: str, kind: str, layers: bool = False) -> str:
+    pipelines = _pipelines(asked)
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for s, stage in enumerate(asked.stages):
+        ranks.setdefault(stage.devices, []).append(s)
+    from_csv = kind.startswith("_")
+    imports = [
+        *(["from pathlib import Path", ""] if from_csv else []),
+        "import torch.distributed as dist",
+        *(["from torch import nn"] if layers else []),
+        f"from torch.distributed.pipelining import {names if from_csv else f'{kind}, {names}'}",
+        *([f"from torch.distributed.pipelining.schedules import {kind}"] if from_csv else []),
+        "from torch.nn.parallel import DistributedDataParallel",
+        *(["from torch.utils.checkpoint import checkpoint"] if layers else []),
+    ]
+    head = HEAD.format(
+        model=repr(shown(asked.plan.chain.name))[1:-1].replace('"', "'"),
+        version=__version__,
+        ranks=len(ranks),
+        pipelines=pipelines,
+        microbatches=asked.microbatches // pipelines,
+        each=asked.plan.chain.microbatch,
+    )
+    facts = [
+        f"RANKS = {[ranks[group] for group in sorted(ranks)]}  # the stages of each rank of a pipeline",
+        f"PIPELINES = {pipelines}",
+        f"MICROBATCHES = {asked.microbatches // pipelines}",
+    ]
+    return head + "\n".join([*imports, "", *facts, ""]) + body + schedule

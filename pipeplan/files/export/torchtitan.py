@@ -1,0 +1,59 @@
+"""Which flags give a plan's stages to torchtitan?"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from ...check.targets import CannotExpress, Unit
+from ...names import shown
+from .asked import Asked
+
+DECODER = re.compile(r"tok_embeddings|layers\.\d+|norm|lm_head|output")  # the modules of its own models
+MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")  # what its splitter reads: a child, or an entry of a list or a dict
+SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}  # by whether a rank has one stage, or more
+
+
+def torchtitan(asked: Asked) -> str:
+    """Return torchtitan's flags: the modules of each stage by name, degrees, schedule, microbatches, recomputation.
+
+    Its splitter drops what it has no name for without a word, so names are the model's own: as they are in the profile
+    where they are those of torchtitan's decoders, else as they are renamed. The loss is no module.
+    """
+    found = asked.expressed("torchtitan")
+    parts: list[list[str]] = []
+    for units in found.units:
+        names = [_name(asked, unit) for unit in units if unit.start < unit.modules_stop]
+        parts.append(list(dict.fromkeys(names)))
+    for s, part in enumerate(parts):
+        for name in part:
+            elsewhere = next((t for t in range(s + 1, len(parts)) if name in parts[t]), None)
+            if elsewhere is not None:
+                raise CannotExpress(f"torchtitan: module '{shown(name)}' would be in stages {s} and {elsewhere}")
+    shape = found.shape
+    flags = [
+        f"--parallelism.pipeline_parallel_degree {shape.ranks}",
+        f"--parallelism.data_parallel_replicate_degree {shape.pipelines}",
+        "--parallelism.data_parallel_shard_degree 1",
+        f"--parallelism.pipeline_parallel_schedule {SCHEDULES[min(shape.chunks, 2)]}",
+        f"--parallelism.num_pp_microbatches {asked.microbatches // shape.pipelines}",
+        "--parallelism.module_fqns_per_model_part " + " ".join(shlex.quote(",".join(part)) for part in parts),
+        "--training.disable_cuda_graphs",
+        f"activation_checkpoint:{'none' if found.recompute.rule == 'none' else 'full'}",
+    ]
+    return " \\\n".join(flags) + "\n"
+
+
+def _name(asked: Asked, unit: Unit) -> str:
+    if not asked.renames and not DECODER.fullmatch(unit.name):
+        raise CannotExpress(
+            f"torchtitan: layer '{shown(unit.name)}' is no module of its decoders; say the model's own names, such as "
+            r"--rename 'block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1'"
+        )
+    name = asked.renamed("torchtitan", unit.name) if asked.renames else unit.name
+    if not MODULE.fullmatch(name):
+        raise CannotExpress(
+            f"torchtitan: '{shown(name)}' is no name of a module or of an entry in a list of modules; plan a profile "
+            "with one module per layer, or --rename it"
+        )
+    return name

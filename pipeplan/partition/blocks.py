@@ -1,0 +1,287 @@
+"""Which split over equal pipelines drains soonest, if stages are whole blocks and what they recompute is a rule?
+
+Legend: p stages of one pipeline, M microbatches in it; U(i, j) forward and backward of the stage between the cuts i and
+j with what it recomputes, F its forward; P the sum of U and of the transfers over the stages before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cost import memory_model, time_model
+from ..integers import Ints, ceil_div, smallest
+from ..plan import Stage
+from ..problem import Device, Problem
+from .contiguous.options import NEVER
+from .cuts import crossing_bytes, waits_ns
+
+_PRECISION = 4096  # a bound is found to this part
+_SLACK = (0, 1, 2, 4, 8, 16, 32)  # 256ths by which the longest stage may exceed the shortest possible
+
+Ranges = tuple[tuple[int, int], ...]
+Rule = Callable[[int, int], Ranges]  # what is recomputed of ``layers[start:stop]``
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a stage between two cuts keeps of a microbatch, holds at its peak, and the forwards (ns) that it
+    runs again, each of shape (cuts, cuts); of what isn't a stage they are 0."""
+
+    kept: Ints
+    peak: Ints
+    again: Ints
+
+    @staticmethod
+    def of(problem: Problem, cuts: Sequence[int], rule: Rule | None) -> Activations:
+        """Return those of stages that recompute what ``rule`` says, None: nothing."""
+        size = len(cuts)
+        kept, peak, again = (np.zeros((size, size), dtype=np.int64) for _ in range(3))
+        for i in range(size):
+            problem.deadline.check()
+            for j in range(i + 1, size):
+                segments = () if rule is None else rule(cuts[i], cuts[j])
+                found = memory_model.activations(problem.chain, cuts[i], cuts[j], segments)
+                kept[i, j], peak[i, j], again[i, j] = found
+        return Activations(kept, peak, again)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What stages between two of the ``cuts`` cost beside activations, on groups of GPUs, each computed once."""
+
+    problem: Problem
+    cuts: tuple[int, ...]
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
+
+    def once(self, key: object, compute: Callable[[], Any]) -> Any:
+        """Return what was computed for ``key``, computed now if it wasn't."""
+        if key not in self._known:
+            self._known[key] = compute()
+        found: Any = self._known[key]
+        return found
+
+    @cached_property
+    def ends(self) -> tuple[Ints, Ints]:
+        """The layers where stages start and stop, to be broadcast."""
+        cuts = np.array(self.cuts, dtype=np.int64)
+        return cuts[:, None], cuts[None, :]
+
+    @cached_property
+    def crossing(self) -> Ints:
+        """Bytes that cross each cut in one direction."""
+        return np.asarray(crossing_bytes(self.problem.chain)[np.array(self.cuts)])
+
+    @cached_property
+    def waits(self) -> Ints:
+        """What a stage waits for transfers at each cut, where they block."""
+        return waits_ns(self.problem, np.array(self.cuts, dtype=np.int64))
+
+    def forward(self, group: tuple[int, ...]) -> Ints:
+        """Return F, shape (cuts, cuts), on a group."""
+        device = self.problem.platform.slowest(group)
+        timed = self.problem.chain.timed(device.times)
+        return np.asarray(
+            self.once(("forward", device), lambda: time_model.forward_ns(timed, *self.ends, device.speed))
+        )
+
+    def sync(self, group: tuple[int, ...]) -> Ints:
+        """Return the sum of gradients over a group, shape (cuts, cuts)."""
+        problem = self.problem
+        path = problem.platform.paths[problem.platform.level_of(group)]
+
+        def ring() -> Ints:
+            gradients = np.asarray(memory_model.gradient_of(problem.chain, problem.policy, *self.ends))
+            sums = time_model.ring_all_reduce_ns(np.maximum(gradients, 0).astype(object), len(group), *path)
+            return np.asarray(sums).astype(np.int64)
+
+        return np.asarray(self.once(("sync", len(group), path), ring))
+
+    def trip(self, one: tuple[int, ...], other: tuple[int, ...]) -> Ints:
+        """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
+        platform = self.problem.platform
+        level = platform.level_between(one, other)
+        sizes = (self.crossing * (not platform.blocking)).tolist()
+        found = self.once(("trip", level), lambda: np.array([2 * platform.transfer_ns(x, level) for x in sizes]))
+        return np.asarray(found, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """One of equal pipelines: stage s, on ``groups[s]``, holds ``in_flight[s]`` microbatches of the ``microbatches``
+    that each pipeline runs.
+
+    ``share`` is the part of a device's memory, one in so many, that a stage may fill. With ``ahead`` a stage runs
+    exactly ``in_flight`` forwards before its first backward, and then one of each in turn (1F1B).
+    """
+
+    costs: Costs
+    activations: Activations
+    groups: tuple[tuple[int, ...], ...]
+    microbatches: int
+    in_flight: tuple[int, ...]
+    share: int = 1
+    ahead: bool = False
+
+    @cached_property
+    def times(self) -> list[Ints]:
+        """U, shape (cuts, cuts), of each stage; NEVER where it is none."""
+        problem, (start, stop), waits = self.costs.problem, self.costs.ends, self.costs.waits
+        known: dict[tuple[Device, int], Ints] = {}
+        for group in self.groups:
+            device = problem.platform.slowest(group)
+            if (device, len(group)) not in known:
+                timed, again = problem.chain.timed(device.times), self.activations.again
+                work = time_model.work_ns(timed, problem.policy, start, stop, again, len(group), device.speed)
+                table = np.asarray(work)
+                stages = (stop > start) & (table > 0)
+                known[device, len(group)] = np.where(stages, table + waits[:, None] + waits[None, :], NEVER)
+        return [known[problem.platform.slowest(group), len(group)] for group in self.groups]
+
+    @cached_property
+    def fitting(self) -> list[Ints]:
+        """The same, NEVER also where the stage doesn't fit the memory."""
+        problem, costs = self.costs.problem, self.costs
+        weight_bytes, parameters = memory_model.weights_of(problem.chain, *costs.ends)
+        buffers = 2 * (costs.crossing[:, None] + costs.crossing[None, :])
+        found = []
+        for group, count, table in zip(self.groups, self.in_flight, self.times, strict=True):
+            weights = memory_model.weights_bytes(problem.policy, weight_bytes, parameters, count, len(group))
+            held = memory_model.held_bytes(self.activations.kept, self.activations.peak, count)
+            room = problem.platform.slowest(group).memory_bytes // self.share
+            found.append(np.where(weights + held + buffers <= room, table, NEVER))
+        return found
+
+    @cached_property
+    def trips(self) -> list[Ints]:
+        """Both transfers of a microbatch over each cut, by the stage before it."""
+        return [self.costs.trip(one, other) for one, other in pairwise(self.groups)]
+
+    @cached_property
+    def _bare(self) -> Ints:
+        """The least time of layers before each cut, without recomputation and optimizer, on any device."""
+        relaxed = time_model.relative(self.costs.problem)
+        sums = relaxed.chain.sums
+        speed = max(device.speed for device in relaxed.platform.devices)
+        work = (sums.forward_ns + sums.backward_ns)[np.array(self.costs.cuts)]
+        return np.asarray(work * speed.denominator // speed.numerator)
+
+    def least(self, fit: bool = True, enough: int | None = None) -> tuple[int, tuple[int, ...]] | None:
+        """Return a time (ns) below which no split runs a mini-batch, and a split (indices of cuts) of which no more can
+        be said; None where none fits, or none is below ``enough``.
+
+        Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it
+        sends on: M U + P. Running a steps ahead, with A for what the stages and transfers behind it take, it waits for
+        the first backward: P + M U + A - (a - 1) F. And as microbatch m + a comes in after m has gone back, it takes
+        P + ceil(M / a) (U + A). What it sums follows M U. The least time that all stages of a split stay within is
+        bisected; for one a dynamic program keeps the shortest P at every cut. O(p n^2) for n cuts and each step.
+        """
+        tables = self.fitting if fit else self.times
+        bare, count = self._bare, self.microbatches
+        moves = [int(trip[1:-1].min(initial=NEVER)) for trip in self.trips]
+        ends, floors = [], []  # what doesn't begin before P, and what may
+        for s, (table, held) in enumerate(zip(tables, self.in_flight, strict=True)):
+            known = np.where(table >= NEVER, NEVER // (4 * count), table)
+            end = count * known
+            floors.append(end + self.costs.sync(self.groups[s]))
+            if self.ahead:
+                behind = (bare[-1] - bare + sum(moves[s:]))[None, :]
+                end = np.maximum(
+                    end + behind - (held - 1) * self.costs.forward(self.groups[s]),
+                    ceil_div(count, held) * (known + behind),
+                )
+            ends.append(end)
+
+        def within(total: int) -> tuple[int, ...] | None:
+            path = np.full(len(bare), NEVER, dtype=np.int64)
+            path[0] = 0
+            chosen = []
+            for s, table in enumerate(tables):
+                allowed = (ends[s] + path[:, None] <= total) & (floors[s] <= total)
+                through = np.where(allowed, table + path[:, None], NEVER)
+                pick = through.argmin(axis=0)
+                chosen.append(pick)
+                path = through[pick, np.arange(len(bare))]
+                if s < len(self.trips):
+                    path = np.minimum(path + self.trips[s], NEVER)
+            if path[-1] >= NEVER:
+                return None
+            return _walked(chosen)
+
+        low = max(1, count * int(bare[-1]) // len(self.groups))
+        high = NEVER // 8 if enough is None else enough - 1
+        if high < low or within(high) is None:
+            return None
+        top = 2 * low
+        while top < high and within(top) is None:
+            low, top = top + 1, 2 * top
+        grain = max(1, low // _PRECISION)
+        found = smallest(lambda step: within(step * grain), max(1, low // grain), ceil_div(min(top, high), grain))
+        assert found is not None, "the last is enough"
+        return max(low, (found[0] - 1) * grain + 1), found[1]
+
+    def even(self) -> Iterator[tuple[int, ...]]:
+        """Yield splits (indices of cuts) whose longest stage is shortest, or a little longer, and the path as short as
+        that allows."""
+        tables, size = self.fitting, len(self.costs.cuts)
+        worst = np.full(size, NEVER, dtype=np.int64)
+        worst[0] = 0
+        for table in tables:
+            worst = np.maximum(worst[:, None], table).min(axis=0)
+        if worst[-1] >= NEVER:
+            return
+        seen = set()
+        for slack in _SLACK:
+            longest = int(worst[-1]) + int(worst[-1]) * slack // 256
+            path = np.full(size, NEVER, dtype=np.int64)
+            path[0] = 0
+            chosen = []
+            for s, table in enumerate(tables):
+                through = np.where(table <= longest, table, NEVER) + path[:, None]
+                pick = through.argmin(axis=0)
+                chosen.append(pick)
+                path = np.minimum(through[pick, np.arange(size)], NEVER)
+                if s < len(self.trips):
+                    path = np.minimum(path + self.trips[s], NEVER)
+            found = _walked(chosen)
+            if found not in seen:
+                seen.add(found)
+                yield found
+
+    def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
+        """Return the stages of a split."""
+        cuts = self.costs.cuts
+        return tuple(
+            Stage(cuts[i], cuts[j], group, () if rule is None else rule(cuts[i], cuts[j]))
+            for (i, j), group in zip(pairwise(split), self.groups, strict=True)
+        )
+
+
+def _walked(chosen: Sequence[npt.NDArray[np.int64]]) -> tuple[int, ...]:
+    """Return the cuts of a path that ends at the last, by what was chosen before each."""
+    split = [len(chosen[-1]) - 1]
+    for pick in reversed(chosen):
+        split.append(int(pick[split[-1]]))
+    return tuple(reversed(split))
+
+
+def moved(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield splits with one cut, or two neighbouring ones, moved by a place or two."""
+    for s in range(1, len(split) - 1):
+        for step in (1, -1, 2, -2):
+            if split[s - 1] < split[s] + step < split[s + 1]:
+                yield (*split[:s], split[s] + step, *split[s + 1 :])
+    for s in range(1, len(split) - 2):
+        for step in (1, -1):
+            one, other = split[s] + step, split[s + 1] + step
+            if split[s - 1] < one and other < split[s + 2]:
+                yield (*split[:s], one, other, *split[s + 2 :])

@@ -1,0 +1,204 @@
+"""How do the ranks that torchrun started find each other, also after it has started some or all of them again?
+
+In its store, which outlives them. Every agent counts restarts by itself, and one whose ranks had to end for another's
+sake doesn't count that, so no variable tells what belongs together. Therefore each process takes a ticket, rank 0
+proposes the tickets that it finds, and they have met once all that are named have agreed: a process that has gone
+never does, and one that comes later is named in the next proposal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from .exchange.transport import PeerLost, exchanging
+from .failure import FAILURE, GRACE_S, Failure, has_heard, told
+from .own_processes import has_gone
+from .peers import looks
+
+START_S: Final = 600.0  # by which nodes may start one after the other
+SERVED_S: Final = 60.0  # by which the store of an agent answers
+TELL_S: Final = 30.0  # for which a rank that has failed looks for the store
+HEARD_S: Final = (
+    60.0  # for which one that failed before they met stays, so that the store does, for those still to come
+)
+WHERE: Final = "the meeting of the ranks"
+_STARTS, _PROPOSED = "starts", "proposed"  # keys: the last ticket; what rank 0 has proposed last
+
+
+def number_in_environment(name: str, otherwise: int = 0) -> int:
+    """Return a number that the environment has under ``name``."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else otherwise
+
+
+@dataclass
+class Start:
+    """This process as ``rank`` of ``world``, in the ``run``-th run of a process; what it knows of the others.
+
+    ``store`` is torchrun's, ``met`` the part of it for those that have met, None before; ``again`` says whether ranks
+    had met before, and ``last`` the ticket that was then the newest.
+    """
+
+    rank: int
+    world: int
+    run: int = 0
+    store: Any = None
+    met: Any = None
+    again: bool = False
+    last: int = 0
+    _number: int = field(default=0, init=False)
+
+    @staticmethod
+    def of_environment(run: int = 0) -> Start:
+        """Return what the environment names."""
+        return Start(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), run)
+
+    @property
+    def host(self) -> str:
+        """This node's name; empty where all ranks are of one agent."""
+        return "" if number_in_environment("LOCAL_WORLD_SIZE", self.world) == self.world else socket.gethostname()
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether torchrun starts the ranks of this node again when one fails."""
+        return number_in_environment("TORCHELASTIC_RESTART_COUNT") < number_in_environment("TORCHELASTIC_MAX_RESTARTS")
+
+    def connected(self, seconds: float) -> Any:
+        """Return a connection of its own to torchrun's store; PeerLost if there is none within ``seconds``.
+
+        What waits in one connection keeps all others that use it waiting.
+        """
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        with exchanging(f"the way to torchrun's store at {place}, a name that every node must know"):
+            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        return dist.PrefixStore(f"pipeplan/{self.run}", store)  # type: ignore[attr-defined]  # not exported for type checkers
+
+    def open(self, seconds: float) -> Any:
+        """Return the store; it is connected to once. An agent's is there already."""
+        if self.store is None:
+            served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+            self.store = self.connected(min(seconds, SERVED_S) if served else seconds)
+        return self.store
+
+    def of_met(self, store: Any) -> Any:
+        """Return the part of ``store``, a connection, that those who have met use."""
+        return dist.PrefixStore(f"met/{self._number}", store)  # type: ignore[attr-defined]
+
+    def meet(self, seconds: float = START_S) -> Any:
+        """Meet all others that torchrun has started last, within ``seconds``; return the store that is theirs alone.
+
+        PeerLost when some don't come, or one has failed for good.
+        """
+        store = self.open(seconds)
+        with exchanging(WHERE):
+            ticket = int(store.add(_STARTS, 1))
+            store.set(_here(self.rank), str(ticket))
+            leader = _Leader(store, self.world) if self.rank == 0 else None
+            for _ in looks(seconds):
+                if store.check([FAILURE]):
+                    raise PeerLost(f"{WHERE}: another rank has failed")
+                if leader is not None:
+                    leader.propose()
+                if self._has_met(store, ticket):
+                    return self.met
+            missing = [rank for rank in range(self.world) if not store.check([_here(rank)])]
+        raise PeerLost(f"{WHERE}: timed out after {seconds:g} s", *missing)
+
+    def _has_met(self, store: Any, ticket: int) -> bool:
+        if not store.check([_PROPOSED]):
+            return False
+        number, last, tickets = json.loads(store.get(_PROPOSED))
+        if tickets[self.rank] != ticket:
+            return False
+        store.set(_agreed(number, self.rank), "")
+        if self.rank == 0 and store.check([_agreed(number, rank) for rank in range(self.world)]):
+            store.set(_met(number), str(store.add("meetings", 1)))
+        if not store.check([_met(number)]):
+            return False
+        self._number, self.last, self.again = number, last, int(store.get(_met(number))) > 1
+        self.met = self.of_met(store)
+        self.met.set(_process(self.rank), str(os.getpid()))
+        return True
+
+    def is_over(self, store: Any) -> bool:
+        """Whether torchrun has started any rank again since they met; ``store`` is a connection."""
+        return int(store.add(_STARTS, 0)) != self.last
+
+    def dead_neighbour(self, met: Any) -> int | None:
+        """Return a rank of this process's own agent that has gone, if there is one."""
+        first = self.rank - number_in_environment("LOCAL_RANK")
+        for rank in range(first, first + number_in_environment("LOCAL_WORLD_SIZE")):
+            if rank != self.rank and met.check([_process(rank)]) and has_gone(int(met.get(_process(rank)))):
+                return rank
+        return None
+
+    def tell(self, failure: Failure) -> Failure:
+        """Tell the others of this rank's ``failure``, and return the root cause.
+
+        Before they have met that is told only if torchrun won't start this rank again: others then wait for it. The
+        process stays until all have heard of it, for with it torchrun may go, and its store.
+        """
+        store, early = self.met, self.met is None
+        try:
+            if early and self.world > 1 and not self.starts_again:
+                store = self.open(TELL_S)
+            if store is None:
+                return failure
+            root = told(replace(failure, host=self.host), store, self.world, GRACE_S)
+        except PeerLost:
+            return failure
+        if root.rank == self.rank and self.host:
+            atexit.register(self.stay, store, HEARD_S if early else GRACE_S)
+        return root
+
+    def stay(self, store: Any, seconds: float) -> None:
+        """Wait until all others have heard of the failure that is in ``store``, at most so long."""
+        keys = [has_heard(rank) for rank in range(self.world) if rank != self.rank]
+        with suppress(RuntimeError):  # the store has gone, and whoever listened
+            for _ in looks(seconds):
+                if store.check(keys):
+                    return
+
+
+class _Leader:
+    """Proposes who is to meet: those that are there, whenever others are than before."""
+
+    def __init__(self, store: Any, world: int) -> None:
+        self._store, self._keys = store, [_here(rank) for rank in range(world)]
+        self._proposed: list[int] = []
+
+    def propose(self) -> None:
+        """Propose if that is needed."""
+        if not self._store.check(self._keys):
+            return
+        tickets = [int(self._store.get(key)) for key in self._keys]
+        last = int(self._store.add(_STARTS, 0))  # whose ticket is none of these takes the place of one that has gone
+        if tickets != self._proposed:
+            self._proposed = tickets
+            self._store.set(_PROPOSED, json.dumps([self._store.add("proposals", 1), last, tickets]))
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _agreed(number: int, rank: int) -> str:
+    return f"agreed/{number}/{rank}"
+
+
+def _met(number: int) -> str:
+    return f"met/{number}"
+
+
+def _process(rank: int) -> str:
+    return f"process/{rank}"

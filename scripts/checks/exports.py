@@ -1,0 +1,477 @@
+"""Do the frameworks' own parsers and splitters accept what is exported, with every parameter in exactly one stage?
+
+    python scripts/checks/exports.py [--megatron DIR] [--torchtitan DIR] [--deepspeed DIR] [--gpus 8,2x8]
+                                     [--models gpt2-xl,llama3-8b,vision] [--quick]
+
+DIR is a checkout of the framework's source, of which only the parser or the splitter is run, on stand-ins for what it
+imports and doesn't need; without one the framework is skipped, and the output says so. torch is the installed one.
+Plans are those of ``plan --for`` for GPT-2 XL, Llama 3 8B and a traced vision model on 8 and 2 x 8 GPUs, printed with
+what the restriction costs; their models are as deep, and narrow. Last, torch trains small ones on four processes of the
+CPU, two ranks x two pipelines, and gradients are compared with those of serial training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeplan.check.targets import CannotExpress
+from pipeplan.errors import Infeasible
+from pipeplan.files.accelerators import accelerator
+from pipeplan.files.export import WRITERS, Asked
+from pipeplan.files.export.asked import parsed_renames
+from pipeplan.plan import ScheduleKind
+from pipeplan.planner.other_schedules import own_schedule
+from pipeplan.planner.plan import make_plan
+from pipeplan.planner.restricted import make_target_plan, with_price
+from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.stated import STATED
+from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
+from pipeplan.runtime.profiler.estimate import estimate_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
+from pipeplan.zoo import load
+
+DECODER = [r"block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1"]
+
+
+class Bottleneck(nn.Module):
+    """A residual block of three convolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.narrow = nn.Conv2d(width, width // 4, 1)
+        self.middle = nn.Conv2d(width // 4, width // 4, 3, padding=1)
+        self.widen = nn.Conv2d(width // 4, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the convolutions make."""
+        return x + self.widen(functional.relu(self.middle(functional.relu(self.narrow(x)))))
+
+
+class Vision(nn.Module):
+    """A residual network that is no list of layers, so it is traced."""
+
+    def __init__(self, width: int = 512, depth: int = 24) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Conv2d(3, width, 7, stride=4, padding=3)
+        self.layers = nn.ModuleList(Bottleneck(width) for _ in range(depth))
+        self.norm = nn.GroupNorm(8, width)
+        self.lm_head = nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify images."""
+        x = self.tok_embeddings(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.lm_head(self.norm(x).mean((2, 3)))
+        return out
+
+
+class Case:
+    """A network: its profile, and as deep a model with few numbers, as a list of layers or as it is traced."""
+
+    def __init__(
+        self, name: str, profile: Callable[[], Chain], small: Callable[[], nn.Module], example: Tensor
+    ) -> None:
+        self.name, self.profile, self.small, self.example = name, profile, small, example
+
+
+def estimated(build: Callable[[int], Any], batch: int, name: str) -> Chain:
+    """Return the profile of a model on an H100, estimated."""
+    options = MeasureOptions(dtype=torch.bfloat16)
+    return estimate_model(build, batch, accelerator("h100"), options, name=name, date="").chain
+
+
+def vision(batch: int) -> Any:
+    """Build the vision model by the model contract."""
+    return Vision(), torch.zeros(batch, 3, 224, 224), lambda y, t: functional.cross_entropy(y, t)
+
+
+def narrow_decoder(depth: int) -> nn.Module:
+    """Layers under the names of the zoo's decoders."""
+    names = ["embedding", *(f"block{i}" for i in range(depth)), "norm", "head"]
+    return nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+
+
+CASES = [
+    Case(
+        "gpt2-xl",
+        lambda: estimated(load("gpt2-xl,tied=false"), 4, "gpt2-xl"),
+        lambda: narrow_decoder(48),
+        torch.zeros(1, 4),
+    ),
+    Case(
+        "llama3-8b", lambda: estimated(load("llama3-8b"), 1, "llama3-8b"), lambda: narrow_decoder(32), torch.zeros(1, 4)
+    ),
+    Case("vision", lambda: estimated(vision, 32, "vision"), lambda: Vision(8, 24), torch.zeros(1, 3, 32, 32)),
+]
+
+
+# --- the frameworks' own code ---------------------------------------------------------------------------------------
+
+
+def version(folder: Path) -> str:
+    """Return the commit of a checkout, or its folder's name."""
+    done = subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else f"{folder} (no git)"
+
+
+def loaded(path: Path, name: str, **stand_ins: Any) -> ModuleType:
+    """Return a source file as module ``name``, with stand-ins for modules that it imports."""
+    for other, module in stand_ins.items():
+        sys.modules[other.replace("__", ".")] = module
+    packages = name.split(".")[:-1]
+    for i in range(1, len(packages) + 1):  # whose other modules are found where they are
+        package = ".".join(packages[:i])
+        sys.modules.setdefault(package, ModuleType(package)).__path__ = [str(path.parents[len(packages) - i])]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def function(path: Path, name: str, **known: Any) -> Any:
+    """Return one function of a source file, whose module has imports that it doesn't need."""
+    tree = ast.parse(path.read_text())
+    node = next(x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+    exec(compile(ast.Module([node], []), str(path), "exec"), known)
+    return known[name]
+
+
+def flags(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for word in shlex.split(text.replace("\\\n", ""), comments=True):
+        if word.startswith("--"):
+            name = word[2:]
+            found[name] = []
+        else:
+            found[name].append(word)
+    return found
+
+
+def megatron(folder: Path, text: str, case: Case) -> str:
+    core = folder / "megatron" / "core"
+    enums = loaded(core / "transformer" / "enums.py", "megatron.core.transformer.enums")
+    state, ranks = ModuleType("megatron.core.parallel_state"), ModuleType("megatron.core._rank_utils")
+    state.get_virtual_pipeline_model_parallel_world_size = lambda: None  # type: ignore[attr-defined]
+    ranks.safe_get_rank = lambda: 1  # type: ignore[attr-defined]
+    given = {"megatron__core__parallel_state": state, "megatron__core___rank_utils": ranks}
+    sys.modules.setdefault("megatron.core", ModuleType("megatron.core")).parallel_state = state  # type: ignore[attr-defined]
+    path = core / "transformer" / "pipeline_parallel_layer_layout.py"
+    module = loaded(path, "megatron.core.transformer.pipeline_parallel_layer_layout", **given)
+    found = flags(text)
+    ranks_, layers = int(found["pipeline-model-parallel-size"][0]), int(found["num-layers"][0])
+    layout = module.PipelineParallelLayerLayout.from_str(found["pipeline-model-parallel-layout"][0], ranks_)
+    layout.validate_layer_layout(layers, None)
+    built = [layer for row in layout.layout for stage in row for layer in stage]
+    assert built.count(enums.LayerType.decoder) == layers
+    return f"{ranks_} ranks x {layout.virtual_pipeline_model_parallel_size} chunks, {layers} layers"
+
+
+def renamed(case: Case) -> nn.Module:
+    """Return the small model as torchtitan has it: blocks in a ModuleList."""
+    model = case.small()
+    if not isinstance(model, nn.Sequential):
+        return model
+    found = nn.Module()
+    children = dict(model.named_children())
+    blocks = [part for name, part in children.items() if re.fullmatch(r"block\d+", name)]
+    found.tok_embeddings, found.layers = children["embedding"], nn.ModuleList(blocks)
+    found.norm, found.lm_head = children["norm"], children["head"]
+    return found
+
+
+def torchtitan(folder: Path, text: str, case: Case) -> str:
+    path = folder / "torchtitan" / "distributed" / "pipeline_parallel.py"
+    import copy
+
+    lists = {"ModuleDict": nn.ModuleDict, "ModuleList": nn.ModuleList}
+    split = function(path, "_split_module", nn=nn, copy=copy, **lists)
+    parts = torchtitan_parts(folder, text)
+    model = renamed(case)
+    whole = dict(model.named_parameters())
+    sizes = []
+    for part in parts:
+        chunk = split(model, part)
+        sizes.append(sum(1 for _ in chunk.parameters()))
+        assert sizes[-1], f"a stage of {part} has no parameters"
+    assert sum(sizes) == len(whole), f"{sum(sizes)} parameters in stages, {len(whole)} in the model"
+    return f"{len(parts)} stages, {len(whole)} parameters each in one"
+
+
+def torchtitan_parts(folder: Path, text: str) -> list[list[str]]:
+    """Return what torchtitan's own rule for tyro reads, or, without tyro, what the rule says."""
+    given = flags(text)["parallelism.module_fqns_per_model_part"]
+    try:
+        import tyro
+    except ImportError:
+        return [part.split(",") for part in given]
+    tree = ast.parse((folder / "torchtitan" / "config" / "manager.py").read_text())
+    rules = next(x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == "register_tyro_rules")
+    rules.decorator_list = []
+    known: dict[str, Any] = {"tyro": tyro}
+    exec(compile(ast.Module([rules], []), "manager.py", "exec"), known)
+    registry = tyro.constructors.ConstructorRegistry()
+    known["register_tyro_rules"](registry)
+    configs = loaded(folder / "torchtitan" / "config" / "configs.py", "torchtitan.config.configs")
+    words = [x for name, values in flags(text).items() if name.startswith("parallelism.") for x in
+             (f"--{name.removeprefix('parallelism.')}", *values)]  # fmt: skip
+    config = tyro.cli(configs.ParallelismConfig, args=words, registry=registry)
+    found: list[list[str]] = config.module_fqns_per_model_part
+    return found
+
+
+def deepspeed(folder: Path, text: str, case: Case) -> str:
+    pipe = folder / "deepspeed" / "runtime" / "pipe"
+    comm = ModuleType("deepspeed.comm")
+    for name in ("get_rank", "get_world_size", "new_group", "is_initialized", "broadcast", "all_reduce"):
+        setattr(comm, name, getattr(dist, name))
+    logger = SimpleNamespace(info=lambda *_: None, warning=lambda *_: None)
+    stand_ins = {
+        "deepspeed": {"comm": comm},
+        "deepspeed.comm": {},
+        "deepspeed.utils": {"logger": logger},
+        "deepspeed.runtime.utils": {},
+        "deepspeed.runtime.activation_checkpointing": {"checkpointing": SimpleNamespace(checkpoint=None)},
+        "deepspeed.runtime.state_dict_factory": {"SDLoaderFactory": None},
+        "deepspeed.accelerator": {"get_accelerator": lambda: SimpleNamespace(device_name=lambda _: "cpu")},
+        "deepspeed.checkpoint": {},
+        "deepspeed.checkpoint.utils": {"clone_tensors_for_torch_save": None},
+    }
+    for name, attributes in stand_ins.items():
+        module = comm if name == "deepspeed.comm" else ModuleType(name)
+        module.__path__ = []  # type: ignore[attr-defined]
+        for key, value in attributes.items():
+            setattr(module, key, value)
+        sys.modules[name] = module
+    sys.modules["deepspeed.runtime"] = runtime = ModuleType("deepspeed.runtime")
+    runtime.__path__, runtime.utils = [], sys.modules["deepspeed.runtime.utils"]  # type: ignore[attr-defined]
+    sys.modules["deepspeed.runtime"].activation_checkpointing = None  # type: ignore[attr-defined]
+    sys.modules["deepspeed.activation_checkpointing"] = sys.modules["deepspeed.runtime.activation_checkpointing"]
+    topology = loaded(pipe / "topology.py", "deepspeed.runtime.pipe.topology")
+    source = loaded(pipe / "module.py", "deepspeed.runtime.pipe.module")
+    sys.modules["deepspeed.pipe"] = ModuleType("deepspeed.pipe")
+    sys.modules["deepspeed.pipe"].PipelineModule = source.PipelineModule  # type: ignore[attr-defined]
+    exported: dict[str, Any] = {}
+    exec(text, exported)
+    stages = len(exported["PARTS"]) - 1
+    seen: list[int] = []
+    for rank in range(stages):
+        with World(rank, stages):
+            model = case.small()
+            topology_of = topology.PipeDataParallelTopology(stages, 1)
+            made = exported["planned"](model, None, num_stages=None, topology=topology_of)
+            own = {id(p) for p in made.parameters()}
+            seen += [i for i, p in enumerate(model.parameters()) if id(p) in own]
+    assert sorted(seen) == list(range(len(list(case.small().parameters()))))
+    return f"{stages} stages, {len(seen)} parameters each in one"
+
+
+class World:
+    """A world of so many ranks, of which this process plays one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def __enter__(self) -> None:
+        import os
+
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        os.environ["LOCAL_RANK"] = "0"
+        dist.init_process_group("fake", rank=self.rank, world_size=self.size, store=FakeStore())
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def torch_split(_: Path, text: str, case: Case) -> str:
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    names = ast.literal_eval(next(x for x in text.splitlines() if x.startswith("SPLIT")).partition("= ")[2] or "set()")
+    model = case.small()
+    expected = {name for name, _ in model.named_parameters()}
+    pipe = pipeline(model, (case.example,), split_spec=dict.fromkeys(names, SplitPoint.BEGINNING))
+    held = [[name for name, _ in pipe.get_stage_module(s).named_parameters()] for s in range(pipe.num_stages)]
+    assert len(held) == len(names) + 1, f"{len(held)} stages, not {len(names) + 1}"
+    assert all(held), "a stage has no parameters"
+    assert sorted(name for part in held for name in part) == sorted(expected)
+    return f"{len(held)} stages, {len(expected)} parameters each in one"
+
+
+ACCEPT: dict[str, Callable[[Path, str, Case], str]] = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "torch-split": torch_split,
+}
+
+
+# --- the plans ------------------------------------------------------------------------------------------------------
+
+
+def platforms(text: str) -> Iterator[tuple[str, Platform]]:
+    for part in text.split(","):
+        nodes, _, each = part.rpartition("x")
+        count, inside = int(nodes or 1) * int(each), Level(int(each), 450 * 10**9)
+        levels = (inside, Level(int(nodes), 50 * 10**9)) if nodes else (inside,)
+        yield part, Platform((Device(80 * 10**9),) * count, levels)
+
+
+def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: bool) -> bool:
+    good = True
+    heads = "".join(f" {name:>10}" for name in ("period", "bound", *(() if quick else ("flush", "2bw"))))
+    print(f"{'model':10} {'GPUs':5} {'to':12}{heads}  what its own code says")
+    for case in (case for case in CASES if case.name in models):
+        chain = case.profile()
+        for label, platform in platforms(gpus):
+            policy = Policy("flush", accumulate=8 * len(platform), optimizer="adam", precision="mixed")
+            problem = Problem(chain, platform, policy, checkpointing="segments")
+            for name, accept in ACCEPT.items():
+                folder = folders.get(name, Path())
+                row = f"{case.name:10} {label:5} {name:12}"
+                try:
+                    made = make_target_plan(problem, WRITERS[name].target, effort="quick")
+                    made = made if quick else with_price(made, problem, effort="quick")
+                    run = simulate_plan(made.plan, None, own_schedule(made.plan)).timeline
+                    renames = parsed_renames(DECODER if name == "torchtitan" else [])
+                    text = WRITERS[name].write(Asked(made.plan, made.plan.allocation.stages, run, renames))
+                except (CannotExpress, Infeasible) as error:
+                    print(f"{row} refused: {error}")
+                    continue
+                price = made.plan.provenance.options.get("price", {})
+                times = [made.evaluation.period_ns, made.plan.lower_bounds[0].period_ns, *price.values()]
+                said = "".join(f" {ns / 1e6:>7.3f} ms" for ns in times)
+                if folder is None:
+                    print(f"{row}{said}  skipped: no --{name}")
+                    continue
+                try:
+                    with redirect_stdout(StringIO()):  # what frameworks print themselves
+                        accepted = accept(folder, text, case)
+                    print(f"{row}{said}  {accepted}")
+                except AssertionError as error:
+                    good = False
+                    print(f"{row}{said}  REFUSED: {error}")
+    return good
+
+
+# --- torch trains ---------------------------------------------------------------------------------------------------
+
+WORKER = """
+import importlib.util, json, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+rank, path, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
+spec = importlib.util.spec_from_file_location("exported", path)
+exported = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(exported)
+torch.manual_seed(0)
+layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)))
+x, y = torch.randn(16, 6), torch.randn(16, 6)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+share = slice(8 * mesh.get_local_rank("dp"), 8 * mesh.get_local_rank("dp") + 8)
+run = exported.schedule(layers, torch.device("cpu"), nn.functional.mse_loss, mesh)
+mine = exported.RANKS[mesh.get_local_rank("pp")]
+kwargs = {"target": y[share]} if max(map(max, exported.RANKS)) in mine else {}
+run.step(*([x[share]] if 0 in mine else []), **kwargs)
+found = {n: p.grad.flatten().tolist() for n, p in layers.named_parameters() if p.grad is not None}
+json.dump(found, open(f"{out}/{rank}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def train(chunks: int) -> bool:
+    """Train one mini-batch on two ranks x two pipelines, and compare gradients with serial training."""
+    import json
+
+    from pipeplan.problem import Layer
+
+    layers = tuple(Layer(f"l{i}", 10**6, 2 * 10**6, 100, 50, saved_bytes=60) for i in range(6))
+    platform = Platform.flat(4, 10**9)
+    problem = Problem(Chain("small", layers, 50), platform, Policy("flush", accumulate=8), checkpointing="none")
+    kind: ScheduleKind = "interleaved" if chunks > 1 else "1f1b"
+    groups = "/".join(["0,1/2,3"] * chunks)
+    plan = make_plan(problem, STATED, {"split": "3,3" if chunks == 1 else "2,1,2,1", "on": groups}, schedule=kind).plan
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/schedule.csv"
+        run = simulate_plan(plan, None, own_schedule(plan)).timeline
+        asked = Asked(plan, plan.allocation.stages, run, (), path)
+        writer = WRITERS["torch-csv"]
+        assert writer.beside is not None
+        Path(path).write_text(writer.write(asked))
+        Path(path).with_suffix(".py").write_text(writer.beside[1](asked))
+        Path(f"{folder}/worker.py").write_text(WORKER)
+        started = [
+            subprocess.Popen(
+                [sys.executable, f"{folder}/worker.py", str(rank), f"{folder}/schedule.py", f"{folder}/store", folder]
+            )
+            for rank in range(4)
+        ]
+        codes = [x.wait(300) for x in started]
+        if any(codes):
+            print(f"torch on 4 processes, {kind}: ranks ended with {codes}")
+            return False
+        found: dict[str, list[float]] = {}
+        for rank in range(4):
+            found |= json.loads(Path(f"{folder}/{rank}.json").read_text())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)))
+    x, y = torch.randn(16, 6), torch.randn(16, 6)
+    functional.mse_loss(model(x), y).backward()
+    worst = max(
+        (torch.tensor(found[name]) - p.grad.flatten()).abs().max().item() if p.grad is not None else 0.0
+        for name, p in model.named_parameters()
+    )
+    print(
+        f"torch on 4 processes, {kind}, 2 ranks x 2 pipelines: gradients differ from serial ones by {worst:.1e} at most"
+    )
+    return worst < 1e-6
+
+
+def main() -> None:
+    """Check what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("megatron", "torchtitan", "deepspeed"):
+        parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=f"a checkout of {name}'s source")
+    parser.add_argument("--gpus", default="8,2x8", help="GPUs, or nodes x GPUs")
+    parser.add_argument("--models", default=",".join(case.name for case in CASES))
+    parser.add_argument("--quick", action="store_true", help="without the prices")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about itself
+    folders: dict[str, Path | None] = {"megatron": given.megatron, "torchtitan": given.torchtitan}
+    folders |= {"deepspeed": given.deepspeed}
+    for name, folder in folders.items():
+        print(f"{name}: {'skipped, no source given' if folder is None else version(folder)}")
+    print(f"torch: {torch.__version__}\n")
+    good = check(folders, given.gpus, given.models.split(","), given.quick)
+    print()
+    good &= train(1) and train(2)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

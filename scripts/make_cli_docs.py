@@ -1,0 +1,31 @@
+"""Write docs/cli.md: what --help says of every command.
+
+python scripts/make_cli_docs.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeplan.cli import COMMANDS, group
+
+PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+WIDTH = 110
+
+
+def page() -> str:
+    """Return the page: a section for each command, in the order of ``pipeplan --help``."""
+    parts = ["# Command line", "What `--help` says. Made by `python scripts/make_cli_docs.py`."]
+    for name in COMMANDS:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, name
+        above = click.Context(group, info_name="pipeplan", terminal_width=WIDTH, max_content_width=WIDTH)
+        context = click.Context(command, info_name=name, parent=above, terminal_width=WIDTH, max_content_width=WIDTH)
+        parts.append(f"## {name}\n\n```\n{command.get_help(context)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

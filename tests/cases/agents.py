@@ -1,0 +1,115 @@
+"""Two nodes on this machine, each with a folder and an agent of torchrun's; what its rank said, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeplan.runtime.own_processes import context_of
+
+from .patience import SECONDS
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node: its folder and its agent's process."""
+
+    number: int
+    folder: Path
+    agent: Any
+
+    def said(self) -> str:
+        """What its rank has said on standard error."""
+        return (self.folder / "said").read_text()
+
+    def codes(self) -> list[int]:
+        """How its ranks have ended, one after the other."""
+        return list(map(int, (self.folder / "codes").read_text().split()))
+
+    def wait(self) -> None:
+        """Wait until its agent has ended."""
+        self.agent.join(SECONDS)
+        assert self.agent.exitcode is not None, f"node {self.number} hangs; it said {self.said()}"
+
+
+@contextmanager
+def two_nodes(
+    tmp_path: Path, arguments: Sequence[str], prepare: Callable[[int], None], restarts: int = 0
+) -> Iterator[Any]:
+    """Start two agents, each of one rank that runs ``pipeplan`` with ``arguments`` in its node's folder.
+
+    ``prepare(number)`` is called in the folder first. The agents find each other as ``--rdzv-backend=c10d`` has it.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    nodes = []
+    try:
+        for number in range(2):
+            folder = tmp_path / f"node{number}"
+            folder.mkdir()
+            home = os.getcwd()
+            os.chdir(folder)
+            try:
+                prepare(number)
+            finally:
+                os.chdir(home)
+            agent = context_of("cpu").Process(target=_agent, args=(number, folder, port, list(arguments), restarts))
+            agent.daemon = False
+            agent.start()
+            nodes.append(Node(number, folder, agent))
+        yield nodes
+    finally:
+        for node in nodes:
+            node.agent.terminate()
+            node.agent.join(SECONDS)
+
+
+def _agent(number, folder, port, arguments, restarts):
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    os.chdir(folder)
+    logging.disable(logging.CRITICAL)
+    socket.getfqdn = lambda *_: "127.0.0.1"
+    launch = LaunchConfig(
+        min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="nodes", start_method="fork", monitor_interval=0.05,
+        rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", local_addr="127.0.0.1", max_restarts=restarts,
+    )  # fmt: skip
+    try:
+        elastic_launch(launch, _rank)(number, folder, arguments)
+    except BaseException as error:
+        (folder / "agent").write_text(repr(error))
+        os._exit(1)
+    os._exit(0)
+
+
+def _rank(number, folder, arguments):
+    os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    socket.gethostname = lambda: f"node{number}"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.path.insert(0, str(folder))
+    sys.argv = ["pipeplan", *arguments]
+    leave = os._exit
+
+    def noted(code):
+        with (folder / "codes").open("a") as file:
+            file.write(f"{code} ")
+        os._exit = leave
+        if code:  # else the agent waits for what this function returns
+            leave(code)
+
+    os._exit = noted
+    from pipeplan.__main__ import main
+
+    try:
+        main()
+    except SystemExit as error:
+        noted(error.code or 0)

@@ -1,0 +1,116 @@
+"""Plans that targets can express: none that brute force finds is shorter, or below their bound, and each is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from pipeplan.check.evaluate import evaluate_simulated, fits
+from pipeplan.check.targets import TARGETS, Shape, refusals, target_violations, weight_bytes
+from pipeplan.check.validate import violations
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.errors import BadInput, Infeasible
+from pipeplan.partition.cuts import legal_cuts
+from pipeplan.plan import Schedule, Stage
+from pipeplan.planner.derived import derived
+from pipeplan.planner.restricted import MOST_CHUNKS, make_target_plan, with_price
+from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+
+NAMES = ["embedding", *(f"layers.{i}" for i in range(4)), "norm", "head", "loss"]
+
+
+def network(seed=0, tied=False):
+    """A small decoder, whose layers differ."""
+    layers = [
+        Layer(name, 7 + (5 * i + seed) % 11, 15 + (7 * i + 3 * seed) % 17, 100 + 10 * i, 40, saved_bytes=90)
+        for i, name in enumerate(NAMES)
+    ]
+    layers[-1] = replace(layers[-1], weight_bytes=0)
+    return Chain("decoder", tuple(layers), 30, tied=((0, 6),) if tied else ())
+
+
+def every_plan(problem, name):
+    """Yield the time of a mini-batch of each plan of the class that fits, found by trying all."""
+    target, count = TARGETS[name], problem.policy.accumulate
+    units = target.units(problem.chain)
+    cuts = {unit.stop for unit in units[:-1]} & set(
+        legal_cuts(problem if target.ties else replace(problem, tied="together")).tolist()
+    )
+    weights = weight_bytes(problem.chain)
+    for kind in target.kinds:
+        for ranks in range(1, len(problem.platform) + 1):
+            for pipelines in range(1, len(problem.platform) // ranks + 1):
+                for chunks in range(2, MOST_CHUNKS + 1) if kind == "interleaved" and ranks > 1 else [1]:
+                    if refusals(target, kind, Shape(ranks, pipelines, chunks), count):
+                        continue
+                    groups = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(ranks)] * chunks
+                    for inner in combinations(sorted(cuts), len(groups) - 1):
+                        ends = [0, *inner, len(problem.chain)]
+                        for way in target.ways(len(units), range(1, len(units) + 1)):
+                            stages = []
+                            for a, b, group in zip(ends, ends[1:], groups, strict=False):
+                                own = [unit for unit in units if a <= unit.start < b]
+                                stages.append(Stage(a, b, group, way.segments(target, own, weights)))
+                            graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+                            found = evaluate_simulated(graph, Schedule(kind, count), problem.platform, problem.deadline)
+                            if fits(found):
+                                yield found.period_ns
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("megatron", 10**6), ("megatron", 1000), ("torchtitan", 1300), ("deepspeed", 1000), ("torch", 900)],
+)
+def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound(name, memory):
+    chain = network(memory)
+    problem = Problem(chain, Platform.flat(3, memory, 10**10), Policy("flush", accumulate=6), checkpointing="segments")
+    best = min(every_plan(problem, name), default=None)
+    if best is None:
+        with pytest.raises(Infeasible, match=f"no plan that {name} can express fits: .* more than there is"):
+            make_target_plan(problem, name)
+        return
+    found = make_target_plan(problem, name)
+    plan, bound = found.plan, found.plan.lower_bounds[0]
+    assert violations(plan) == target_violations(plan, name) == []
+    assert bound.allocation == name
+    assert bound.period_ns <= best
+    assert best <= found.evaluation.period_ns <= best * 1.02
+    claims = tuple(replace(bound, claimed=bound.allocation == name) for bound in plan.lower_bounds)
+    assert derived(replace(plan, lower_bounds=claims))[1] == []
+
+
+def test_a_bound_on_a_class_is_checked_like_others():
+    problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4))
+    plan = make_target_plan(problem, "deepspeed").plan
+    bound = plan.lower_bounds[0]
+    short = replace(bound, period_ns=bound.period_ns + 1, claimed=True)
+    assert "is more than can be derived" in derived(replace(plan, lower_bounds=(short,)))[1][0]
+    assert any("runs 1f1b; the schedule is message-driven" in x for x in violations(
+        replace(plan, schedule=Schedule("message-driven", 4, 2))
+    ))  # fmt: skip
+
+
+def test_servers_tied_weights_and_what_nobody_can_do():
+    platform = Platform((Platform.flat(1, 10**6).devices[0],) * 4, (Level(2, 10**10), Level(2, 10**9)))
+    problem = Problem(network(tied=True), platform, Policy("flush"), checkpointing="none")
+    apart = make_target_plan(problem, "megatron").plan
+    assert apart.policy.accumulate == 16
+    assert {stage.checkpoint for stage in apart.allocation.stages} == {()}
+    together = make_target_plan(problem, "torchtitan").plan
+    assert together.allocation.stages[0].stop >= 7
+    with pytest.raises(BadInput, match="--for torch: with 16 microbatches an update on 4 GPUs, no shape"):
+        make_target_plan(
+            replace(problem, replicas=False, policy=Policy("flush", accumulate=16)), "torch", kinds=("interleaved",)
+        )
+    with pytest.raises(Infeasible, match="layers 0 and 6 share weights, which torch has in one stage"):
+        make_target_plan(replace(problem, platform=Platform.flat(2, 500, 10**9)), "torch", kinds=("1f1b",))
+
+
+def test_the_price_is_that_of_the_same_updates():
+    problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4))
+    plan = with_price(make_target_plan(problem, "torch"), problem, effort="quick").plan
+    price = plan.provenance.options["price"]
+    assert set(price) == {"flush", "2bw"}
+    assert all(value > 0 for value in price.values())

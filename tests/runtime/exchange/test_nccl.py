@@ -1,0 +1,287 @@
+"""Runs over NCCL, played on GPUs that aren't there: nothing deadlocks, nothing races, no host waits unasked."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import on_gpu, runtime
+from cases.on_gpu import played
+from cases.runtime import chain_of, plan_of
+from oracles.gpu import Begins, Event, Recorded
+from oracles.nccl import SEMANTICS, stuck
+
+from pipeplan.errors import InvalidPlan
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.problem import Platform, Policy
+from pipeplan.runtime import preparation
+from pipeplan.runtime.exchange.links import OrderedTransport, in_rounds, pair_options
+from pipeplan.runtime.exchange.replica_sum import ChunkSum
+from pipeplan.runtime.exchange.transport import Sends
+from pipeplan.runtime.job import job_of
+from pipeplan.runtime.launcher import Launcher
+from pipeplan.runtime.lowering import instructions
+from pipeplan.runtime.lowering.instructions import Agree, ReduceTied, Update
+from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training import bucketed_optimizer
+from pipeplan.runtime.training.offload import host_rooms
+
+MODELS = {"linears": on_gpu.linears, "tied": on_gpu.tied, "dropping": runtime.dropping}
+
+
+@cache
+def profile(name, dtype=None):
+    return chain_of(MODELS[name], 4, dtype=dtype)
+
+
+def job_for(plan, name, steps=2, **options):
+    spec = ModelSpec(f"{MODELS[name].__module__}:{name}", "cases.runtime:vectors")
+    return job_of(plan, spec, RunOptions(steps, 0.01, device="cpu", **options))
+
+
+def job(name, stages, *, steps=2, dtype=None, policy=None, options=None, **planned):
+    plan = plan_of(profile(name, dtype), stages, **planned)
+    return job_for(replace(plan, policy=replace(plan.policy, **(policy or {}))), name, steps, **(options or {}))
+
+
+def nf1b():
+    stages = (Stage(0, 2, (0,)), Stage(2, 5, (1,)), Stage(5, 9, (2,)))
+    policy = Policy("latest", accumulate=2, optimizer="momentum")
+    schedule = Schedule("nf1b", 2, 3)
+    return Plan(
+        profile("linears"), Platform.flat(3, 10**12), policy, Allocation(stages), None, (), Provenance("hand"), schedule
+    )
+
+
+def any_plan(seed):
+    """A plan of a random allocation, replicas and stages that come back to a device among them, and policy."""
+    rng = random.Random(seed)
+    while True:
+        cuts = [0, *sorted(rng.sample(range(1, 9), rng.randint(1, 3))), 9]
+        devices, free = [], iter(range(10))
+        for _ in cuts[1:]:
+            back = len(devices) > 1 and rng.random() < 0.2
+            replicas = rng.choice((1, 1, 2))
+            devices.append(devices[0] if back else tuple(next(free) for _ in range(replicas)))
+        stages = list(zip(cuts, cuts[1:], devices, strict=False))
+        weights = rng.choice(("flush", "2bw", "stash", "latest"))
+        try:
+            return plan_of(
+                profile("linears"),
+                stages,
+                weights=weights,
+                accumulate=rng.choice((2, 4)) if weights == "flush" else None,
+                optimizer="momentum",
+                vertical_sync=weights == "stash" and rng.random() < 0.3,
+            )
+        except InvalidPlan:  # what is in flight doesn't go with the policy
+            continue
+
+
+REPLICAS = [(0, 3, (0, 1)), (3, 6, (2,)), (6, 9, (3, 4))]
+JOBS = {
+    "tied, never drained": lambda: job("tied", [(0, 2, (0, 1)), (2, 5, (2,)), (5, 9, (3,))], weights="2bw"),
+    "tied, drained": lambda: job("tied", [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (2, 3))], accumulate=4),
+    "chunks": lambda: job(
+        "linears", REPLICAS, weights="2bw", optimizer="momentum", options={"bucket_size": 100, "coarsening": 1}
+    ),
+    "shared state": lambda: job(
+        "linears", REPLICAS, accumulate=4, optimizer="momentum", policy={"zero": 1}, options={"bucket_size": 100}
+    ),
+    "offloaded": lambda: job(
+        "linears", REPLICAS, weights="2bw", optimizer="momentum", policy={"offload": True, "bucket_parameters": 200}
+    ),
+    "mixed": lambda: job(
+        "linears", [(0, 2, (0, 1)), (2, 9, (2,))], dtype=torch.bfloat16, accumulate=4, policy={"precision": "mixed"}
+    ),
+    "mixed, never drained": lambda: job(
+        "linears", [(0, 4, (0,)), (4, 9, (1,))], dtype=torch.bfloat16, weights="2bw",
+        policy={"precision": "mixed", "offload": True, "bucket_parameters": 100}, optimizer="momentum",
+    ),
+    "recomputed": lambda: job("dropping", [Stage(0, 3, (0,), ((0, 3),)), Stage(3, 5, (1,))], weights="stash"),
+    "one backward for two": lambda: job_for(nf1b(), "linears"),
+    "evaluation": lambda: job("linears", REPLICAS, accumulate=4, options={"evaluates": True}),
+}  # fmt: skip
+
+
+def check(found):
+    """Every rank comes through whatever blocks, uses its memory in order, and makes the same groups as all others."""
+    for semantics in SEMANTICS:
+        assert stuck({gpu.rank: gpu.trace for gpu, _ in found}, semantics) == []
+    for gpu, ranks in found:
+        assert gpu.races == []
+        assert ranks.groups == found[0][1].groups
+        assert gpu.waits.pop()[1] == "a stream"  # at the end
+        waits = Counter(doing for doing, _ in gpu.waits)
+        assert all(isinstance(doing, Agree | Update | ReduceTied) and count == 1 for doing, count in waits.items())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_kind_of_run_comes_through(name):
+    check(played(JOBS[name]()))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_come_through(seed):
+    check(played(job_for(any_plan(seed), "linears")))
+
+
+def test_offloaded_state_has_its_room_before_the_run_and_travels_beside_its_steps():
+    asked = []
+
+    def rooms(*arguments):
+        asked.append(arguments)
+        return host_rooms(*arguments)
+
+    plan = plan_of(profile("linears"), [(0, 4, (0,)), (4, 9, (1,))], accumulate=2, optimizer="adam")
+    plan = replace(plan, policy=replace(plan.policy, offload=True, bucket_parameters=10**6))
+    with mock.patch.object(bucketed_optimizer, "host_rooms", rooms):
+        found = played(job_for(plan, "linears"))
+    assert len(asked) == 4, "two moments on two ranks, each in one block"
+    for gpu, _ in found:
+        begin = next(i for i, x in enumerate(gpu.trace) if x == Begins(Update(gpu.rank, 2)))
+        events = [x.stream for x in gpu.trace[begin:] if isinstance(x, Recorded) and x.stream.startswith("stream")]
+        there, home = events[0], events[-1]
+        assert there != home
+        assert events == [there] * 3 + [home] * 3, "all of the bucket is on its way before its first third is stepped"
+
+
+# --- the checks see what they are for ---
+
+
+def test_an_update_of_replicas_that_moves_deadlocks_when_everything_blocks_and_only_then():
+    move = instructions._sends_before_updates
+    with mock.patch.object(instructions, "_sends_before_updates", lambda x, _: move(x, set(range(3)))):
+        found = played(
+            job("linears", [(0, 2, (0,)), (2, 5, (1, 2)), (5, 9, (3, 4))], weights="2bw", accumulate=6, steps=4)
+        )
+    traces = {gpu.rank: gpu.trace for gpu, _ in found}
+    assert stuck(traces, "asynchronous") == []
+    assert len(stuck(traces, "blocking")) > 1
+
+
+def nothing(*_):
+    """In place of what must be done."""
+
+
+def two_ranks():
+    return [gpu for gpu, _ in played(job("linears", [(0, 4, (0, 1)), (4, 9, (2,))], weights="2bw"))]
+
+
+def test_a_receive_without_its_stream_recorded_is_seen():
+    with mock.patch.object(on_gpu.Gpu, "record_stream", nothing):
+        assert any("gets back what compute may not be done with" in race for gpu in two_ranks() for race in gpu.races)
+
+
+def test_a_tensor_that_is_not_kept_while_it_is_sent_is_seen():
+    issue = Sends.issue
+
+    def forgetting(self, send, *rest, **more):
+        issue(self, send, *rest, **more)
+        self._sent[send.edge] = (*self._sent[send.edge][:2], None)
+
+    with mock.patch.object(Sends, "issue", forgetting):
+        assert any("compute gets back what communicator" in race for gpu in two_ranks() for race in gpu.races)
+
+
+def test_a_wait_that_is_left_out_is_seen():
+    with mock.patch.object(ChunkSum, "_wait", nothing):
+        assert any("what communicator" in race for gpu in two_ranks() for race in gpu.races)
+    take = OrderedTransport.take
+
+    def at_once(self, edge, microbatch):
+        receive, _, tensor = self._coming[edge, microbatch]
+        self._coming[edge, microbatch] = receive, mock.Mock(), tensor
+        return take(self, edge, microbatch)
+
+    with mock.patch.object(OrderedTransport, "take", at_once):
+        assert any("compute uses what communicator" in race for gpu in two_ranks() for race in gpu.races)
+
+
+def test_state_that_is_stepped_before_it_has_come_is_seen():
+    with mock.patch.object(Event, "wait", nothing):
+        races = [race for gpu, _ in played(JOBS["offloaded"]()) for race in gpu.races]
+    assert any("on compute uses what stream" in race for race in races)
+
+
+def test_ranks_that_connect_in_different_orders_are_seen():
+    found = two_ranks()
+    exchanges = [i for i, x in enumerate(found[0].trace) if hasattr(x, "ranks") and x.ranks == (0, 2)]
+    trace = found[0].trace
+    trace[exchanges[0]], trace[exchanges[-1]] = trace[exchanges[-1]], trace[exchanges[0]]
+    with pytest.raises(AssertionError, match=r"hosts meet|in one"):
+        assert stuck({gpu.rank: gpu.trace for gpu in found}, "asynchronous") == ["the hosts meet"]
+
+
+# --- how ranks connect -----------------------------------------------------------------------------------------------
+
+
+def turns(pairs):
+    """How many pairs connect one after the other where each rank goes through its own in this order."""
+    at = Counter()
+    for a, b in pairs:
+        at[a] = at[b] = 1 + max(at[a], at[b])
+    return max(at.values())
+
+
+def test_a_chain_of_any_length_connects_in_four_rounds():
+    chain = {(a, b) for a in range(64) for b in (a - 1, a + 1) if 0 <= b < 64}
+    assert turns(sorted(chain)) >= 64
+    assert turns(in_rounds(chain)) == 4
+    assert in_rounds(chain)[:2] == [(0, 1), (2, 3)]
+
+
+def test_any_pairs_connect_in_few_rounds_each_once():
+    for seed in range(20):
+        rng = random.Random(seed)
+        ranks = rng.randint(2, 20)
+        pairs = {(a, b) for a in range(ranks) for b in range(ranks) if a != b and rng.random() < 3 / ranks} or {(0, 1)}
+        found = in_rounds(pairs)
+        assert sorted(found) == sorted(pairs)
+        assert found == in_rounds(sorted(pairs, reverse=True)), "all ranks find the same order"
+        degree = Counter(rank for pair in pairs for rank in pair)
+        assert turns(found) <= 2 * max(degree.values())
+
+
+def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.is_high_priority_stream, self.config = is_high_priority_stream, mock.Mock()
+
+    assert pair_options("gloo") is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", mock.Mock(Options=Options), raising=False)
+    found = played(job("linears", [(0, 4, (0, 1)), (4, 9, (2,))], weights="2bw"))
+    for _, ranks in found:
+        pairs = {group.ranks: options for group, options in zip(ranks.groups, ranks.options, strict=True)}
+        assert pairs.pop((0, 1)) is None, "the sum of the replicas"
+        assert [(x.is_high_priority_stream, x.config.max_ctas) for x in pairs.values()] == [(True, 4)] * 2
+
+
+def test_sums_of_message_driven_pipelines_travel_over_nccl():
+    plan = message_driven_plan(plan_of(profile("linears"), [(0, 4, (0, 1)), (4, 9, (2, 3))], accumulate=4))
+    own = job_for(plan, "linears")
+    with on_gpu.gpu_of(0, 4) as (_, ranks), mock.patch.object(preparation, "transfer_times", return_value={}):
+        launcher = Launcher(lambda: None)
+        rank, ties, masters = preparation.build_model(own, 0, launcher)
+        meeting = preparation.meet(own, rank, launcher, ties, masters)
+    assert (meeting.links.exchange, meeting.sums) == ("staged", "nccl")
+    assert [(group.ranks, group.backend) for group in ranks.groups] == [((0, 1), "nccl"), ((2, 3), "nccl")]
+
+
+@pytest.mark.parametrize("name", ["linears", "tied"])
+def test_a_rank_keeps_no_layers_but_its_own(name):
+    own = job(name, [(0, 3, (0,)), (3, 9, (1,))], accumulate=2)
+    for number, layers in ((0, range(3)), (1, range(3, 8))):
+        rank, _, _ = preparation.build_model(own, number, Launcher(lambda: None))
+        found = [layer.module for layer in rank.model.layers if any(not x.is_meta for x in layer.module.parameters())]
+        shared = [7, 4] if (name, number) == ("tied", 0) else [0, 1] if name == "tied" else []
+        assert {id(x) for x in found} == {id(rank.model.layers[i].module) for i in [*layers, *shared]}
+        assert not any(x.is_meta for s in rank.stages for module in rank.modules(s) for x in module.parameters())

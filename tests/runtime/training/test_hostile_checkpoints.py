@@ -1,0 +1,177 @@
+"""Checkpoints that were made to do harm, and what a state may hold at all: nothing is executed."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases.checkpoints import resummed
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, passed_over, state_of
+from torch.optim import lr_scheduler
+
+from pipeplan.errors import BadInput, RunFailed
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.lowered_run import Position
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training.checkpoint import ABOUT, newest
+from pipeplan.runtime.training.saved_state import check_rates, read, write
+from pipeplan.runtime.training.stage_optimizer import Rates
+
+
+class Planted:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def state_with(planted):
+    return {"model": {"0.weight": planted}, "optimizer": {}, "random": None, "rates": None, "scale": None}
+
+
+PLANTS = {
+    "a pickle": lambda path, planted: path.write_bytes(pickle.dumps(planted)),
+    "in a file of torch's": lambda path, planted: torch.save(state_with(planted), path),
+    "in an old file of torch's": lambda path, planted: torch.save(
+        state_with(planted), path, _use_new_zipfile_serialization=False
+    ),
+    "in the rates": lambda path, planted: torch.save(state_with(None) | {"rates": (planted, planted)}, path),
+    "in the optimizer's state": lambda path, planted: torch.save(
+        state_with(None) | {"optimizer": {"0.weight": planted}}, path
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_that_is_planted_is_executed(plant, name, folder, tmp_path, one_rank):
+    """Whether the checksums fit or not. The plant does work where it isn't guarded against."""
+    mark = tmp_path / "planted"
+    path = folder / LAST / name
+    PLANTS[plant](path, Planted(mark))
+    (folder / LAST / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
+    assert passed_over(folder).startswith(f"{name}: ")
+    if name != ABOUT:
+        resummed(folder / LAST)
+        with pytest.raises(BadInput, match=rf"^{path}: cannot be read: "):
+            read(newest(folder), {"0.weight": torch.zeros(16, 16)}, {"0.weight"})
+    assert not mark.exists()
+    torch.load(path, weights_only=False) if plant != "a pickle" else pickle.loads(path.read_bytes())
+    assert mark.exists()
+
+
+def test_a_run_that_goes_on_from_a_hostile_folder_executes_nothing(folder, plan, tmp_path):
+    mark = tmp_path / "planted"
+    for name in FILES[1:]:
+        PLANTS["in the rates"](folder / LAST / name, Planted(mark))
+    resummed(folder / LAST)
+    with pytest.raises(BadInput, match=rf"^{folder / LAST}/rank-0000\d.pt: cannot be read: UnpicklingError: .*open"):
+        run_plan(plan, MODEL, RunOptions(steps=6, checkpoint=folder, resume=True, **OPTIONS))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        {"model": []},
+        state_with(3),
+        state_with(None) | {"more": 1},
+        state_with(torch.zeros(3)) | {"optimizer": [1]},
+        state_with(torch.empty(16, 16, device="meta")),
+        state_with(torch.zeros(16, 16, dtype=torch.complex64).to_sparse()),
+        state_with(torch.zeros(16, 16)) | {"optimizer": {"0.weight": torch.zeros(1).expand(10**12)}},
+    ],
+    ids=str,
+)
+def test_states_of_other_kinds_are_bad_input(content, folder, one_rank):
+    torch.save(content, folder / LAST / FILES[1])
+    torch.save(state_with(None) | {"model": {}}, folder / LAST / FILES[2])
+    resummed(folder / LAST)
+    with pytest.raises(BadInput, match=rf"^{folder / LAST}"):
+        read(newest(folder), {"0.weight": torch.zeros(16, 16)}, {"0.weight"})
+
+
+@pytest.mark.parametrize("content", [{"rates": ([], None)}, {"rates": (3, 4)}, {"random": torch.zeros(3)}], ids=str)
+def test_what_does_not_fit_the_run_is_bad_input(content, folder, plan):
+    for name in FILES[1:]:
+        path = folder / LAST / name
+        torch.save(torch.load(path) | content, path)
+    resummed(folder / LAST)
+    with pytest.raises(BadInput, match=rf"^{folder / LAST}"):
+        run_plan(plan, MODEL, RunOptions(steps=6, checkpoint=folder, resume=True, **OPTIONS))
+
+
+SCHEDULES = {
+    "LambdaLR": {"lr_lambda": lambda step: np.float64(0.9) ** step},
+    "MultiplicativeLR": {"lr_lambda": lambda step: np.float32(0.9)},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [2, 3]},
+    "ConstantLR": {},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {},
+    "CosineAnnealingLR": {"T_max": 4},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_torch_goes_on(name, tmp_path, one_rank):
+    def made():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return (
+            Rates([], lambda _: optimizer, None),
+            optimizer,
+            getattr(lr_scheduler, name)(optimizer, **SCHEDULES[name]),
+        )
+
+    def rates(steps, schedule):
+        found = []
+        for _ in range(steps):
+            schedule.optimizer.step()
+            schedule.step()
+            found.append(schedule.get_last_lr())
+        return found
+
+    _, optimizer, schedule = made()
+    rates(2, schedule)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    check_rates(groups, schedule.state_dict())
+    write(tmp_path, Position(2, 4), "test", 0, state_of((groups, schedule.state_dict())), None, set())
+    found = read(newest(tmp_path), {}, set())
+    _, other, again = made()
+    other.param_groups[0].update(found.rates[0][0])
+    again.load_state_dict(found.rates[1])
+    assert rates(4, again) == rates(4, schedule)
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros(3), Planted("x"), lambda: 0, os.getcwd], ids=["array", "object", "lambda", "f"]
+)
+def test_a_state_that_could_not_be_loaded_safely_is_refused_at_the_start(value, tmp_path, one_rank):
+    with pytest.raises(BadInput, match=r"^checkpoint: the optimizer's or the schedule's state has more than"):
+        check_rates([{"lr": 0.1}], {"mine": value})
+    with pytest.raises(RunFailed, match=r"step-00000002 cannot be written by rank 0 .* has more than tensors"):
+        write(tmp_path, Position(2, 4), "test", 0, state_of(([], value)), None, set())
+    assert newest(tmp_path) is None
+
+
+def test_tensors_are_written_without_what_lies_beside_them(tmp_path, one_rank):
+    large = torch.randn(10**6)
+    shared = large[:9]
+    weights = {"a": shared.view(3, 3), "b": shared, "c": torch.tensor(1.5), "d": torch.nn.Parameter(torch.zeros(0, 2))}
+    write(tmp_path, Position(1, 1), "test", 0, state_of(**weights), None, set())
+    assert newest(tmp_path).files["rank-00000.pt"].bytes < 10**4
+    found = {name: torch.empty_like(x, requires_grad=False) for name, x in weights.items()}
+    read(newest(tmp_path), found, set())
+    assert all(torch.equal(found[name], x) for name, x in weights.items())
