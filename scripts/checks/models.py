@@ -275,7 +275,8 @@ def _torchvision_imports() -> None:
         import torchvision  # noqa: F401
     except RuntimeError:  # no model here needs what is missing, but its name
         library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _KEPT.append(library)
         for name in [x for x in sys.modules if x.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
