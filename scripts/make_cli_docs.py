@@ -21,8 +21,9 @@ def page() -> str:
     for name in COMMANDS:
         command = group.get_command(click.Context(group), name)
         assert command is not None, name
-        above = click.Context(group, info_name="pipeplan", terminal_width=WIDTH, max_content_width=WIDTH)
-        context = click.Context(command, info_name=name, parent=above, terminal_width=WIDTH, max_content_width=WIDTH)
+        width = {"terminal_width": WIDTH, "max_content_width": WIDTH}
+        above = click.Context(group, info_name="pipeplan", **width, **group.context_settings)
+        context = click.Context(command, info_name=name, parent=above, **width)
         parts.append(f"## {name}\n\n```\n{command.get_help(context)}\n```")
     return "\n\n".join(parts) + "\n"
 
