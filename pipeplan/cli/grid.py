@@ -111,7 +111,7 @@ def plan_grid(
     from ..report.grids import print_grids
 
     problem, assumptions = read_problem(**shared, weights="flush")
-    merged = merging(shared["granularity"])
+    merged = merging(shared["granularity"], shared["blocks"])
     asked, more = grid_problem(
         problem,
         batch,

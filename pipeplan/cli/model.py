@@ -1,4 +1,4 @@
-"""Which model and data does a user name? ``zoo:NAME[,option=value...]`` or ``module:function`` of their own.
+"""Which model and data does a user name? ``zoo:NAME[,option=value...]``, ``hf:CONFIG`` or ``module:function``.
 
 Only what is typed is imported, never what a file names.
 """
@@ -40,9 +40,13 @@ def trained_model(typed: str | None, data: str | None, plan: str, named: str) ->
 
 def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
     """Return (build, data) of the model that ``text`` names; data is None for a user's own function."""
-    if not text.startswith(ZOO):
-        return named_function(text, "--model"), None
-    from ..zoo import load
+    from ..runtime.model.spec import ModelSpec, brings_data, builder_of
 
-    model = load(text.removeprefix(ZOO))
-    return model, model.data(batch)
+    spec = ModelSpec(text)
+    if not text.startswith(ZOO) and spec.of_zoo:
+        raise BadInput(f"MODEL: {text!r} is not of the form zoo:NAME, hf:CONFIG or module:function")
+    try:
+        build = builder_of(spec)
+    except BadInput as error:
+        raise error if text.startswith(ZOO) else BadInput(f"MODEL: {error}") from error
+    return build, build.data(batch) if brings_data(build) else None

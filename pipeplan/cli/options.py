@@ -172,8 +172,15 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         "--granularity",
         default="node",
         show_default=True,
-        metavar="node|articulation|N%",
-        help="Cut after any layer, where one tensor is live, or between neighbours merged up to that share.",
+        metavar="node|block|articulation|N%",
+        help="Cut after any layer, between items of lists of modules, where one tensor is live, or between neighbours "
+        "merged up to that share.",
+    ),
+    "blocks": click.option(
+        "--blocks",
+        metavar="NAMES",
+        help="The lists whose items are blocks, such as model.layers or stages.*.blocks; means --granularity block.  "
+        "[default: the outermost ones]",
     ),
     "weights": click.option(
         "--weights",
@@ -248,6 +255,7 @@ def read_problem(
     platform: str | None,
     blocking_transfers: bool,
     granularity: str,
+    blocks: str | None,
     optimizer: str,
     precision: str,
     offload: bool | None,
@@ -278,7 +286,7 @@ def read_problem(
     if vertical_sync and weights not in ("stash", "latest"):
         raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
     allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    merge, whole = merging(granularity), read_profile(profile)
+    merge, whole = merging(granularity, blocks), read_profile(profile)
     where, assumptions = _platform(
         platform, whole, gpus=gpus, mem=mem, gpu=gpu, bandwidth=bandwidth, network=network, latency=latency
     )
@@ -401,22 +409,27 @@ def parse_counts(text: str, where: str) -> list[int]:
     return counts
 
 
-def merging(text: str) -> Callable[[Chain], Chain]:
-    """Return the function on chains that ``--granularity`` names."""
+def merging(text: str, blocks: str | None = None) -> Callable[[Chain], Chain]:
+    """Return the function on chains that ``--granularity``, or ``--blocks``, names."""
 
     def same(chain: Chain) -> Chain:
         return chain
 
-    if text == "node":
+    if text == "node" and blocks is None:
         return same
-    from ..partition.granularity import merge_articulation, merge_share
+    from ..partition.granularity import merge_articulation, merge_blocks, merge_share
 
+    if text == "block" or (blocks is not None and text == "node"):
+        lists = [name for name in (blocks or "").split(",") if name]
+        return lambda chain: merge_blocks(chain, lists)
+    if blocks is not None:
+        raise click.UsageError(f"--blocks means --granularity block, not {text[:40]}")
     if text == "articulation":
         return merge_articulation
     match = re.fullmatch(r"([0-9]{1,60}(?:\.[0-9]{1,60})?)%", text)
     if match is None or not 0 < Fraction(match[1]) < 100:
         raise click.BadParameter(
-            f"{text[:40]!r} is not node, articulation or a share such as 1%", param_hint="--granularity"
+            f"{text[:40]!r} is not node, block, articulation or a share such as 1%", param_hint="--granularity"
         )
     share = Fraction(match[1]) / 100
     return lambda chain: merge_share(chain, share)

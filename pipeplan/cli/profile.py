@@ -50,8 +50,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     "--granularity",
     default="node",
     show_default=True,
-    metavar="node|articulation|N%",
-    help="Keep every layer, merge between cuts of one tensor, or merge neighbours up to a share of the time.",
+    metavar="node|block|articulation|N%",
+    help="Keep every layer, make one of each item of a list of modules, merge between cuts of one tensor, or merge "
+    "neighbours up to a share of the time.",
+)
+@click.option(
+    "--blocks",
+    metavar="NAMES",
+    help="The lists whose items are blocks, such as model.layers or stages.*.blocks; means --granularity block.  "
+    "[default: the outermost ones]",
 )
 @click.option("--name", help="Name in the profile.  [default: MODEL's]")
 @click.option("-o", "--output", type=Output(), default="-", show_default=True, help="Where to write the profile.")
@@ -66,18 +73,19 @@ def command(
     dtype: str | None,
     optimizer: str,
     granularity: str,
+    blocks: str | None,
     name: str | None,
     output: str,
     quiet: bool,
     **measuring: Any,
 ) -> None:
-    """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value or module:function.
+    """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function.
 
     \b
     Examples: pipeplan profile zoo:gpt-tiny --batch 8 -o profile.json
               pipeplan profile zoo:llama-7b --batch 1 --estimate h100 --dtype bfloat16 -o profile.json
     """
-    merge = merging(granularity)
+    merge = merging(granularity, blocks)
     if estimate is not None and (device is not None or measuring["hold"] != "auto"):
         raise click.UsageError("--estimate needs no device; leave out --device and --hold")
 
@@ -115,13 +123,16 @@ def command(
     else:
         check_device(options.device)
         measured = measure_model(build, batch, options, **about)
-    chain = measured.chain if measured.chain.edges is None else merge_zero_time(measured.chain)
-    chain = merge(chain)
+    chain = measured.chain
+    if chain.edges is not None:  # blocks first: what takes no time may stand between two
+        chain = merge_zero_time(merge(chain)) if granularity == "block" or blocks else merge(merge_zero_time(chain))
     if not quiet:
         from ..report.measurements import print_measurements
 
         _progress("")
         print_measurements(measured, chain)
+    for note in measured.notes:
+        click.echo(f"note: {shown(note, SENTENCE)}", err=True)
     write_text(output, profile_text(chain))
     if output != "-":
         click.echo(f"{len(chain)} layers written to {shown(output, SENTENCE)}")

@@ -74,7 +74,9 @@ def _told_of_signal(number: int) -> PipeplanError | None:
 @click.command(cls=RankCommand)
 @PLAN
 @click.option(
-    "--model", metavar="MODEL", help="zoo:NAME or module:function.  [default: the zoo model of the plan's name]"
+    "--model",
+    metavar="MODEL",
+    help="zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]",
 )
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target).  [default: the zoo's]")
 @click.option("--steps", type=Count(), help="Weight updates, those of a resumed run included.  [default: 50]")
@@ -253,6 +255,8 @@ def command(
     )
     if report is None:  # another rank under torchrun reports
         return
+    for words in () if as_json else report.notes:
+        click.echo(f"note: {shown(words, SENTENCE)}", err=True)
     if trace is not None:
         from ..runtime.measure.trace_file import measured_trace
 

@@ -28,8 +28,11 @@ def stated_options(command: Command) -> Command:
         ),
         click.option(
             "--split",
+            "--split-at",
+            "split",
             metavar="COUNTS|NAMES",
-            help="Search nothing: evaluate stages of 4,4,4,5 layers, or those that later begin with the layers named.",
+            help="Search nothing: evaluate stages of 4,4,4,5 layers, or those that later begin with the "
+            "layers, or modules, named.",
         ),
     ):
         command = option(command)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -13,9 +15,11 @@ import numpy as np
 from ..cost.memory_model import weights_of
 from ..cost.saved import inner_bytes, saved_bytes, storages
 from ..cost.time_model import whole_step_ns
+from ..errors import BadInput
 from ..problem import Chain, Layer
 
 SavedRule = Literal["distinct", "input"]
+_BY_ENDS: Mapping[int, str] = MappingProxyType({})
 
 
 def articulation_cuts(chain: Chain) -> tuple[int, ...]:
@@ -107,8 +111,64 @@ def merge_share(chain: Chain, share: Fraction) -> Chain:
     return _cut(chain, cuts)
 
 
-def _cut(chain: Chain, cuts: Sequence[int]) -> Chain:
-    """Return ``chain`` with the layers between ``cuts`` merged; each group must be :func:`_mergeable`."""
+def merge_blocks(chain: Chain, lists: Sequence[str] = ()) -> Chain:
+    """Return ``chain`` with a layer for each item of its lists of modules, called by the item's own name.
+
+    ``lists`` name them, such as ``model.layers`` or ``stages.*.blocks``; without any they are the outermost numbered
+    parts of the layers' names. Between the lists, layers without weights join the one before them, or else the one
+    behind. In a DAG what one layer cannot stand for exactly stays in as few as can. BadInput where none is called so.
+    """
+    names = [_item(layer.name, lists) for layer in chain.layers]
+    for pattern in lists:
+        if not any(name and fnmatchcase(name.rpartition(".")[0], pattern) for name in names):
+            there = ", ".join(dict.fromkeys(x.name.split("..")[0] for x in chain.layers[:4]))
+            raise BadInput(f"blocks: no layers are items of {pattern!r}; the first ones are {there}")
+    cuts: list[int] = [0]
+    called: dict[int, str] = {}
+    for start, stop in pairwise(_bounds(chain, names)):
+        while cuts[-1] < stop:
+            first = cuts[-1]
+            last = next(end for end in range(stop, first, -1) if end == first + 1 or _mergeable(chain, first, end))
+            cuts.append(last)
+        item = names[start]
+        if item is not None and cuts[-2] == start and _item(chain.layers[stop - 1].name.split("..")[-1], lists) == item:
+            called[start] = item
+    return _cut(chain, cuts, called)
+
+
+def _item(name: str, lists: Sequence[str]) -> str | None:
+    """Return the name of the item of a list of modules that a layer called ``name`` belongs to, or None."""
+    parts = name.split("..")[0].split(".")
+    for end, part in enumerate(parts, 1):
+        if part.isdigit() and (not lists or any(fnmatchcase(".".join(parts[: end - 1]), x) for x in lists)):
+            return ".".join(parts[:end])
+    return None
+
+
+def _bounds(chain: Chain, names: Sequence[str | None]) -> list[int]:
+    """Return where the groups of :func:`merge_blocks` begin, and where the last one ends."""
+    starts: list[int] = []
+    weighted = False  # whether the group that is open, between lists, has weights
+    for i, layer in enumerate(chain.layers):
+        before = names[i - 1] if i else None
+        if names[i] is not None:
+            new = names[i] != before
+        elif not i or before is not None or i == len(chain) - 1:
+            new = True
+        else:
+            new = bool(layer.weight_bytes) and weighted
+        if new:
+            starts.append(i)
+            weighted = False
+        weighted = weighted or bool(layer.weight_bytes)
+    return [*starts, len(chain)]
+
+
+def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS) -> Chain:
+    """Return ``chain`` with the layers between ``cuts`` merged; each group must be :func:`_mergeable`.
+
+    ``called`` names the groups that begin at a layer; others are called by their first and last layer.
+    """
     layers = []
     group = _groups(cuts)
 
@@ -120,13 +180,14 @@ def _cut(chain: Chain, cuts: Sequence[int]) -> Chain:
             layer = chain.layers[start]
             saves = layer.saves and tuple(sorted(maker(x + 1) for x in layer.saves))
             view = None if layer.view_of is None else maker(layer.view_of + 1)
-            layers.append(replace(layer, saves=saves, view_of=view))
+            layers.append(replace(layer, saves=saves, view_of=view, name=called.get(start, layer.name)))
             continue
         leaving = _leaving(chain, start, stop)
         outgoing = sum(chain.tensor_bytes[t] for t in leaving)
         entering = {t: maker(t) for t in range(start + 1)}
         fields = _saved(chain, start, stop, leaving, entering, group[start])
-        layers.append(_merged_layer(chain, start, stop, outgoing, fields))
+        merged = _merged_layer(chain, start, stop, outgoing, fields)
+        layers.append(replace(merged, name=called.get(start, merged.name)))
     edges = chain.edges and tuple(sorted({(group[i], group[j]) for i, j in chain.edges if group[i] != group[j]}))
     return _replaced(chain, cuts, layers, edges)
 

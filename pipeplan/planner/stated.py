@@ -30,7 +30,8 @@ def stated(
 ) -> Iterator[Allocation]:
     """Yield the one allocation that the texts say; BadInput, with the place and the numbers, where they say none.
 
-    ``split``: layers per stage, ``4,4,4,5``, or the layers that begin the later stages by name, ``block4,block8``.
+    ``split``: layers per stage, ``4,4,4,5``, or the layers that begin the later stages by name, ``block4,block8``, or
+    by that of the module that they are the first of.
     ``replicas``: GPUs per stage, taken in the platform's order, by default one for each. ``on``: the GPUs of each stage
     instead, ``0,1/2-3/0,1``. ``recompute``: none; all, every stage as one segment; each, every layer as a segment of
     its own; or ranges of layers, ``0-3,8``, each one segment of every stage that it touches.
@@ -108,8 +109,11 @@ def _cuts(text: str, chain: Chain) -> list[int]:
 
 def _layer(name: str, chain: Chain) -> int:
     places = [i for i, layer in enumerate(chain.layers) if layer.name == name]
+    inside = [i for i, layer in enumerate(chain.layers) if layer.name.startswith((f"{name}.", f"{name}#"))]
     if len(places) == 1:
         return places[0]
+    if not places and inside:
+        return inside[0]
     if places:
         several = ", ".join(map(str, places[:5])) + (", .." if len(places) > 5 else "")
         raise BadInput(f"--split: layers {several} are all called '{shown(name)}'; say counts of layers instead")

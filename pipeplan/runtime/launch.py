@@ -38,6 +38,7 @@ from .own_processes import (
     QuietWatch,
     StopWatch,
     context_of,
+    give_back_semaphores,
     is_stopped,
     our_imports_alone,
     settle_in,
@@ -279,6 +280,7 @@ def _rank_main(
     pipe.send(untold)
     pipe.send(message)
     pipe.close()
+    give_back_semaphores()
     # exchanges that never ended would hold up an orderly exit for ever
     os._exit(code)
 

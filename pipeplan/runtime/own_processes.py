@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from multiprocessing import util
+from multiprocessing.synchronize import SemLock
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +74,14 @@ def our_imports_alone() -> Iterator[None]:
         yield
     finally:
         del os.environ[SAFE_PATH]
+
+
+def give_back_semaphores() -> None:
+    """Give back what libraries have made for processes of theirs (tqdm does): an exit at once would leave it, and be
+    told of it."""
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # no public way to these alone
+        if getattr(finalizer, "_callback", None) is SemLock._cleanup:  # type: ignore[attr-defined]  # as above
+            finalizer()
 
 
 def settle_in() -> None:

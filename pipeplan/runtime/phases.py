@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..files.text import replaced
 from .arrival_order import arrival_order
@@ -28,7 +28,9 @@ from .measure.recorder import Times
 from .measure.report import RunReport, make_report
 from .measure.times import GpuBytes, RankMeasurement
 from .minibatch_end import MiniBatchEnd
+from .model.adapted import run_uncompiled
 from .model.loaded import LoadedModel
+from .model.structure import mapped
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
 from .training.rank import Rank
 from .training.state import trained_state
@@ -40,7 +42,8 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     rank, ties, masters = build_model(job, number, launcher)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
-    times = train(job, rank, meeting, stages, launcher)
+    with run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
+        times = train(job, rank, meeting, stages, launcher)
     return report(job, rank, meeting, stages, times)
 
 
@@ -119,7 +122,7 @@ def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device)
     length, seed = job.options.epoch, job.options.seed
     epoch, index = divmod(microbatch, length) if length else (0, microbatch)
     x, target = model.data(index, seed + epoch)
-    return moved(x, device), pytree.tree_map_only(Tensor, lambda tensor: moved(tensor, device), target)
+    return moved(x, device), mapped(lambda tensor: moved(tensor, device), target)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -159,4 +162,6 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
             with replaced(str(job.options.save)) as file:
                 torch.save(again | whole, file)
     dist.destroy_process_group()
-    return make_report(rank.lowered, measurements) if measurements is not None else None
+    if measurements is None:
+        return None
+    return replace(make_report(rank.lowered, measurements), notes=rank.model.notes)

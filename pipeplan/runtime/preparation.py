@@ -37,7 +37,7 @@ from .lowering.lowered_run import LoweredRun
 from .measure.drift import Compared
 from .measure.held_bytes import HeldBytes, StateBytes
 from .measure.recorder import Recorder, recorder_of
-from .model.fitting import check_buffers, check_model, fitted
+from .model.fitting import check_model, fitted
 from .model.loading import load_model, load_weights
 from .model.network import TensorSpec
 from .model.weight_copies import refuse_copies
@@ -76,7 +76,6 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     model = fitted(model, plan.chain)
     if options.load is not None:
         load_weights(model, options.load)
-    check_buffers(model, plan.chain, cuts)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
     model = separated(lowered, number, model)

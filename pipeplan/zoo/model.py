@@ -6,7 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Model(Generic[Config]):
     config: Config
     network: Callable[[Config, int], tuple[nn.Sequential, Loss]]
     batches: Callable[[Config, int], Data]
+    brings_data: ClassVar[bool] = True  # and takes a seed, which a user's function needn't
 
     def __call__(self, batch: int, *, seed: int = 0, **options: Any) -> Built:
         """Return (layers, example_input, loss) for microbatches of ``batch`` samples.

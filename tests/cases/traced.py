@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.training.optimizers import optimizer_maker
 
@@ -187,7 +191,79 @@ def vectors(index, seed):
     return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
 
 
+@dataclass
+class Judged:
+    """What a model returns that computes its loss itself; no type that torch knows."""
+
+    loss: Tensor | None
+    scores: Tensor
+
+
+class Batch(UserDict):
+    """Keywords as a tokenizer gives them."""
+
+
+class Averaging(nn.Module):
+    """State that forwards change: in place, by a new tensor, a count, and a norm's that averages over all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=None)
+        self.middle, self.last = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("largest", torch.ones(()))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, rows, labels=None):
+        x = self.norm(self.first(rows))
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.calls += 1
+        x = x * (1 + self.average) / self.calls
+        before = self.largest
+        self.largest = torch.maximum(0.9 * self.largest, x.detach().abs().max())
+        x = checkpoint(self.middle, x * before / self.largest, use_reentrant=True)
+        scores = self.last(x)
+        return Judged(None if labels is None else functional.cross_entropy(scores, labels), scores)
+
+
+def averaging(batch):
+    """A model without a loss of ours, and an example batch."""
+    torch.manual_seed(2)
+    return Averaging(), Batch(rows=torch.zeros(batch, 4), labels=torch.zeros(batch, dtype=torch.int64))
+
+
+def labelled(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return Batch(labels=torch.randint(3, (4,), generator=generator), rows=torch.randn(4, 4, generator=generator))
+
+
+class Attending(nn.Module):
+    """Heads by views that aren't in the order of memory, as the kernel for attention reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 24), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(2, (2, 4)).transpose(1, 2) * 1.5 for y in self.enter(x).chunk(3, dim=2))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.leave(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], 8))
+
+
+def attending(batch):
+    torch.manual_seed(1)
+    return Attending(), torch.zeros(batch, 6, 4), functional.mse_loss
+
+
+def sequences(index, seed):
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    return torch.randn(4, 6, 4, generator=generator), torch.randn(4, 6, 4, generator=generator)
+
+
 DATA = {
+    attending: sequences,
+    averaging: labelled,
     residual: images,
     transformer: tokens,
     tied_transformer: tokens,
@@ -203,7 +279,8 @@ def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=No
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, and
     ``stage_of(name)`` the stage of a weight; without them, all updates before its own mini-batch.
     """
-    module, _, loss = build(4)
+    module, _, *losses_given = build(4)
+    loss = losses_given[0] if losses_given else None
     module.train()
     names = [name for name, _ in module.named_parameters()]
     parameters = list(module.parameters())
@@ -219,9 +296,11 @@ def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=No
                 for i, p in enumerate(parameters):
                     stage = stage_of(names[i]) if stage_of else None
                     p.copy_(history[step if stage is None else version(stage, m)][i])
-            x, target = DATA[build](m, 0)
-            output = module(*x) if isinstance(x, tuple) else module(x)
-            value = loss(output, target)
+            if loss is None:
+                value = module(**DATA[build](m, 0)).loss
+            else:
+                x, target = DATA[build](m, 0)
+                value = loss(module(*x) if isinstance(x, tuple) else module(x), target)
             losses.append(float(value.detach()))
             (value / accumulate).backward()
         for i in trained:

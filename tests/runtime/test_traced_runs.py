@@ -19,7 +19,7 @@ from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.lowered_run import message_driven_plan
-from pipeplan.runtime.model.fitting import check_buffers, check_model, fitted
+from pipeplan.runtime.model.fitting import check_model, fitted
 from pipeplan.runtime.model.loading import load_model
 from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
@@ -233,7 +233,6 @@ def fit(model, profile, cuts):
     """Raise what a run does for a model that isn't the profile's."""
     model = fitted(model, profile)
     check_model(model, profile, cuts)
-    check_buffers(model, profile, cuts)
 
 
 @pytest.mark.parametrize(
@@ -282,18 +281,50 @@ def test_a_trace_is_that_of_training_in_its_own_types():
             run_plan(plan, model, RunOptions(steps=1, lr=0.1, **options))
 
 
-@pytest.mark.parametrize(
-    ("build", "cut", "words"),
-    [
-        (traced_cases.shared_norm, 2, r"layer 3 \(batch_norm#2\) and one in stage 0 change the same buffer"),
-        (traced_cases.two_inputs, 2, r"int64 \(4,\) and float32 \(4, 3\) crosses the cut before layer 2"),
-    ],
-)
-def test_cuts_that_cannot_be_made_are_refused(build, cut, words):
+def test_cuts_that_cannot_be_made_are_refused():
+    build = traced_cases.two_inputs
     model = load_model(spec_of(build), 4, 0)
     fit(model, chain(build), [4])
+    words = r"float32 \(4, 3\) and int64 \(4,\) crosses the cut before layer 2"
     with pytest.raises(BadInput, match=words):
-        fit(model, chain(build), [cut])
+        fit(model, chain(build), [2])
+
+
+def test_statistics_that_are_written_twice_stay_in_one_layer():
+    assert [x.name for x in chain(traced_cases.shared_norm).layers] == ["one", "batch_norm..batch_norm", "loss"]
+
+
+def test_what_crosses_a_cut_lies_in_memory_as_it_did(tmp_path):
+    """A kernel that wants another order would keep copies that nobody has planned."""
+    build = traced_cases.attending
+    profile = chain(build)
+    cut, end = position(profile, "scaled_dot_product_attention"), len(profile)
+    plan = plan_of(profile, [(0, cut, (0,)), (cut, end, (1,))], weights="flush", accumulate=2)
+    assert {spec.order for spec in load_model(spec_of(build), 4, 0).cut(cut).specs} == {(0, 2, 1, 3)}
+    report, state = run(plan, build, tmp_path, steps=2)
+    losses, expected = serial(build, steps=2, accumulate=2, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    assert planned_bytes_are_held(report)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_model_that_returns_its_loss_and_has_a_state_that_forwards_change(again, tmp_path):
+    """Several microbatches are in flight, each with its own averages; types are the author's."""
+    build = traced_cases.averaging
+    profile = chain(build)
+    cut, end = position(profile, "last"), len(profile)
+    first = Stage(0, cut, (0,), ((2, cut),) if again else ())
+    plan = plan_of(profile, [first, (cut, end, (1,))], weights="flush", accumulate=4)
+    report, state = run(plan, build, tmp_path)
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    assert state["average"].abs().sum() > 0
+    assert state["calls"] == state["norm.num_batches_tracked"] == 12
+    assert planned_bytes_are_held(report) or again  # what buffers were is held beside what is planned
+    assert ["recomputes by itself" in note for note in report.notes] == [True]
+    build(4)[0].load_state_dict(state)
 
 
 def test_data_must_be_like_the_example():

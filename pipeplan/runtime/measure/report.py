@@ -109,7 +109,7 @@ class RunReport:
     messages travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``sums`` how those of gradients
     did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
     one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
-    operations are left out.
+    operations are left out. ``notes`` say what the author's module gave up to be run by stages.
     """
 
     steps: int
@@ -133,6 +133,7 @@ class RunReport:
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
     forgotten: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def samples_per_s(self) -> float:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from .network import Loss, TensorSpec, kind_of, resident
-from .user_code import user_code
+from .adapted import run_uncompiled
+from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
+from .user_code import defined_at, user_code
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
@@ -23,7 +26,7 @@ def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[Te
     training = [(part, part.training) for module in layers for part in module.modules()]
     for module in layers:
         module.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(layers), run_uncompiled(layers):
         for index, module in enumerate(layers):
             with user_code(f"layers[{index}]: failed on {specs[-1]}"), resident(module, str(x.device), release=True):
                 x = module(x)
@@ -40,13 +43,82 @@ def is_whole(layers: Any) -> bool:
     return isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential)
 
 
-def contract(result: Any) -> tuple[Any, Any, Loss]:
-    """Return the three things that a build function is to return; BadInput if it doesn't."""
-    if not (isinstance(result, tuple) and len(result) == 3):
+@dataclass(frozen=True)
+class Built:
+    """What a build function returned: the model, or its ``layers``, an example input and the loss.
+
+    Without ``example`` one comes from the data, without ``loss`` the model returns it.
+    """
+
+    layers: Any
+    example: Any
+    loss: Loss | None
+
+
+def built_by(build: Callable[..., Any], batch: int, what: str = "build", **options: Any) -> Built:
+    """Call ``build(batch)`` and return what it made; BadInput if that isn't what a build function is to return.
+
+    CodeFailed, starting with ``what``, when it fails.
+    """
+    _check_takes(build, what, "batch", "the samples of a microbatch")
+    with user_code(what):
+        result = build(batch, **options)
+    return contract(result)
+
+
+def contract(result: Any) -> Built:
+    """Return what a build function returned, in its parts; BadInput if it isn't well formed."""
+    if isinstance(result, nn.Module):
+        result = (result, None)
+    if not (isinstance(result, tuple) and len(result) in (2, 3)):
         raise BadInput(f"build: expected (layers, example_input, loss), got {kind_of(result)}")
-    layers, example_input, loss = result
-    if not callable(loss):
+    layers, example_input = result[:2]
+    loss = result[2] if len(result) == 3 else None
+    if loss is None and not is_whole(layers):
+        raise BadInput(
+            "build: gave no loss; that is for a model as one module which returns its loss. Of layers return "
+            "(layers, example_input, loss)"
+        )
+    if loss is not None and not callable(loss):
         raise BadInput(f"build: loss is {kind_of(loss)}, which cannot be called")
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         raise BadInput("build: the loss has parameters; make that part the last layer")
-    return layers, example_input, loss
+    return Built(layers, example_input, loss)
+
+
+def sample_of(given: Any, loss: Loss | None) -> tuple[Any, Any]:
+    """Return input and target of what data gave: a pair, or for a model that returns its ``loss`` the input alone."""
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return given[0], given[1]
+    if loss is None:
+        return given, None
+    raise BadInput(f"data: expected (input, target), got {kind_of(given)}")
+
+
+def example_of(built: Built, data: Callable[[int, int], Any] | None) -> tuple[Any, Any]:
+    """Return the example input and its target (None: to be made up), of the data where there are any."""
+    if data is not None:
+        _check_takes(data, "data", "index, seed", "the number of a microbatch and a seed")
+        with user_code("data"):
+            given = data(0, 0)
+        return sample_of(given, built.loss)
+    if built.example is None:
+        raise BadInput(
+            "build: returned a model and no example input; return (model, example_input), or name a data(index, seed) "
+            "by --data"
+        )
+    return built.example, None
+
+
+def _check_takes(function: Callable[..., Any], what: str, arguments: str, meaning: str) -> None:
+    """Raise BadInput, with its place, when ``function`` can't be called with as many arguments."""
+    try:
+        inspect.signature(function).bind(*arguments.split(", "))
+    except ValueError:  # nobody knows what it takes
+        return
+    except TypeError:
+        name = getattr(function, "__name__", what)
+        raise BadInput(
+            f"{what}: {name}{inspect.signature(function)}{defined_at(function)} is called as "
+            f"{name}({arguments}), with {meaning}"
+        ) from None

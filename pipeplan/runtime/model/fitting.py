@@ -7,9 +7,6 @@ several layers of the network are one of the plan's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-
-from torch import fx, nn
 
 from ...errors import BadInput
 from ...problem import Chain
@@ -62,16 +59,34 @@ def _merged(model: LoadedModel, chain: Chain) -> list[Sequence[LayerCode]]:
 def _is(codes: Sequence[LayerCode], start: int, stop: int, name: str, following: str | None) -> bool:
     """Whether ``name`` is that of ``codes[start:stop]`` as one layer, and ``following`` of what comes behind them.
 
-    Merged layers are called by the first and the last of them, which may have been merged themselves.
+    Merged layers are called by the first and the last of them, which may have been merged themselves, or by the module
+    that they are the whole of.
     """
-    first, last = codes[start].name, codes[stop - 1].name
-    if stop - start > 1 and not (name.startswith(f"{first}..") and name.endswith(f"..{last}")):
-        return False
-    if stop - start == 1 and name != first:
+    if not _stands_for(name, codes[start].name, codes[stop - 1].name, stop - start == 1):
         return False
     if following is None or stop == len(codes):
         return following is None and stop == len(codes)
-    return following == codes[stop].name or following.startswith(f"{codes[stop].name}..")
+    return _begins(following, codes[stop].name) and not _inside(name, codes[stop].name)
+
+
+def _stands_for(name: str, first: str, last: str, alone: bool) -> bool:
+    """Whether a layer of a profile called ``name`` may be those from ``first`` to ``last``."""
+    if alone and name == first:
+        return True
+    if _inside(name, first) and _inside(name, last):
+        return True
+    begin, dots, end = name.rpartition("..")
+    return bool(dots) and _begins(begin, first) and (_begins(end, last) or name.endswith(f"..{last}"))
+
+
+def _begins(name: str, first: str) -> bool:
+    """Whether a layer of a profile called ``name`` may begin with the layer ``first``."""
+    return name == first or name.startswith(f"{first}..") or any(_inside(x, first) for x in name.split(".."))
+
+
+def _inside(block: str, name: str) -> bool:
+    """Whether the layer ``name`` belongs to the module called ``block``."""
+    return all(part == block or part.startswith(f"{block}.") for part in name.split(".."))
 
 
 def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
@@ -123,26 +138,3 @@ def _check_edges(model: LoadedModel, chain: Chain) -> None:
 
 def _listed(layers: set[int]) -> str:
     return f"layers {', '.join(map(str, sorted(layers)))}" if layers else "no layer"
-
-
-def check_buffers(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
-    """Raise BadInput where stages would each change a buffer that the model has once, as batch norm's statistics."""
-    stage_of: dict[int, int] = {}
-    for stage, (start, stop) in enumerate(pairwise([0, *cuts, len(model.layers)])):
-        for index in range(start, stop):
-            for code in model.layers[index].codes:
-                for key in _changed_buffers(code.module):
-                    if stage_of.setdefault(key, stage) != stage:
-                        raise BadInput(
-                            f"model: layer {index} ({chain.layers[index].name}) and one in stage {stage_of[key]} "
-                            "change the same buffer; a plan with both in one stage can be run"
-                        )
-
-
-def _changed_buffers(module: nn.Module) -> set[int]:
-    """Return the storages of the buffers that a traced layer changes; of other layers nobody knows them."""
-    if not isinstance(module, fx.GraphModule):
-        return set()
-    from .traced import changed_buffers
-
-    return changed_buffers(module)

@@ -50,7 +50,8 @@ class LoadedModel:
     ``specs`` are the shapes and types of all values, of which the first ``inputs`` are data; in a ``chain`` each layer
     reads its predecessor alone. The whole model's state is that of ``roots``, modules with the
     prefixes of their entries. Of what stands in it more than once ``first_names`` has the first name for each of the
-    others, and ``unused`` is what no layer has.
+    others, and ``unused`` is what no layer has. ``notes`` say what the author's module gave up to be
+    run by stages.
     """
 
     chain: bool
@@ -62,6 +63,7 @@ class LoadedModel:
     roots: tuple[tuple[str, nn.Module], ...]
     first_names: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def boundaries(self) -> list[TensorSpec]:

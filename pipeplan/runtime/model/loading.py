@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from ...errors import BadInput
-from ...zoo.model import Model
 from ..device import CPU
-from .contract import boundaries_of, contract, is_whole
+from .adapted import compiled_lines
+from .contract import boundaries_of, built_by, example_of, is_whole
 from .loaded import LoadedModel, ModelLayer
 from .network import Loss, chain_network, loss_layer
-from .spec import Data, ModelSpec, builder_of, data_of
-from .user_code import user_code
+from .spec import Data, ModelSpec, brings_data, builder_of, data_of
 
 
 def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
@@ -28,19 +27,20 @@ def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CP
     build = builder_of(spec)
     data = data_of(spec, batch)
     torch.manual_seed(seed)
-    with user_code(spec.build):
-        result = build(batch, seed=seed) if isinstance(build, Model) else build(batch)
-    whole, example, loss = contract(result)
-    if is_whole(whole):
+    built = built_by(build, batch, spec.build, **({"seed": seed} if brings_data(build) else {}))
+    if is_whole(built.layers):
         from .traced import traced_model
 
-        return traced_model(whole, example, loss, data, device)
-    return chain_model(whole, example, loss, data, device)
+        example = built.example if built.example is not None else example_of(built, data)[0]
+        return traced_model(built.layers, example, built.loss, data, device)
+    assert built.loss is not None, "the contract wants one of layers"
+    return chain_model(built.layers, built.example, built.loss, data, device)
 
 
 def chain_model(layers: Any, example_input: Any, loss: Loss, data: Data, device: torch.device = CPU) -> LoadedModel:
     """Return a list of layers, or an ``nn.Sequential``, as a model; BadInput if it is malformed."""
     network = chain_network(layers, example_input)
+    notes = compiled_lines([code.module for code in network.layers])
     for code in network.layers:
         code.module.train()
     keys = list(layers._modules) if isinstance(layers, nn.Sequential) else list(map(str, range(len(layers))))
@@ -60,6 +60,7 @@ def chain_model(layers: Any, example_input: Any, loss: Loss, data: Data, device:
         data=data,
         roots=roots,
         first_names=_first_names(roots),
+        notes=tuple(notes),
     )
 
 

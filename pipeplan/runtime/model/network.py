@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from ...problem import SharedWeights
 from ..device import place
+from .structure import mapped
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
@@ -49,7 +50,10 @@ class LayerCode:
             shapes = " and ".join(f"{tuple(x.shape)}, {x.dtype}" for x in inputs)
             raise code_failed(f"{self.place} failed on an input of shape {shapes}", error) from error
         if [x._version for x in inputs] != versions:
-            raise BadInput(f"{self.place} changes its input in place; a cut before it would lose the change")
+            raise BadInput(
+                f"{self.place} changes its input in place, which a cut before it would lose; let it work on a copy "
+                "(inplace=False), or make one layer of it and the one before: nn.Sequential(one, other)"
+            )
         return outputs
 
 
@@ -59,7 +63,7 @@ class Network:
 
     ``inputs`` are the tensors of values 0, 1, ..; ``outputs`` are the values that the loss reads, and ``structure``
     makes of their tensors what the model returned. ``chain`` says that each layer reads its predecessor alone; of
-    other networks ``shapes`` has the shape and type of every value.
+    other networks ``shapes`` has the shape and type of every value. ``notes`` say what its author's module gave up.
     """
 
     layers: tuple[LayerCode, ...]
@@ -67,7 +71,8 @@ class Network:
     outputs: tuple[int, ...]
     structure: Callable[[Sequence[Tensor]], Any]
     chain: bool
-    shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    shapes: Mapping[int, TensorSpec] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -193,13 +198,13 @@ def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, tuple | list):
-        return type(value)(_widened(x) for x in value)
-    if isinstance(value, dict):
-        return {key: _widened(x) for key, x in value.items()}
-    return value
+    return mapped(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, value)
+
+
+def own_loss(output: Any, _: Any) -> Tensor:
+    """Return the loss of a model that computes it itself and puts out nothing else."""
+    loss: Tensor = output
+    return loss
 
 
 def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
@@ -262,8 +267,13 @@ def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once."""
+    """Let a second run of ``modules`` work on copies of their buffers: batch statistics must count once.
+
+    Plain numbers that they keep as attributes count once, too.
+    """
     originals = list(_buffers(modules))
+    owners = list(dict.fromkeys(owner for module in dict.fromkeys(modules) for owner in module.modules()))
+    numbers = [(owner, {k: x for k, x in vars(owner).items() if type(x) in (bool, int, float)}) for owner in owners]
     for owner, name, buffer in originals:
         owner._buffers[name] = buffer.clone()
     try:
@@ -271,6 +281,8 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for owner, name, buffer in originals:
             owner._buffers[name] = buffer
+        for owner, before in numbers:
+            vars(owner).update(before)
 
 
 def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -321,10 +333,27 @@ def _shape(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of the tensor that crosses a cut; both ends must agree before anything is sent."""
+    """Shape and type of the tensor that crosses a cut; both ends must agree before anything is sent.
+
+    ``order`` has its dimensions from the outermost to the innermost in memory, where that isn't their own order: what
+    reads the tensor behind the cut then finds it as it would without one, and makes no copy more.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorSpec:
+        """Return that of ``tensor``."""
+        order = tuple(sorted(range(tensor.dim()), key=lambda i: -tensor.stride()[i]))
+        dense = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, order if dense else ())
+
+    @property
+    def in_memory(self) -> TensorSpec:
+        """What is sent: the tensor with its dimensions in the order of its memory."""
+        return TensorSpec(tuple(self.shape[i] for i in self.order), self.dtype) if self.order else self
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ and a stage that only passes a value on takes it from one message and puts it in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,7 @@ class Cut:
 
     @cached_property
     def _trained_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.spec(value) for value in self.trained)
+        return tuple(replace(self.spec(value), order=()) for value in self.trained)
 
     def spec(self, value: int) -> TensorSpec:
         """Return the shape and type of one of the values."""
@@ -55,22 +55,40 @@ class Cut:
 
 def message_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
     """Return what tensors of ``specs`` travel as."""
-    return specs[0] if len(specs) == 1 else TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8)
+    return specs[0].in_memory if len(specs) == 1 else TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8)
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the message of ``tensors``: a single one itself, otherwise the bytes of all."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+def packed(tensors: Sequence[Tensor], specs: Sequence[TensorSpec] = ()) -> Tensor:
+    """Return the message of ``tensors``: a single one itself, otherwise the bytes of all.
+
+    Each is in the order of its memory that ``specs`` say, by default that of its dimensions.
+    """
+    ordered = [
+        x.permute(spec.order) if spec.order else x for x, spec in zip(tensors, specs or _plain(tensors), strict=True)
+    ]
+    if len(ordered) == 1:
+        return ordered[0]
+    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in ordered])
+
+
+def _plain(tensors: Sequence[Tensor]) -> Sequence[TensorSpec]:
+    return [TensorSpec(tuple(x.shape), x.dtype) for x in tensors]
 
 
 def unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Return the tensors in ``message``, each in memory of its own, so that none keeps the others."""
     if len(specs) == 1:
-        return [message]
+        return [_placed(message, specs[0])]
     parts: Sequence[Tensor] = torch.split(message, [spec.nbytes for spec in specs])
-    return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
+    return [
+        _placed(part.clone().view(spec.dtype).view(spec.in_memory.shape), spec)
+        for part, spec in zip(parts, specs, strict=True)
+    ]
+
+
+def _placed(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Return a tensor that came in the order of its memory with its dimensions in their own."""
+    return tensor.permute([spec.order.index(i) for i in range(tensor.dim())]) if spec.order else tensor
 
 
 @dataclass(frozen=True)

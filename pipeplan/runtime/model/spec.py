@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...errors import BadInput
 from ...zoo import ZOO, load
-from ...zoo.model import Model
 from .user_code import said, user_code
 
+HUGGING_FACE = "hf:"  # begins the name of a transformers model
 Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
 
 
@@ -25,8 +25,8 @@ class ModelSpec:
     """Which model to train and on what, as the user typed it; every rank finds both for itself.
 
     ``build`` is a name of the zoo (with options: ``gpt-tiny,blocks=8``, or ``zoo:gpt-tiny``) or ``module:function`` of
-    the model contract, ``data`` is ``module:function`` of the data contract; None stands for the data that belongs to a
-    zoo model.
+    the model contract, or ``hf:CONFIG`` of a transformers model; ``data`` is ``module:function`` of the data contract.
+    None stands for the data that belongs to a zoo model, or that fits a transformers one.
     """
 
     build: str
@@ -39,7 +39,7 @@ class ModelSpec:
 
     def check(self) -> None:
         """Raise BadInput for what can be seen to be missing or malformed without running code of the user's."""
-        if self.of_zoo:
+        if self.of_zoo or self.build.startswith(HUGGING_FACE):
             builder_of(self)
         else:
             _parts(self.build)
@@ -52,8 +52,17 @@ class ModelSpec:
 
 
 def builder_of(spec: ModelSpec) -> Any:
-    """Return the zoo model, or the user's function, that builds the model of ``spec``."""
+    """Return the zoo model, the transformers model, or the user's function, that builds the model of ``spec``."""
+    if spec.build.startswith(HUGGING_FACE):
+        from .hugging_face import named
+
+        return named(spec.build.removeprefix(HUGGING_FACE))
     return load(spec.build.removeprefix(ZOO)) if spec.of_zoo else find(spec.build)
+
+
+def brings_data(build: Any) -> bool:
+    """Whether what builds a model is no function of the user's, so that it takes a seed and has data that fit."""
+    return getattr(type(build), "brings_data", False) is True
 
 
 def data_of(spec: ModelSpec, batch: int) -> Data:
@@ -62,8 +71,8 @@ def data_of(spec: ModelSpec, batch: int) -> Data:
         return find(spec.data)  # type: ignore[no-any-return]  # callable, as find checks
     spec.check()
     build = builder_of(spec)
-    assert isinstance(build, Model), "any other model needs data of its own"
-    return build.data(batch)
+    assert brings_data(build), "any other model needs data of its own"
+    return build.data(batch)  # type: ignore[no-any-return]  # as the zoo's and transformers' models do
 
 
 def find(text: str) -> Any:
@@ -88,6 +97,12 @@ def find(text: str) -> Any:
 
 def _parts(text: str) -> tuple[str, str]:
     module, _, attribute = text.partition(":")
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").removeprefix("./").strip("/").replace("/", ".")
+        raise BadInput(
+            f"{text}: {module!r} is a file; name what Python imports, from the working folder: "
+            f"{dotted}:{attribute or 'function'}"
+        )
     if not (module and attribute):
         raise BadInput(f"{text!r} is not of the form module:function")
     return module, attribute

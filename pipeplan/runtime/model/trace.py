@@ -8,12 +8,9 @@ made the tensor, with all in between. The shapes, the training mode and the batc
 
 from __future__ import annotations
 
-import io
-import logging
 import operator
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,66 +20,28 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ...errors import BadInput
-from .network import LayerCode, Network, buffers_kept, kind_of
-from .user_code import user_code
-
-_ADVICE = (
-    "Return its layers as an nn.Sequential or a list of modules, or write the part without branches on tensor values, "
-    "tensors of data-dependent shape and .item()"
-)
+from .exported import ROOT, Exported, exported, line_of_node
+from .network import LayerCode, Network, TensorSpec, buffers_kept
+from .own_gradients import SPACE, function_of
 
 TRACED_ON = {"cpu", "cuda"}
 
 
-def trace_module(module: nn.Module, example_input: Any, device: str = "cpu") -> Network:
-    """Return the network that ``module`` is on ``example_input``: a tensor, a tuple of arguments or a dict of keywords.
+def trace_module(module: nn.Module, example_input: Any, device: str = "cpu", loss_alone: bool = False) -> Network:
+    """Return the network that ``module`` is on ``example_input``: a tensor, a tuple of arguments or keywords.
 
-    The parameters of the layers are those of ``module``, so tied weights stay tied (torch's export names them once).
-    BadInput tells what cannot be traced, and what to do.
+    With ``loss_alone`` it puts out the loss that the module returns, and nothing else. The parameters of the layers are
+    those of ``module``, so tied weights stay tied (torch's export names them once). BadInput tells what cannot be
+    traced, and what to do.
     """
-    graph, structure = _exported(module, example_input)
-    arguments = [x for x in pytree.tree_leaves(example_input) if isinstance(x, Tensor)]
-    facts = _Facts.of(graph, arguments)
+    found = exported(module, example_input, loss_alone)
+    graph = found.graph
+    facts = _Facts.of(graph, found.arguments)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
-    groups = _merged_in_place(facts, _groups(graph, module, facts))
+    groups = _merged_in_place(facts, _groups(graph, found.root, facts))
     _put_on(graph, torch.device(device))  # behind what is found out by running it as it was made
-    network = _network(graph, module, facts, groups, inputs, arguments)
-    results = list(pytree.tree_leaves(_output(graph).args[0], is_leaf=lambda x: isinstance(x, fx.Node)))
-
-    def restored(outputs: Sequence[Tensor]) -> Any:
-        tensors = iter(outputs)
-        leaves = [next(tensors) if isinstance(x, fx.Node) else x for x in results]
-        return pytree.tree_unflatten(leaves, structure)
-
-    return replace(network, structure=restored)
-
-
-def _exported(module: nn.Module, example_input: Any) -> tuple[fx.GraphModule, Any]:
-    """Return torch's export of ``module`` in training mode as a graph of operations, and what its outputs form."""
-    positional: tuple[Any, ...] = (example_input,)
-    keywords: dict[str, Any] = {}
-    if isinstance(example_input, tuple | list):
-        positional = tuple(example_input)
-    elif isinstance(example_input, dict):
-        positional, keywords = (), dict(example_input)
-    if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(example_input)):
-        raise BadInput(f"example_input: {kind_of(example_input)} holds no tensor")
-    module.train()
-    name = type(module).__name__
-    with user_code(name):
-        try:
-            with _quiet():
-                exported = torch.export.export(module, positional, keywords, strict=False)
-                graph = exported.module(check_guards=False)
-        except Exception as error:
-            raise BadInput(f"{name} cannot be traced: {_reason(error)}. {_ADVICE}") from error
-    assert isinstance(graph, fx.GraphModule)
-    for node in graph.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
-                raise BadInput(f"{name} cannot be traced: the shape of {node.name} depends on data. {_ADVICE}")
-    return graph, exported.call_spec.out_spec
+    return replace(_network(found, facts, groups, inputs), structure=found.restored, notes=found.notes)
 
 
 def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
@@ -105,34 +64,14 @@ def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
             part.recompile()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from printing: half-made graphs when it fails, and a warning for an LSTM's own list of weights."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.filterwarnings("ignore", message=".*were assigned during export")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-def _reason(error: Exception) -> str:
-    """Return the sentence of an export's error that says what failed, and the user's line if it names one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    where = next((line for line in lines if line.startswith(("Caused by:", "File ")) and "torch/" not in line), "")
-    return f"{first.rstrip('.')}{f' ({where})' if where else ''}"
-
-
 @dataclass(frozen=True)
 class _Facts:
     """What is known about each node: its tensors, and which node's value it is or is a view of.
 
     ``same`` maps a node that shows a whole value in another shape to the node of that value; ``storage`` maps each
     tensor node to the first node of its storage. ``free`` nodes are constants, parameters and whole views: each layer
-    makes them for itself.
+    makes them for itself. ``written`` has the arguments that a node changes in place, and ``state`` are the buffers,
+    each the first node of its storage, that some node changes.
     """
 
     tensors: dict[fx.Node, Tensor]
@@ -140,49 +79,62 @@ class _Facts:
     storage: dict[fx.Node, fx.Node]
     free: frozenset[fx.Node]
     order: dict[fx.Node, int]
+    written: dict[fx.Node, list[fx.Node]]
+    state: frozenset[fx.Node]
 
     @staticmethod
     def of(graph: fx.GraphModule, arguments: Sequence[Tensor]) -> _Facts:
-        """Run ``graph`` on fake tensors and look at what shares memory with what."""
-        results = _results(graph, arguments)
+        """Run ``graph`` on fake tensors and look at what shares memory with what, and what changes."""
+        results, written = _results(graph, arguments)
         tensors = {n: x for n, x in results.items() if isinstance(x, Tensor)}
         first: dict[int, fx.Node] = {}
-        storage: dict[fx.Node, fx.Node] = {}
+        storage = {n: first.setdefault(x.untyped_storage()._cdata, n) for n, x in tensors.items()}
+        changed = (storage[n] for nodes in written.values() for n in nodes if n in storage)
+        state = frozenset(n for n in changed if n.op == "get_attr")
         same: dict[fx.Node, fx.Node] = {}
         free: set[fx.Node] = set()
-        constant = _constants(graph)
+        constant = _constants(graph, written, {n for n, base in storage.items() if base in state})
+        leaving = set(_output(graph).all_input_nodes)  # they keep their shapes
         for node in graph.graph.nodes:
             if node in constant:
                 free.add(node)
             made = results.get(node)
-            if node in tensors:
-                storage[node] = first.setdefault(tensors[node].untyped_storage()._cdata, node)
-            elif isinstance(made, list | tuple) and node.op == "call_function":
+            if isinstance(made, list | tuple) and node.op == "call_function":
                 source = _viewed_list(node, made, tensors)
                 if source is not None:
                     free.add(node)  # chunk, split, unbind: the getitem of each part is what makes it
                     storage[node] = storage[source]
-            if node not in free and node.op == "call_function" and node in tensors and not written_by(node):
+            viewing = node not in free and node not in written and node not in leaving
+            if viewing and node.op == "call_function" and node in tensors:
                 for source in node.all_input_nodes:
                     if source in tensors and _shows_all(tensors[node], tensors[source]) and source not in constant:
                         same[node] = same.get(source, source)
                         free.add(node)
                         break
         order = {node: i for i, node in enumerate(graph.graph.nodes)}
-        return _Facts(tensors, same, storage, frozenset(free), order)
+        return _Facts(tensors, same, storage, frozenset(free), order, written, state)
 
     def value(self, node: fx.Node) -> fx.Node:
         """Return the node whose value ``node`` shows."""
         return self.same.get(node, node)
 
 
-def _results(graph: fx.GraphModule, arguments: Sequence[Tensor]) -> dict[fx.Node, Any]:
-    """Return what each node gives on fake tensors."""
+def _results(
+    graph: fx.GraphModule, arguments: Sequence[Tensor]
+) -> tuple[dict[fx.Node, Any], dict[fx.Node, list[fx.Node]]]:
+    """Return what each node gives on fake tensors, and which of its arguments nodes change in place."""
     results: dict[fx.Node, Any] = {}
+    written: dict[fx.Node, list[fx.Node]] = {}
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
+            read = [(x, results[x]) for x in n.all_input_nodes if isinstance(results.get(x), Tensor)]
+            versions = [x._version for _, x in read]
             results[n] = super().run_node(n)
+            changed = [source for (source, x), version in zip(read, versions, strict=True) if x._version != version]
+            changed += [source for source in _statistics(n) if source not in changed]
+            if changed:
+                written[n] = changed
             return results[n]
 
     fake = any(isinstance(x, FakeTensor) for x in (*arguments, *graph.parameters()))
@@ -194,11 +146,24 @@ def _results(graph: fx.GraphModule, arguments: Sequence[Tensor]) -> dict[fx.Node
         values = [next(known) if isinstance(n.meta.get("val"), Tensor) else n.meta.get("val") for n in placeholders]
         recorder = Recorder(graph)
         recorder.run(*values, enable_io_processing=False)
-    return results
+    return results, written
 
 
-def _constants(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that neither the inputs nor anything trained nor chance decides, and the attributes."""
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """Return the statistics that a norm changes without telling torch."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {name: node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)}
+    if not (given.get("training") or given.get("use_input_stats")):
+        return []
+    return [n for n in (given.get("running_mean"), given.get("running_var")) if isinstance(n, fx.Node)]
+
+
+def _constants(
+    graph: fx.GraphModule, written: Mapping[fx.Node, Sequence[fx.Node]], changing: set[fx.Node]
+) -> set[fx.Node]:
+    """Return the nodes that neither the inputs nor anything trained nor chance nor time decides, and the attributes."""
     constant: set[fx.Node] = set()
     trained: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -206,9 +171,10 @@ def _constants(graph: fx.GraphModule) -> set[fx.Node]:
             constant.add(node)
             if isinstance(_attribute(graph, str(node.target)), nn.Parameter):
                 trained.add(node)
-        elif node.op == "call_function" and not _random(node) and not written_by(node):
+        elif node.op == "call_function" and not _random(node) and node not in written:
             sources = node.all_input_nodes
-            if all(n in constant for n in sources) and (_is_view(node) or not trained.intersection(sources)):
+            known = all(n in constant and n not in changing for n in sources)
+            if known and (_is_view(node) or not trained.intersection(sources)):
                 constant.add(node)
                 if trained.intersection(sources):
                     trained.add(node)
@@ -231,18 +197,6 @@ def _is_view(node: fx.Node) -> bool:
         return node.target is operator.getitem
     returns = node.target._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that ``node`` changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    written = []
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            written += [n for n in pytree.tree_leaves(given) if isinstance(n, fx.Node)]
-    return written
 
 
 def _viewed_list(node: fx.Node, made: Iterable[Any], tensors: dict[fx.Node, Tensor]) -> fx.Node | None:
@@ -272,9 +226,10 @@ class _Group:
     nodes: list[fx.Node]
 
 
-def _groups(graph: fx.GraphModule, module: nn.Module, facts: _Facts) -> list[_Group]:
+def _groups(graph: fx.GraphModule, root: nn.Module, facts: _Facts) -> list[_Group]:
     """Return the operations in order, those of one call of a module without children together."""
-    leaves = {name for name, part in module.named_modules() if name and next(part.children(), None) is None}
+    named = [(_path(name), part) for name, part in root.named_modules()]
+    leaves = {name for name, part in named if name and next(part.children(), None) is None}
     groups: list[_Group] = []
     waiting: list[fx.Node] = []  # updates of buffers, which go with the operation after them
     producer: dict[fx.Node, _Group] = {}
@@ -286,8 +241,7 @@ def _groups(graph: fx.GraphModule, module: nn.Module, facts: _Facts) -> list[_Gr
             group.nodes.append(node)
             producer[node] = group
             continue
-        written = written_by(node)
-        if written and all(n.op == "get_attr" for n in written):
+        if node in facts.written and all(n.op == "get_attr" for n in node.all_input_nodes):
             waiting.append(node)
             continue
         path, call = _innermost(node)
@@ -314,28 +268,45 @@ def _innermost(node: fx.Node) -> tuple[str, str]:
         return "", ""
     call = list(stack)[-1]
     path = stack[call][0]
-    return path.split("@")[0], call
+    return _path(path.split("@")[0]), call
+
+
+def _path(name: str) -> str:
+    """Return a module's name in the user's module, which is one in that which was exported."""
+    return name.removeprefix(ROOT).removeprefix(".") if name == ROOT or name.startswith(f"{ROOT}.") else ""
 
 
 def _operation(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{_operation(node.all_input_nodes[0])}{node.args[1]}"
     target = node.target
-    name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else node.name
-    return name.strip("_")
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.name.strip("_")
+    name = target.overloadpacket.__name__
+    return function_of(name) if target.namespace == SPACE else name.strip("_")
 
 
 def _merged_in_place(facts: _Facts, groups: list[_Group]) -> list[_Group]:
-    """Merge the groups from the maker of a tensor to each operation that changes it in place."""
+    """Merge the groups from the maker of a tensor to each operation that changes it in place.
+
+    Of a buffer that changes, from the first to the last operation that has to do with it.
+    """
     home = {node: index for index, group in enumerate(groups) for node in group.nodes}
     reach = list(range(len(groups)))  # the last group that must be in one layer with this one
+    begins: dict[fx.Node, int] = {}
     for node, index in home.items():
-        for source in written_by(node):
+        for base in {facts.storage[n] for n in node.all_input_nodes if n in facts.storage} & facts.state:
+            begin = begins.setdefault(base, index)
+            reach[begin] = max(reach[begin], index)
+        for source in facts.written.get(node, ()):
             base = facts.storage.get(source, source)
             if base.op == "get_attr":
                 continue
             if base.op == "placeholder":
-                raise BadInput(f"{_operation(node)} changes the network's input {base.name} in place; work on a copy")
+                raise BadInput(
+                    f"{_operation(node)} changes the network's input {base.name} in place{line_of_node(node)}; work on "
+                    "a copy"
+                )
             base = facts.value(base)
             if base in home:
                 reach[home[base]] = max(reach[home[base]], index)
@@ -355,22 +326,16 @@ def _joined(one: str, other: str) -> str:
     return f"{one.split('..')[0]}..{other}"
 
 
-def _network(
-    graph: fx.GraphModule,
-    module: nn.Module,
-    facts: _Facts,
-    groups: list[_Group],
-    inputs: dict[fx.Node, int],
-    arguments: Sequence[Tensor],
-) -> Network:
+def _network(found: Exported, facts: _Facts, groups: list[_Group], inputs: dict[fx.Node, int]) -> Network:
     """Return the layers of ``groups`` with the numbers of what they read and make."""
-    numbers = dict(inputs)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    graph, arguments, numbers = found.graph, found.arguments, dict(inputs)
+    parameters = dict(found.root.named_parameters(remove_duplicate=False))
     home = {node: index for index, group in enumerate(groups) for node in group.nodes}
     reads = [list(dict.fromkeys(_needed(facts, group, index, home))) for index, group in enumerate(groups)]
     last = [facts.value(n) for n in pytree.tree_leaves(_output(graph).args[0]) if isinstance(n, fx.Node)]
     if any(n in facts.free and n not in facts.same and n.op != "placeholder" for n in last):
-        raise BadInput(f"{type(module).__name__} returns a constant or a parameter; return what depends on the input")
+        name = type(getattr(found.root, ROOT)).__name__
+        raise BadInput(f"{name} returns a constant or a parameter; return what depends on the input")
     wanted = {n for needed in reads for n in needed} | set(last)
     layers: list[LayerCode] = []
     passing = _passing(inputs, reads, last)
@@ -401,9 +366,9 @@ def _network(
         )
     ordered = sorted(inputs, key=lambda n: inputs[n])
     tensors = tuple(arguments[inputs[n]] for n in ordered)
-    shapes = {number: (tuple(facts.tensors[n].shape), facts.tensors[n].dtype) for n, number in numbers.items()}
-    shapes |= {i: (tuple(x.shape), x.dtype) for i, x in enumerate(tensors)}
-    return Network(tuple(layers), tensors, tuple(numbers[n] for n in last), _listed, chain=False, shapes=shapes)
+    shapes = {number: TensorSpec.of(facts.tensors[n]) for n, number in numbers.items()}
+    shapes |= {i: TensorSpec(tuple(x.shape), x.dtype) for i, x in enumerate(tensors)}
+    return Network(tuple(layers), tensors, tuple(numbers[n] for n in last), list, chain=False, shapes=shapes)
 
 
 def _needed(facts: _Facts, group: _Group, index: int, home: dict[fx.Node, int]) -> Iterator[fx.Node]:
@@ -425,11 +390,13 @@ def _passing(inputs: dict[fx.Node, int], reads: list[list[fx.Node]], last: list[
     """Return the inputs that need a layer to pass them on.
 
     A profile knows one network input, that layers without other inputs read; anything else is an edge from a layer.
+    What is read late comes first, so that what is read at once can be one layer with its reader.
     """
     mixed = any(set(needed) & set(inputs) and set(needed) - set(inputs) for needed in reads)
     if len(inputs) > 1 or mixed or set(last) & set(inputs):
-        used = {n for needed in reads for n in needed} | set(last)
-        return [n for n in inputs if n in used]
+        first = {n: index for index, needed in reversed(list(enumerate(reads))) for n in needed}
+        used = [n for n in inputs if n in first or n in last]
+        return sorted(used, key=lambda n: -first.get(n, len(reads)))
     return []
 
 
@@ -440,10 +407,6 @@ def _unchanged(_: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
 def _called(code: nn.Module, *values: Tensor) -> Sequence[Tensor]:
     outputs: Sequence[Tensor] = code(*values)
     return outputs
-
-
-def _listed(outputs: Sequence[Tensor]) -> Any:
-    return list(outputs)
 
 
 def _layer_graph(

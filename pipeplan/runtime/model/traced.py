@@ -7,34 +7,37 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
 from ...errors import BadInput
+from .contract import sample_of
 from .loaded import LoadedModel, ModelLayer
-from .network import LayerCode, Loss, TensorSpec, loss_layer
+from .network import LayerCode, Loss, TensorSpec, loss_layer, own_loss
 from .pieces import packed
 from .spec import Data
-from .trace import trace_module, written_by
+from .structure import places_in, tensors_in
+from .trace import trace_module
 
 
-def traced_model(module: nn.Module, example_input: Any, loss: Loss, data: Data, device: torch.device) -> LoadedModel:
-    """Trace ``module`` and return it as a model, each layer of the trace a layer of its own."""
-    network = trace_module(module, example_input, str(device))
-    specs = {v: TensorSpec(shape, dtype) for v, (shape, dtype) in network.shapes.items()}
-    codes = (*network.layers, loss_layer(loss, network.outputs, network.structure))
-    model = LoadedModel(False, len(network.inputs), (), specs, loss, data, (("", module),))
+def traced_model(
+    module: nn.Module, example_input: Any, loss: Loss | None, data: Data, device: torch.device
+) -> LoadedModel:
+    """Trace ``module`` and return it as a model, each layer of the trace a layer of its own.
+
+    Without ``loss`` the module returns it.
+    """
+    network = trace_module(module, example_input, str(device), loss_alone=loss is None)
+    compared = loss or own_loss
+    codes = (*network.layers, loss_layer(compared, network.outputs, network.structure))
+    model = LoadedModel(
+        False, len(network.inputs), (), network.shapes, compared, data, (("", module),), notes=network.notes
+    )
     model = grouped(model, [(code,) for code in codes])
-    inputs = model.cut(0)
+    inputs, wanted = model.cut(0), places_in(example_input)
 
     def entering(index: int, seed: int) -> tuple[Tensor, Any]:
-        x, target = data(index, seed)
-        tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
-        if len(tensors) != len(network.inputs):
-            raise BadInput(
-                f"data: microbatch {index} has {len(tensors)} input tensors; the example input has "
-                f"{len(network.inputs)}"
-            )
+        x, target = sample_of(data(index, seed), loss)
+        tensors = _in_order(f"data: microbatch {index}", x, wanted)
         chosen = [tensors[value] for value in inputs.values]
         for tensor, spec in zip(chosen, inputs.specs, strict=True):
             if len(chosen) > 1 and TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
@@ -43,6 +46,18 @@ def traced_model(module: nn.Module, example_input: Any, loss: Loss, data: Data, 
         return packed(chosen), target
 
     return replace(model, data=entering)
+
+
+def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
+    """Return the tensors of ``given`` in the order in which the example has them, whose places are ``wanted``."""
+    tensors, places = tensors_in(given), places_in(given)
+    if len(tensors) != len(wanted):
+        missing = [place for place in wanted if place and place not in places]
+        more = f"; it lacks {', '.join(missing)}" if missing and any(places) else ""
+        raise BadInput(f"{where} has {len(tensors)} input tensors; the example input has {len(wanted)}{more}")
+    if set(places) != set(wanted) or len(set(wanted)) < len(wanted):
+        return tensors
+    return [tensors[places.index(place)] for place in wanted]
 
 
 def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> LoadedModel:
@@ -69,16 +84,3 @@ def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> Loaded
 
 def _identity(tensor: Tensor) -> Any:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
-
-
-def changed_buffers(module: fx.GraphModule) -> set[int]:
-    """Return the storages of the buffers that a traced layer changes."""
-    changed: set[int] = set()
-    buffers = dict(module.named_buffers())
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            norm = "batch_norm" in str(node.target) or "instance_norm" in str(node.target)
-            for source in node.all_input_nodes if norm else written_by(node):
-                if source.op == "get_attr" and str(source.target) in buffers:
-                    changed.add(buffers[str(source.target)].untyped_storage()._cdata)
-    return changed

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
+from typing import Any
 
 from ...errors import CodeFailed, PipeplanError
 
 RAISED = (Exception, SystemExit)  # what code that isn't ours may do to us; Ctrl-C is nobody's failure
 OURS = str(Path(__file__).parents[2]) + os.sep
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 @contextmanager
@@ -36,15 +40,41 @@ def said(error: BaseException) -> str:
         what = f"it ended the program by sys.exit({words})"
     else:
         what = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    place = _place(error)
+    place = line_of(error)
     return what if place is None else f"{what} ({place})"
 
 
-def _place(error: BaseException) -> str | None:
-    """Return the innermost file and line of the traceback that is neither ours nor installed: the user's own."""
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+def line_of(error: BaseException) -> str | None:
+    """Return the innermost file and line of the traceback that is neither ours nor installed: the user's own.
+
+    Where there is none, the innermost of a library that isn't torch.
+    """
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    for file, line in reversed(lines):
-        if not file.startswith((OURS, "<", *paths)):
-            return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
-    return None
+    own = (place for file, line in reversed(lines) if not is_installed(file) and (place := place_of(file, line)))
+    others = (place for file, line in reversed(lines) if (place := place_of(file, line)))
+    return next(own, None) or next(others, None)
+
+
+def place_of(file: str, line: int) -> str | None:
+    """Return how a line is told, that of a library by its place in it; None if it is ours, Python's or torch's."""
+    if file.startswith((OURS, "<")):
+        return None
+    for folder in INSTALLED:
+        if file.startswith(folder + os.sep):
+            inside = os.path.relpath(file, folder)
+            return None if inside.startswith(f"torch{os.sep}") else f"{inside}:{line}"
+    if file.startswith(STANDARD):
+        return None
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Return where a function of the user's begins, as errors put it behind its name; empty if nobody knows."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = None if code is None else place_of(code.co_filename, code.co_firstlineno)
+    return f" ({place})" if place else ""
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is Python's or of a library."""
+    return file.startswith((*INSTALLED, *STANDARD))

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ...errors import CodeFailed, PipeplanError
 from ...files.accelerators import Accelerator
 from ...version import __version__
+from ..model.structure import mapped
 from ..model.user_code import said
 from .clock import Clock
 from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
@@ -85,7 +86,7 @@ def estimate_model(
                     raise
                 raise CodeFailed(_without_values(error)) from error
             network = network.on([mode.from_tensor(x) for x in network.inputs])
-            target = pytree.tree_map_only(Tensor, mode.from_tensor, target)
+            target = mapped(mode.from_tensor, target)
             with clock:
                 measurements, _ = profile_network(network, loss, once, target)
         except PipeplanError:
@@ -103,7 +104,7 @@ def estimate_model(
                 f"peak, {BANDWIDTH_SHARE:.0%} of bandwidth, {device.launch} per kernel; not measured; {date}"
             ),
         )
-    return MeasuredModel(chain, tuple(measurements), one_at_a_time=False)
+    return MeasuredModel(chain, tuple(measurements), one_at_a_time=False, notes=network.notes)
 
 
 def _without_values(why: object) -> str:

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ...errors import BadInput, CodeFailed
 from ...problem import Chain, Layer
 from ...version import __version__
-from ..model.contract import contract, is_whole
+from ..model.adapted import compiled_lines, no_reentry, run_uncompiled
+from ..model.contract import built_by, example_of, is_whole
 from ..model.network import (
     LayerCode,
     Loss,
@@ -35,11 +35,12 @@ from ..model.network import (
     final_outputs,
     kind_of,
     named_layers,
+    own_loss,
     scalar_loss,
     shared_weights,
     tied_layers,
 )
-from ..model.user_code import user_code
+from ..model.structure import mapped, tensors_in
 from .clock import clock_of
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
@@ -61,11 +62,15 @@ class LayerMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device."""
+    """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device.
+
+    ``notes`` say what its author's module gave up to be run by layers.
+    """
 
     chain: Chain
     layers: tuple[LayerMeasurement, ...]
     one_at_a_time: bool
+    notes: tuple[str, ...] = ()
 
 
 def measure_model(
@@ -95,32 +100,31 @@ def measure_model(
         device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
-    return MeasuredModel(chain, tuple(measurements), one)
+    return MeasuredModel(chain, tuple(measurements), one, network.notes)
 
 
 def built_network(
     build: Callable[[int], Any], batch: int, data: Data | None, options: MeasureOptions
 ) -> tuple[Network, Loss, Any]:
     """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
-    with user_code("build"):
-        result = build(batch)
-    layers, example_input, loss = contract(result)
-    dtype, target = options.dtype, None
-    if data is not None:
-        with user_code("data"):
-            example_input, target = data(0, 0)
+    built = built_by(build, batch)
+    layers, dtype = built.layers, options.dtype
+    example_input, target = example_of(built, data) if is_whole(layers) or data is not None else (built.example, None)
     if dtype is not None:
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
         converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
     if is_whole(layers):
         from ..model.trace import trace_module
 
-        return trace_module(layers, example_input, options.device), loss, target
-    return chain_network(layers, example_input), loss, target
+        network = trace_module(layers, example_input, options.device, loss_alone=built.loss is None)
+    else:
+        network = chain_network(layers, example_input)
+        network = replace(network, notes=tuple(compiled_lines([code.module for code in network.layers])))
+    return network, built.loss or own_loss, target
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+    return mapped(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def network_chain(
@@ -176,11 +180,12 @@ def profile_network(
         layer.module.train()
     network = network.on([x.detach().to(device) for x in network.inputs])
     release = hold != "all"
-    with _steady(options.threads):
+    modules = [layer.module for layer in network.layers]
+    with _steady(options.threads), no_reentry(), run_uncompiled(modules):
         say(f"sizing {len(network)} layers")
-        if target is None:
+        if target is None and loss is not own_loss:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
-        target = pytree.tree_map_only(Tensor, lambda x: x.detach().clone().to(device), target)
+        target = mapped(lambda x: x.detach().clone().to(device), target)
         network = network.with_loss(loss, target)
         saved, values = saved_values(network, device, release)
         layers = sized_layers(network, saved, values)
@@ -221,20 +226,21 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples) -> LayerMeasur
 
 
 def _made_up_target(output: Any, loss: Loss) -> Tensor:
-    """Return class numbers or zeros like the output, whichever the loss takes."""
-    if not isinstance(output, Tensor):
-        raise BadInput(f"the model returned {kind_of(output)}; no target can be made up for it: give data(index, seed)")
-    classes = partial(torch.zeros, dtype=torch.int64, device=output.device)
-    shapes = [shape for shape in (output.shape[:-1], output.shape[:1] + output.shape[2:]) if output.dim() > 1]
-    for target in (*map(classes, shapes), torch.zeros_like(output)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch only warns when a loss broadcasts shapes that don't fit
-            try:
-                scalar_loss(loss, output, target)
-            except (BadInput, CodeFailed):
-                continue
-            return target
-    raise BadInput(f"loss takes no made-up target for an output of shape {tuple(output.shape)}: give data(index, seed)")
+    """Return class numbers or zeros like the output, or one of its tensors, whichever the loss takes."""
+    outputs = tensors_in(output)
+    for out in outputs:
+        classes = partial(torch.zeros, dtype=torch.int64, device=out.device)
+        shapes = [shape for shape in (out.shape[:-1], out.shape[:1] + out.shape[2:]) if out.dim() > 1]
+        for target in (*map(classes, shapes), torch.zeros_like(out)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch only warns when a loss broadcasts shapes that don't fit
+                try:
+                    scalar_loss(loss, output, target)
+                except (BadInput, CodeFailed):
+                    continue
+                return target
+    shown = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"that is {kind_of(output)}"
+    raise BadInput(f"loss takes no made-up target for an output {shown}: name a data(index, seed) by --data")
 
 
 def _needed_bytes(network: Network, saved: int) -> int:

@@ -24,6 +24,7 @@ from ..device import CPU, on_host, random_state, with_random_state
 from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
+from .changing_buffers import Before, ChangingBuffers
 from .newest_weights import reading_newest
 from .versions import Versions
 
@@ -32,13 +33,14 @@ from .versions import Versions
 class Held:
     """What a piece keeps of one microbatch.
 
-    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the random state.
+    A stored piece keeps the ends of its graph, by value, a recomputed one what it read, the random state, and the
+    buffers that it changes as they were.
     ``gradients`` is where the gradients of the values that ``want`` one arrive.
     """
 
     want: tuple[int, ...]
     ends: dict[int, GradientEdge] = field(default_factory=dict)
-    again: tuple[list[Tensor], Tensor] | None = None
+    again: tuple[list[Tensor], Tensor, Before] | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
     holding: Holding = field(default_factory=dict)
 
@@ -107,6 +109,7 @@ class StageModule:
         self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
         self._input, self._output = cuts
         self._pieces = pieces
+        self._buffers = [ChangingBuffers(piece.modules) for piece in pieces]
         leaving = self._output.values if self._output is not None else ()
         # by piece, the values that are needed behind it
         self._needed = [
@@ -138,17 +141,19 @@ class StageModule:
             held = Held(tuple(v for v in piece.reads if v in wanted))
             flight.pieces.append(held)
             if piece.recompute:
-                held.again = entered, random_state(self._device)
                 if counted:
                     for tensor in entered:
                         self._activations.hold(held.holding, tensor)
-                with torch.no_grad():
+                random = random_state(self._device)
+                with torch.no_grad(), self._buffers[number].apart(recomputed=True) as before:
                     made = piece.run(entered, target)
+                held.again = entered, random, before
+                del before
                 passes_on = bool(held.want) or piece.trains
                 wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
             else:
                 keeping = self._reading_newest if self._reads_newest else self._saving
-                with keeping(held.holding, counted):
+                with self._buffers[number].apart(recomputed=False), keeping(held.holding, counted):
                     made = piece.run(self._entered(piece, entered, held), target)
                 held.ends = _ends(piece, made)
                 wanted |= held.ends.keys()
@@ -231,11 +236,12 @@ class StageModule:
                 self._activations.release(held.holding)
 
     def _recomputed(
-        self, piece: Piece, held: Held, entered: Sequence[Tensor], random: Tensor, flight: InFlight
+        self, piece: Piece, held: Held, entered: Sequence[Tensor], random: Tensor, before: Before, flight: InFlight
     ) -> dict[int, GradientEdge]:
-        """Run a piece again on what it read, with the randomness of the first time, and return its graph's ends."""
+        """Run a piece again on what it read, as at the first time, and return its graph's ends."""
         with (
             with_random_state(random, self._device),
+            before.installed(),
             buffers_kept(piece.modules),
             self._saving(held.holding, flight.counted),
         ):
@@ -252,7 +258,7 @@ class StageModule:
             return values[LOSS]
         for value, spec in zip(self._output.values, self._output.specs, strict=True):
             self._check(microbatch, "puts out", values[value], spec)
-        return packed([values[value] for value in self._output.values])
+        return packed([values[value] for value in self._output.values], self._output.specs)
 
     def _opened_back(self, message: Tensor | None) -> dict[int, Tensor]:
         if message is None:

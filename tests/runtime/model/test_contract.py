@@ -135,6 +135,7 @@ def test_a_layer_that_fails_on_the_example_is_named():
         (ModelSpec("no_such_module:build", "data"), "'data' is not of the form module:function"),
         (ModelSpec("gpt-tiny", ":data"), "':data' is not of the form module:function"),
         (ModelSpec(":build", "no_such_module:data"), "':build' is not of the form module:function"),
+        (ModelSpec("models/mine.py:build", "data:data"), "'models/mine.py' is a file; .*: models.mine:build"),
         (ModelSpec("gpt-huge"), "no model is named 'gpt-huge'"),
         (ModelSpec("zoo:gpt-tiny,rooms=3"), "no option is named 'rooms'"),
     ],

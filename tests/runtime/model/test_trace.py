@@ -243,7 +243,7 @@ def test_several_inputs_and_outputs_in_a_structure():
     assert output["name"] == "several"
     assert torch.equal(output["logits"], expected["logits"])
     assert torch.equal(output["last"], expected["last"])
-    assert names(network) == ["input tokens", "input scale", "lstm", "chunk0", "chunk1", "add", "head", "mul"]
+    assert names(network) == ["input scale", "input tokens", "lstm", "chunk0", "chunk1", "add", "head", "mul"]
 
     def build(batch):
         return module, inputs, lambda output, target: (output["logits"] - target).square().mean() + output["last"].sum()

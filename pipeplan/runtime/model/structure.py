@@ -1,0 +1,200 @@
+"""Where are the tensors in a value of any type? They are taken out, and others put in their places.
+
+Values keep their types: what torch knows as a tree (lists, tuples, named tuples, dicts, and types that are registered,
+such as transformers' outputs), dataclasses, mappings and further kinds of lists and dicts are walked through; anything
+else is one leaf.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Change = Callable[[Any], Any]
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+DEEP = 4  # how far an object that nobody knows is searched for tensors
+
+
+def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return ``value`` with ``change`` made to each of its tensors, in one order for all values of one structure."""
+    return _walked(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of ``value``."""
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor)]
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """Return the leaves of ``value``, its tensors among them."""
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _walked(note, value)
+    return found
+
+
+def refilling(value: Any) -> Callable[[Sequence[Tensor]], Any]:
+    """Return what makes the like of ``value`` of other tensors; it keeps none of those that there are."""
+    made = _making(value)
+    return lambda tensors: made(iter(tensors))
+
+
+def _making(value: Any) -> Callable[[Iterator[Tensor]], Any]:
+    if isinstance(value, Tensor):
+        return next
+    inside = _Opened.of(value)
+    if inside is None:
+        return lambda _: value
+    closed, parts = inside.closed, [_making(part) for part in inside.parts]
+    return lambda tensors: closed([part(tensors) for part in parts])
+
+
+def closed_leaf(value: Any) -> Any:
+    """Return a leaf of ``value`` that holds tensors where nobody can take them out, or None."""
+    leaves = (leaf for leaf in leaves_in(value) if not isinstance(leaf, Tensor))
+    return next((leaf for leaf in leaves if _holds_tensors(leaf, DEEP)), None)
+
+
+def places_in(value: Any) -> list[str]:
+    """Return for each tensor of ``value`` where it is, as its attribute or key, nested ones joined by underscores."""
+    return [name for name, leaf in _named("", value) if isinstance(leaf, Tensor)]
+
+
+def _walked(change: Change, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    inside = _Opened.of(value)
+    if inside is None:
+        return change(value)
+    return inside.closed([_walked(change, part) for part in inside.parts])
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    inside = None if isinstance(value, Tensor) else _Opened.of(value)
+    if inside is None:
+        yield name, value
+        return
+    for key, part in zip(inside.keys, inside.parts, strict=True):
+        yield from _named(f"{name}_{key}" if name else key, part)
+
+
+class _Opened:
+    """One level of a value: its ``parts``, what they are called, and how the like is made of others."""
+
+    def __init__(self, keys: Sequence[Any], parts: Sequence[Any], closed: Callable[[Sequence[Any]], Any]) -> None:
+        self.keys = list(map(str, keys))
+        self.parts = list(parts)
+        self.closed = closed
+
+    @staticmethod
+    def of(value: Any) -> _Opened | None:
+        """Return ``value`` opened, or None if it is a leaf."""
+        kind = type(value)
+        if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_class(kind):
+            return _registered(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return _dataclass(value)
+        if isinstance(value, UserDict):
+            return _user_dict(value)
+        if isinstance(value, dict):
+            return _dict(value)
+        if isinstance(value, list):
+            return _list(value)
+        if isinstance(value, tuple) and not isinstance(value, torch.Size):
+            return _tuple(value)
+        if isinstance(value, Mapping):
+            keys = list(value)
+            return _Opened(keys, list(value.values()), lambda parts: dict(zip(keys, parts, strict=True)))
+        return None
+
+
+def _registered(value: Any) -> _Opened:
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+    if isinstance(value, dict):
+        keys: Sequence[Any] = list(value)
+    else:
+        keys = getattr(value, "_fields", range(len(parts)))
+    if len(keys) != len(parts):
+        keys = range(len(parts))
+    return _Opened(keys, parts, lambda changed: pytree.tree_unflatten(changed, spec))
+
+
+def _dataclass(value: Any) -> _Opened:
+    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    blank = _set(copy(value), names, [None] * len(names))
+    return _Opened(names, [getattr(value, x) for x in names], lambda parts: _set(copy(blank), names, parts))
+
+
+def _set(made: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)  # frozen ones too
+    return made
+
+
+def _user_dict(value: Any) -> _Opened:
+    blank, keys = copy(value), list(value.data)
+    blank.data = {}
+
+    def closed(parts: Sequence[Any]) -> Any:
+        made = copy(blank)
+        made.data = dict(zip(keys, parts, strict=True))
+        return made
+
+    return _Opened(keys, list(value.data.values()), closed)
+
+
+def _dict(value: dict[Any, Any]) -> _Opened:
+    blank, keys = copy(value), list(value)
+    dict.clear(blank)
+
+    def closed(parts: Sequence[Any]) -> Any:
+        made = copy(blank)
+        for key, part in zip(keys, parts, strict=True):
+            dict.__setitem__(made, key, part)
+        return made
+
+    return _Opened(keys, list(dict.values(value)), closed)
+
+
+def _list(value: list[Any]) -> _Opened:
+    blank = copy(value)
+    list.clear(blank)
+
+    def closed(parts: Sequence[Any]) -> Any:
+        made = copy(blank)
+        list.extend(made, parts)
+        return made
+
+    return _Opened(range(len(value)), value, closed)
+
+
+def _tuple(value: tuple[Any, ...]) -> _Opened:
+    kind, more = type(value), dict(getattr(value, "__dict__", {}))
+
+    def closed(parts: Sequence[Any]) -> Any:
+        made = tuple.__new__(kind, parts)
+        if more:
+            vars(made).update(more)
+        return made
+
+    return _Opened(range(len(value)), value, closed)
+
+
+def _holds_tensors(leaf: Any, deep: int) -> bool:
+    if isinstance(leaf, Tensor):
+        return True
+    if isinstance(leaf, (*PLAIN, type)) or deep == 0 or callable(leaf):
+        return False
+    inside = list(getattr(leaf, "__dict__", {}).values())
+    return any(_holds_tensors(part, deep - 1) for value in inside for part in leaves_in(value))
