@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -209,17 +208,6 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
     torch.set_rng_state(state[:length])
     if device.type == "cuda" and state.numel() > length:
         torch.cuda.set_rng_state(state[length:], device)
-
-
-@contextmanager
-def with_random_state(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Within the context, random numbers start at ``state``; afterwards they go on as if nothing had been."""
-    before = random_state(device)
-    set_random_state(state, device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
 
 
 def begin_peak(device: torch.device) -> None:

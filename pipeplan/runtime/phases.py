@@ -32,6 +32,7 @@ from .model.adapted import run_uncompiled
 from .model.loaded import LoadedModel
 from .model.structure import mapped
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
+from .training.draws import DATA, begin_draws
 from .training.rank import Rank
 from .training.state import trained_state
 
@@ -121,6 +122,7 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
 def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device) -> tuple[Tensor, Any]:
     length, seed = job.options.epoch, job.options.seed
     epoch, index = divmod(microbatch, length) if length else (0, microbatch)
+    begin_draws(seed, microbatch, DATA)
     x, target = model.data(index, seed + epoch)
     return moved(x, device), mapped(lambda tensor: moved(tensor, device), target)
 

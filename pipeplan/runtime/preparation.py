@@ -42,6 +42,7 @@ from .model.loading import load_model, load_weights
 from .model.network import TensorSpec
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
+from .training.draws import Draws
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
@@ -260,7 +261,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         )
         lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
         versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
-        runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions)
+        runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions, Draws(options.seed, rank.device))
         updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)
         states.watch(updates[s].tensors)
     masters.clear()
@@ -290,7 +291,9 @@ def _versions(
     )
 
 
-def _stage_module(rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, versions: Versions) -> StageModule:
+def _stage_module(
+    rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, versions: Versions, draws: Draws
+) -> StageModule:
     lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
     return StageModule(
@@ -303,4 +306,5 @@ def _stage_module(rank: Rank, s: int, activations: HeldBytes, recorder: Recorder
         reads_newest=lowered.reads_newest,
         device=rank.device,
         later=recorder.later,
+        draws=draws,
     )

@@ -7,7 +7,8 @@ and a stage that only passes a value on takes it from one message and puts it in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -120,13 +121,22 @@ class Piece:
         """Whether any weight gets a gradient here."""
         return any(parameter.requires_grad for module in self.modules for parameter in module.parameters())
 
-    def run(self, entered: Sequence[Tensor], target: Any) -> list[Tensor]:
-        """Return the values that go out for those that come in."""
+    def run(
+        self,
+        entered: Sequence[Tensor],
+        target: Any,
+        around: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
+    ) -> list[Tensor]:
+        """Return the values that go out for those that come in.
+
+        Each layer runs in the context that ``around`` gives for it, called by the first value that it makes.
+        """
         values: dict[int, Any] = dict(zip(self.reads, entered, strict=True))
         del entered
         values[TARGET] = target
         for layer, over in zip(self.layers, self.over, strict=True):
-            outputs = layer.run(layer.module, *[values[v] for v in layer.reads])
+            with around(layer.makes[0]):
+                outputs = layer.run(layer.module, *[values[v] for v in layer.reads])
             values.update(zip(layer.makes, outputs, strict=True))
             del outputs
             for value in over:

@@ -2,8 +2,8 @@
 
 A stage is cut into pieces: runs of stored layers and recomputed segments. Each piece has a graph of its own, so a
 backward goes piece by piece and frees each as soon as it is done, which is how the memory model counts (ALGORITHMS
-section 3). A recomputed piece keeps what it reads and the random state, and runs again in the backward. What a stage
-only passes on is nothing that it keeps; its gradient is added to that of the stage's own uses.
+section 3). A recomputed piece keeps what it reads, and runs again in the backward, with the same random numbers. What a
+stage only passes on is nothing that it keeps; its gradient is added to that of the stage's own uses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...errors import RunFailed
 from ...schedule.weight_versions import Lent
-from ..device import CPU, on_host, random_state, with_random_state
+from ..device import CPU, on_host
 from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
 from .changing_buffers import Before, ChangingBuffers
+from .draws import Draws
 from .newest_weights import reading_newest
 from .versions import Versions
 
@@ -33,14 +35,14 @@ from .versions import Versions
 class Held:
     """What a piece keeps of one microbatch.
 
-    A stored piece keeps the ends of its graph, by value, a recomputed one what it read, the random state, and the
-    buffers that it changes as they were.
+    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the buffers
+    that it changes as they were.
     ``gradients`` is where the gradients of the values that ``want`` one arrive.
     """
 
     want: tuple[int, ...]
     ends: dict[int, GradientEdge] = field(default_factory=dict)
-    again: tuple[list[Tensor], Tensor, Before] | None = None
+    again: tuple[list[Tensor], Before] | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
     holding: Holding = field(default_factory=dict)
 
@@ -66,7 +68,7 @@ class _Entry(torch.autograd.Function):
 class InFlight:
     """What a stage keeps of one microbatch between its forward and its backward."""
 
-    version: int
+    microbatch: int
     target: Tensor | None
     pieces: list[Held]
     counted: bool
@@ -83,8 +85,8 @@ class StageModule:
     microbatches of an update, so that updates see means, and multiplied by a loss scale if there is one. With
     ``reads_newest`` the version of a backward may be another than its forward's: stored layers are differentiated at
     the stored activations, recomputed ones run again with the backward's version. ``activations`` counts what is kept.
-    The layers are on ``device``; ``later(action)`` does what must wait until the device has computed what it was given
-    so far.
+    The layers are on ``device`` and have their random numbers from ``draws``; ``later(action)`` does what must wait
+    until the device has computed what it was given so far.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class StageModule:
         reads_newest: bool = False,
         device: torch.device = CPU,
         later: Callable[[Callable[[], None]], None] = _at_once,
+        draws: Draws | None = None,
     ) -> None:
         self.index = index
         self.versions = versions
         self.losses: dict[int, float] = {}
         self._activations = activations
         self._device, self._later = device, later
+        self._draws = draws or Draws()
         self._divisor = divisor
         self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
         self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
@@ -133,9 +137,10 @@ class StageModule:
         """
         values = self._opened(microbatch, x)
         self.versions.install(version, lent)
-        flight = InFlight(version, target, [], counted)
+        flight = InFlight(microbatch, target, [], counted)
         # the stage before waits for gradients, whether or not it trains anything
         wanted = set(self._input.trained) if self.index > 0 else set()
+        around = partial(self._draws.of, microbatch)
         for number, piece in enumerate(self._pieces):
             entered = [values[v] for v in piece.reads]
             held = Held(tuple(v for v in piece.reads if v in wanted))
@@ -144,17 +149,16 @@ class StageModule:
                 if counted:
                     for tensor in entered:
                         self._activations.hold(held.holding, tensor)
-                random = random_state(self._device)
                 with torch.no_grad(), self._buffers[number].apart(recomputed=True) as before:
-                    made = piece.run(entered, target)
-                held.again = entered, random, before
+                    made = piece.run(entered, target, around)
+                held.again = entered, before
                 del before
                 passes_on = bool(held.want) or piece.trains
                 wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
             else:
                 keeping = self._reading_newest if self._reads_newest else self._saving
                 with self._buffers[number].apart(recomputed=False), keeping(held.holding, counted):
-                    made = piece.run(self._entered(piece, entered, held), target)
+                    made = piece.run(self._entered(piece, entered, held), target, around)
                 held.ends = _ends(piece, made)
                 wanted |= held.ends.keys()
                 made = [out.detach() for out in made]  # from here on nothing but autograd keeps its graph
@@ -178,7 +182,7 @@ class StageModule:
         self.versions.install(version, lent)
         with torch.no_grad():
             for number, piece in enumerate(self._pieces):
-                made = piece.run([values[v] for v in piece.reads], target)
+                made = piece.run([values[v] for v in piece.reads], target, partial(self._draws.of, microbatch))
                 values.update(zip(piece.makes, made, strict=True))
                 del made
                 self._forget(values, number)
@@ -236,16 +240,16 @@ class StageModule:
                 self._activations.release(held.holding)
 
     def _recomputed(
-        self, piece: Piece, held: Held, entered: Sequence[Tensor], random: Tensor, before: Before, flight: InFlight
+        self, piece: Piece, held: Held, entered: Sequence[Tensor], before: Before, flight: InFlight
     ) -> dict[int, GradientEdge]:
         """Run a piece again on what it read, as at the first time, and return its graph's ends."""
         with (
-            with_random_state(random, self._device),
             before.installed(),
             buffers_kept(piece.modules),
             self._saving(held.holding, flight.counted),
         ):
-            made = piece.run(self._entered(piece, entered, held), flight.target)
+            around = partial(self._draws.of, flight.microbatch)
+            made = piece.run(self._entered(piece, entered, held), flight.target, around)
         return _ends(piece, made)
 
     def _opened(self, microbatch: int, message: Tensor) -> dict[int, Tensor]:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checking import Check, Figures, Outcome, apart, built, must, needed, serial
-from torch import nn
+from torch import Tensor, nn
 
-from pipeplan.runtime.device import random_state, settle, with_random_state
+from pipeplan.runtime.device import settle
 from pipeplan.runtime.profiler.clock import clock_of
+from pipeplan.runtime.training.draws import Draws
 from pipeplan.runtime.training.optimizers import optimizer_maker
 
 LEAST_NCCL = (2, 26)  # from which on several communicators of a GPU keep the host's order
@@ -80,21 +81,18 @@ def _said(*words: str) -> str | None:
 
 
 def randomness(check: Check) -> Outcome:
-    """Does dropout that is run again drop the same, and move no random numbers?"""
-    drop = nn.Dropout(0.5).to(check.device)
+    """Does dropout that is run again drop the same?"""
+    drop, draws = nn.Dropout(0.5).to(check.device), Draws(5, check.device)
     x = torch.ones(10_000, device=check.device)
-    state = random_state(check.device)
-    first, after = drop(x), drop(x)
-    with with_random_state(state, check.device):
-        again = drop(x)
-    must(torch.equal(first, again) and not torch.equal(after, again), "dropout run again drops something else")
-    torch.manual_seed(5)
-    one = drop(x)
-    torch.manual_seed(5)
-    with with_random_state(state, check.device):
-        drop(x)
-    must(torch.equal(one, drop(x)), "running again moves the random numbers that follow")
-    return Outcome("dropout that is run again drops the same, and moves no random numbers")
+
+    def dropped(microbatch: int) -> Tensor:
+        with draws.of(microbatch, 0):
+            return drop(x)
+
+    first, other, again = dropped(3), dropped(4), dropped(3)
+    must(torch.equal(first, again), "dropout run again drops something else")
+    must(not torch.equal(first, other), "two microbatches lose the same in dropout")
+    return Outcome("dropout that is run again drops the same")
 
 
 def nccl(check: Check) -> Outcome:

@@ -1,0 +1,59 @@
+"""Random numbers depend on seed, microbatch and layer, and on nothing else of a plan."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import runtime as runtime_cases
+from cases.runtime import chain_of, plan_of
+from torch import nn
+
+from pipeplan.plan import Stage
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training.draws import Draws
+
+
+def test_a_layer_draws_by_seed_microbatch_and_layer_in_any_order():
+    dropout, x = nn.Dropout(0.5), torch.ones(64)
+
+    def draw(draws, microbatch, layer):
+        with draws.of(microbatch, layer):
+            return dropout(x)
+
+    passes = [(microbatch, layer) for microbatch in (0, 1, 10**9) for layer in (0, 1)]
+    one, other = Draws(3), Draws(3)
+    found = {key: draw(one, *key) for key in passes}
+    assert all(torch.equal(draw(other, *key), found[key]) for key in reversed(passes))
+    masks = {tuple(mask.tolist()) for mask in found.values()} | {tuple(draw(Draws(4), 0, 0).tolist())}
+    assert len(masks) == len(passes) + 1
+
+
+def test_layers_that_draw_nothing_are_seeded_once():
+    linear, draws = nn.Linear(4, 4), Draws(3)
+    with draws.of(0, 0):
+        linear(torch.ones(4))
+    before = torch.get_rng_state()
+    with draws.of(1, 0):
+        linear(torch.ones(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_any_plan_draws_what_one_process_draws_also_recomputed_and_resumed_on_another(tmp_path):
+    """Dropout, and data that takes torch's own random numbers: the same losses and weights, bit for bit."""
+    chain, model = chain_of(runtime_cases.dropping, 4), ModelSpec("cases.runtime:dropping", "cases.runtime:drawn")
+    recomputed = [Stage(0, 3, (0,), ((0, 3),)), Stage(3, 5, (1,))]
+    alone, parted, other = (
+        plan_of(chain, stages, weights="flush", accumulate=2)
+        for stages in ([(0, 5, (0,))], recomputed, [(0, 1, (0,)), (1, 5, (1,))])
+    )
+    options = {"lr": 0.05, "every": 2, "seed": 5}
+    whole = run_plan(alone, model, RunOptions(steps=4, save=tmp_path / "one.pt", lr=0.05, seed=5))
+    first = run_plan(parted, model, RunOptions(steps=2, checkpoint=tmp_path / "c", **options))
+    rest = run_plan(
+        other, model, RunOptions(steps=4, checkpoint=tmp_path / "c", resume=True, save=tmp_path / "two.pt", **options)
+    )
+    assert first.losses + rest.losses == whole.losses
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    assert all(torch.equal(one[name], two[name]) for name in one)
