@@ -59,11 +59,11 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
+        self.release()
         self._closed = True
         with suppress(BlockingIOError):
             os.write(self._writer, b"\0")
         self._thread.join()
-        self.release()
         os.close(self._reader)
         os.close(self._writer)
 
