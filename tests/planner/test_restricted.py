@@ -61,7 +61,7 @@ def every_plan(problem, name):
 
 @pytest.mark.parametrize(
     ("name", "memory"),
-    [("megatron", 10**6), ("megatron", 1000), ("torchtitan", 1300), ("deepspeed", 1000), ("torch", 900)],
+    [("megatron", 1000), ("torchtitan", 1300), ("deepspeed", 1000), ("torch", 900)],
 )
 def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound(name, memory):
     chain = network(memory)
