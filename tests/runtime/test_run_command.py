@@ -180,12 +180,16 @@ def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):
     loaded = load_plan(plan)
     report = run_plan(loaded, ModelSpec(MODEL[1], MODEL[3]), RunOptions(steps=2, lr=0.01))
     memory = DeviceMemory(1, 1, 3 * 10**9, 4 * 10**9, reserved_bytes=5 * 10**9, used_bytes=6 * 10**9, retries=2)
-    print_run(loaded, replace(report, memory=(memory,), exchange="staged", hardware=("GPU X", "GPU X")), width=120)
+    print_run(
+        loaded, replace(report, memory=(memory,), exchange="staged", sums="staged", hardware=("GPU X",) * 2), width=120
+    )
     out = capsys.readouterr().out
     assert "ran on GPU X; ranks shared GPUs, so tensors travelled through host memory" in out
     assert (
         "GPU 1: 4.00 GB allocated at most, 3.00 GB predicted; torch held 5.00 GB, in use with CUDA's context and "
         "exchanges were 6.00 GB; memory was short 2 times"
     ) in " ".join(out.split())
+    print_run(loaded, replace(report, exchange="staged", sums="nccl", hardware=("GPU X",) * 2), width=120)
+    assert "threads received, so messages travelled through host memory, and sums over NCCL" in capsys.readouterr().out
     print_run(loaded, report, width=120)
     assert "ran on" not in capsys.readouterr().out
