@@ -14,11 +14,12 @@ from oracles.ranks import Ranks
 from torch import nn
 
 from pipeplan.runtime import phases, preparation
+from pipeplan.runtime.device import random_state
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.job import Job
 from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import loss_scale, offload, stage
+from pipeplan.runtime.training import draws, loss_scale, offload, stage
 
 
 def mean_square(output, target):
@@ -60,6 +61,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (stage, "on_host", gpu.on_host),
             (loss_scale, "on_host", gpu.on_host),
             (phases, "moved", gpu.moved),
+            (draws, "random_state", lambda device: gpu.of_the_host(random_state(device))),
             (phases, "gc", SimpleNamespace(collect=int, freeze=int)),
             (preparation, "exchange_of", lambda *_: "nccl"),
             (preparation, "clock_offset", lambda *_: 0),

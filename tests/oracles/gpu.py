@@ -200,6 +200,11 @@ class Gpu:
         self.memory(copy).on_host = True
         return copy
 
+    def of_the_host(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, known to be in host memory."""
+        self.memory(tensor).on_host = True
+        return tensor
+
     def moved(self, tensor: Tensor, _: Any = None) -> Tensor:
         """Copy from the host in the current stream."""
         self.memory(tensor).on_host = True
