@@ -92,7 +92,7 @@ PARTS = {
     "patch_size=8",
 }
 VISION = {
-    "resnet18": 64, "googlenet": 64, "inception_v3": 96, "efficientnet_b0": 64, "mobilenet_v3_small": 64,
+    "resnet18": 64, "googlenet": 64, "inception_v3": 299, "efficientnet_b0": 64, "mobilenet_v3_small": 64,
     "convnext_tiny": 64, "swin_t": 64, "vit_b_16": 224, "densenet121": 64, "shufflenet_v2_x1_0": 64,
     "regnet_y_400mf": 64, "squeezenet1_1": 64, "segmentation.deeplabv3_resnet50": 64,
 }  # fmt: skip
