@@ -254,7 +254,7 @@ def _whole(built: Any) -> Any:
 
 def _without_chance(built: Any) -> Any:
     for part in built[0].modules():
-        for attribute in ("p", "dropout", "drop_prob"):
+        for attribute in ("p", "dropout", "drop_prob", "drop_rate"):
             if isinstance(getattr(part, attribute, None), float):
                 setattr(part, attribute, 0.0)
     return built
