@@ -15,7 +15,10 @@ from ..cost.stage_graph import stage_graph
 from ..partition.balance import balance
 from ..partition.contiguous.batch import held, pipeline_tables, splits
 from ..partition.contiguous.contiguous import feasible, longest_period_ns
+from ..partition.cuts import legal_cuts
 from ..partition.local_search import local_search
+from ..partition.madpipe.exact import madpipe
+from ..partition.madpipe.tables import MOST_CUTS
 from ..partition.pipedream.paper import pipedream
 from ..plan import Allocation
 from ..problem import Problem
@@ -28,13 +31,15 @@ DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
 
 
 def widened(propose: Propose) -> Propose:
-    """Return ``propose``, then more contiguous plans, then local moves.
+    """Return ``propose``, then more contiguous plans, MadPipe's with several stages on one GPU, and local moves.
 
     The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B.
     """
 
     def proposed(incumbent: Incumbent) -> None:
         with_others(propose)(incumbent)
+        if len(legal_cuts(incumbent.problem, several=True)) <= MOST_CUTS + 1:
+            incumbent.try_all(madpipe(incumbent.problem))
         move(incumbent)
         walked = incumbent.best
         if incumbent.limits is not None:
