@@ -114,9 +114,10 @@ def merge_share(chain: Chain, share: Fraction) -> Chain:
 def merge_blocks(chain: Chain, lists: Sequence[str] = ()) -> Chain:
     """Return ``chain`` with a layer for each item of its lists of modules, called by the item's own name.
 
-    ``lists`` name them, such as ``model.layers`` or ``stages.*.blocks``; without any they are the outermost numbered
-    parts of the layers' names. Between the lists, layers without weights join the one before them, or else the one
-    behind. In a DAG what one layer cannot stand for exactly stays in as few as can. BadInput where none is called so.
+    ``lists`` name them, such as ``model.layers`` or ``stages.*.blocks``, whatever their items are called; without any
+    they are the outermost numbered parts of the layers' names. Between the lists, layers without weights join the one
+    before them, or else the one behind. In a DAG what one layer cannot stand for exactly stays in as few as can.
+    BadInput where none is called so.
     """
     names = [_item(layer.name, lists) for layer in chain.layers]
     for pattern in lists:
@@ -140,7 +141,8 @@ def _item(name: str, lists: Sequence[str]) -> str | None:
     """Return the name of the item of a list of modules that a layer called ``name`` belongs to, or None."""
     parts = name.split("..")[0].split(".")
     for end, part in enumerate(parts, 1):
-        if part.isdigit() and (not lists or any(fnmatchcase(".".join(parts[: end - 1]), x) for x in lists)):
+        named = any(fnmatchcase(".".join(parts[: end - 1]), x) for x in lists)
+        if named or (part.isdigit() and not lists):
             return ".".join(parts[:end])
     return None
 

@@ -92,7 +92,7 @@ PARTS = {
     "patch_size=8",
 }
 VISION = {
-    "resnet18": 64, "googlenet": 64, "inception_v3": 96, "efficientnet_b0": 64, "mobilenet_v3_small": 64,
+    "resnet18": 64, "googlenet": 64, "inception_v3": 299, "efficientnet_b0": 64, "mobilenet_v3_small": 64,
     "convnext_tiny": 64, "swin_t": 64, "vit_b_16": 224, "densenet121": 64, "shufflenet_v2_x1_0": 64,
     "regnet_y_400mf": 64, "squeezenet1_1": 64, "segmentation.deeplabv3_resnet50": 64,
 }  # fmt: skip
@@ -254,7 +254,7 @@ def _whole(built: Any) -> Any:
 
 def _without_chance(built: Any) -> Any:
     for part in built[0].modules():
-        for attribute in ("p", "dropout", "drop_prob"):
+        for attribute in ("p", "dropout", "drop_prob", "drop_rate"):
             if isinstance(getattr(part, attribute, None), float):
                 setattr(part, attribute, 0.0)
     return built
