@@ -28,6 +28,7 @@ from .limits import LimitSearch
 from .pipelines import Pipelines
 
 DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
+SPECIAL_NODES = 3000  # of the integer program for MadPipe's plan
 
 
 def widened(propose: Propose) -> Propose:
@@ -37,9 +38,7 @@ def widened(propose: Propose) -> Propose:
     """
 
     def proposed(incumbent: Incumbent) -> None:
-        with_others(propose)(incumbent)
-        if len(legal_cuts(incumbent.problem, several=True)) <= MOST_CUTS + 1:
-            incumbent.try_all(madpipe(incumbent.problem))
+        with_special(propose)(incumbent)
         move(incumbent)
         walked = incumbent.best
         if incumbent.limits is not None:
@@ -48,6 +47,28 @@ def widened(propose: Propose) -> Propose:
                 move(incumbent)
 
     return proposed
+
+
+def with_special(propose: Propose) -> Propose:
+    """Return ``propose``, then more contiguous plans, and MadPipe's with several stages on one GPU."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        with_others(propose)(incumbent)
+        _try_special(incumbent)
+
+    return proposed
+
+
+def _try_special(incumbent: Incumbent) -> None:
+    """Try MadPipe's plan with several stages on one GPU; its integer program may take long, as it is the only one."""
+    problem, settings = incumbent.problem, incumbent.settings
+    if len(legal_cuts(problem, several=True)) > MOST_CUTS + 1:
+        return
+    incumbent.settings = replace(settings, node_limit=SPECIAL_NODES)
+    try:
+        incumbent.try_all(madpipe(problem))
+    finally:
+        incumbent.settings = settings
 
 
 def with_others(propose: Propose) -> Propose:

@@ -16,7 +16,7 @@ from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns
 from .incumbent import Incumbent, Propose, Settings, run_search
 from .limits import ENOUGH, LimitSearch
-from .proposals import holding, move, widened, with_others
+from .proposals import holding, move, widened, with_special
 
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
 
@@ -49,7 +49,7 @@ def plan_nf1b(
     sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
     chosen: Incumbent | None = None
     status = None
-    proposals = with_others(propose) if widen else propose
+    proposals = with_special(propose) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
         incumbent = Incumbent(
