@@ -327,13 +327,13 @@ class FakeStage:
     def __init__(self, chance):
         self.chance, self.held, self.most = chance, set(), 0
 
-    def forward(self, m, version, x, target, counted):
+    def forward(self, m, version, x, target, counted, lent):
         time.sleep(self.chance.random() / 500)
         self.held.add(m)
         self.most = max(self.most, len(self.held))
         return torch.tensor(m)
 
-    def backward(self, m, version, gradient, covers):
+    def backward(self, m, version, gradient, covers, lent):
         time.sleep(self.chance.random() / 500)
         self.held.remove(m)
         return torch.tensor(m)
