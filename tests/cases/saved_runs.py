@@ -1,8 +1,16 @@
-"""Checkpoints of a run of two ranks after updates 2 and 4, and what is said when the newer one isn't taken."""
+"""A folder with a run's checkpoints after updates 2 and 4, as fixtures, and what is said where the newer isn't taken."""
 
+import shutil
+from pathlib import Path
+
+import pytest
 import torch
+import torch.distributed as dist
+from cases.runtime import chain_of, healthy, plan_of
 
+from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import ABOUT, newest
 from pipeplan.runtime.training.optimizers import parse_choice
 from pipeplan.runtime.training.saved_state import TrainingState
@@ -25,3 +33,29 @@ def passed_over(folder):
 
 def state_of(rates=None, **model):
     return TrainingState(model, {}, torch.get_rng_state(), rates)
+
+
+@pytest.fixture(scope="session")
+def plan():
+    return plan_of(chain_of(healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+
+
+@pytest.fixture(scope="session")
+def written(plan, tmp_path_factory):
+    """A folder with checkpoints after updates 2 and 4 of two ranks."""
+    folder = tmp_path_factory.mktemp("written")
+    run_plan(plan, MODEL, RunOptions(steps=4, checkpoint=folder, **OPTIONS))
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    return Path(shutil.copytree(written, tmp_path / "c"))
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """This process is the only rank there is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -121,7 +121,7 @@ def test_an_estimate_takes_type_and_optimizer(folder: Path, pipeplan: Command) -
         (("--estimate", "z9"), "no accelerator is named 'z9'; known are a10, a100"),
         (("--estimate", "v100", "--dtype", "bfloat16"), "no peak is known for bfloat16"),
         (("--estimate", "v100", "--device", "cpu"), "--estimate needs no device"),
-        (("--granularity", "fine"), "'fine' is not node, articulation or a share such as 1%"),
+        (("--granularity", "fine"), "'fine' is not node, block, articulation or a share such as 1%"),
         (("--granularity", "100%"), "'100%' is not node"),
     ],
 )
@@ -214,8 +214,9 @@ def test_diff_needs_a_plan_of_the_first_profile(pipeplan: Command) -> None:
     assert "say either --plan, or --gpus and --mem" in err
 
 
-MEMORY = """
-import resource, sys, torch
+MEMORY = r"""
+import re, sys, torch
+from pathlib import Path
 from torch import nn
 from pipeplan.runtime.model.network import chain_network
 from pipeplan.runtime.profiler.measure import profile_network
@@ -224,7 +225,7 @@ torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8)) for _ in range(24)]
 network = chain_network(layers, torch.randn(1024, 8))
 profile_network(network, lambda y, t: y.square().mean(), MeasureOptions(1, 1, hold=sys.argv[1]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]))  # of this program alone
 """
 
 

@@ -145,8 +145,7 @@ def ended(work, words, *arguments):
 def _watched(work, words, arguments):
     os.dup2(os.open(words, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     watch_room.PATIENCE_S = 0.1
-    for number in watch_room.SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # whatever was ignored where its server was started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watch_room.SIGNALS)  # a run that has started the server held them back
     with Watch() as watch:
         work(watch, *arguments)
         threading.Lock().acquire() and threading.Event().wait()

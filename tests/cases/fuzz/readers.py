@@ -20,7 +20,7 @@ from pipeplan.files.profiles import ProfileFile, chain_of, digest
 from pipeplan.names import SENTENCE, shown
 
 CHECKPOINTS = "checkpoints"
-OUTPUTS = ("out.json", "out.html", "out.csv")
+OUTPUTS = ("out.json", "out.html", "out.csv", "out.py")
 QUICK = "--gpus 2 --mem 1GB --algorithm contiguous --time-limit 1s"
 # Commands by the kind of file that they read; {} is the broken one, others are good.
 READERS: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
 from cases.patience import SECONDS
-from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, state_of
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, plan, state_of, written
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.launch import run_plan

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.checkpoints import reworded
-from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, passed_over
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, passed_over, plan, written
 
 from pipeplan.errors import BadInput
 from pipeplan.runtime.launch import run_plan

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.checkpoints import resummed
-from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, passed_over, state_of
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, passed_over, plan, state_of, written
 from torch.optim import lr_scheduler
 
 from pipeplan.errors import BadInput, RunFailed
