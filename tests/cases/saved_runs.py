@@ -1,4 +1,4 @@
-"""A folder with a run's checkpoints after updates 2 and 4, as fixtures, and what is said where the newer isn't taken."""
+"""A folder with a run's checkpoints after updates 2 and 4, and what is said where the newer one isn't taken."""
 
 import shutil
 from pathlib import Path

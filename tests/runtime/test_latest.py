@@ -410,7 +410,7 @@ def test_it_runs_where_the_plan_recomputes_it():
 
 def test_a_loss_that_is_no_number_is_named():
     plan = vectors_plan(exploding)
-    words = r"rank 1 failed in the forward of microbatch (\d+) on stage 1: the loss is nan for microbatch \1; a lower learning"
+    words = r"rank 1 failed in the forward of microbatch (\d+) on stage 1: the loss is nan for microbatch \1;"
     with pytest.raises(RunFailed, match=words):
         run_plan(plan, ModelSpec("cases.newest_models:exploding", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
 
