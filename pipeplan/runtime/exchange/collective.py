@@ -180,6 +180,7 @@ def together(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | No
     named = gathered(rank, [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
     with exchanging("the gathering of the trained model"):
         group = dist.new_group(timeout=PATIENCE, backend="gloo")
+        dist.barrier(group=group)  # who has little to send may end before others have connected
         if named is None:
             for tensor in tensors.values():
                 if tensor.numel():
