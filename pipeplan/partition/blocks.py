@@ -13,13 +13,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..cost import memory_model, time_model
 from ..integers import Ints, ceil_div, smallest
 from ..plan import Stage
 from ..problem import Device, Problem
 from .contiguous.options import NEVER
+from .contiguous.split_paths import least_longest, shortest_split, up_to, walked
 from .cuts import crossing_bytes, waits_ns
 
 _PRECISION = 4096  # a bound is found to this part
@@ -215,7 +215,7 @@ class Pipe:
                     path = np.minimum(path + self.trips[s], NEVER)
             if path[-1] >= NEVER:
                 return None
-            return _walked(chosen)
+            return walked(chosen)
 
         low = max(1, count * int(bare[-1]) // len(self.groups))
         high = NEVER // 8 if enough is None else enough - 1
@@ -232,28 +232,14 @@ class Pipe:
     def even(self) -> Iterator[tuple[int, ...]]:
         """Yield splits (indices of cuts) whose longest stage is shortest, or a little longer, and the path as short as
         that allows."""
-        tables, size = self.fitting, len(self.costs.cuts)
-        worst = np.full(size, NEVER, dtype=np.int64)
-        worst[0] = 0
-        for table in tables:
-            worst = np.maximum(worst[:, None], table).min(axis=0)
-        if worst[-1] >= NEVER:
+        worst = least_longest(self.fitting)
+        if worst is None:
             return
         seen = set()
         for slack in _SLACK:
-            longest = int(worst[-1]) + int(worst[-1]) * slack // 256
-            path = np.full(size, NEVER, dtype=np.int64)
-            path[0] = 0
-            chosen = []
-            for s, table in enumerate(tables):
-                through = np.where(table <= longest, table, NEVER) + path[:, None]
-                pick = through.argmin(axis=0)
-                chosen.append(pick)
-                path = np.minimum(through[pick, np.arange(size)], NEVER)
-                if s < len(self.trips):
-                    path = np.minimum(path + self.trips[s], NEVER)
-            found = _walked(chosen)
-            if found not in seen:
+            longest = worst + worst * slack // 256
+            found = shortest_split([up_to(longest, table) for table in self.fitting], self.trips)
+            if found is not None and found not in seen:
                 seen.add(found)
                 yield found
 
@@ -264,14 +250,6 @@ class Pipe:
             Stage(cuts[i], cuts[j], group, () if rule is None else rule(cuts[i], cuts[j]))
             for (i, j), group in zip(pairwise(split), self.groups, strict=True)
         )
-
-
-def _walked(chosen: Sequence[npt.NDArray[np.int64]]) -> tuple[int, ...]:
-    """Return the cuts of a path that ends at the last, by what was chosen before each."""
-    split = [len(chosen[-1]) - 1]
-    for pick in reversed(chosen):
-        split.append(int(pick[split[-1]]))
-    return tuple(reversed(split))
 
 
 def moved(split: Sequence[int]) -> Iterator[tuple[int, ...]]:

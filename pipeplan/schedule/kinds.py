@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from ..cost.stage_graph import StageGraph, stage_graph
@@ -146,14 +147,9 @@ def loop(devices: int, chunks: int) -> list[int]:
 
 
 _DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
+_drained = partial(Kind, weights=("flush",), refusal=_DRAINS, shown=_mini_batch, judged=_drained_run, drains=True)
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
-    "flush": Kind(
-        weights=("flush",),
-        refusal=_DRAINS,
-        shown=_mini_batch,
-        judged=_drained_run,
-        drains=True,
-    ),
+    "flush": _drained(),
     "nf1b": Kind(
         weights=("latest",),
         refusal="nf1b takes the newest weights, which is for weights latest; the policy is {weights}",
@@ -176,12 +172,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             "mini-batches inside",
         ),
     ),
-    "message-driven": Kind(
-        weights=("flush",),
-        refusal=_DRAINS,
-        shown=_mini_batch,
-        judged=_drained_run,
-        drains=True,
+    "message-driven": _drained(
         simulated=ProgramSchedule(
             message_driven,
             "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
@@ -192,12 +183,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         by_arrival=True,
         headline=lambda schedule: ("order", f"message-driven, at most {schedule.limit} microbatches in a pipeline"),
     ),
-    "1f1b": Kind(
-        weights=("flush",),
-        refusal=_DRAINS,
-        shown=_mini_batch,
-        judged=_drained_run,
-        drains=True,
+    "1f1b": _drained(
         simulated=ProgramSchedule(
             one_f_one_b,
             "1F1B, drained before every update",
@@ -206,12 +192,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
         headline=lambda schedule: ("order", "1F1B: stage s of p runs p - s forwards ahead, drained"),
     ),
-    "interleaved": Kind(
-        weights=("flush",),
-        refusal=_DRAINS,
-        shown=_mini_batch,
-        judged=_drained_run,
-        drains=True,
+    "interleaved": _drained(
         simulated=ProgramSchedule(
             interleaved,
             "1F1B with several chunks of the model per GPU, drained",

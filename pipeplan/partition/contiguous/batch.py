@@ -24,6 +24,7 @@ from ...plan import Stage
 from ...problem import Device, Level, Platform, Problem
 from .contiguous import tables_within
 from .options import NEVER, StageOptions
+from .split_paths import least_longest, shortest_split, up_to
 from .tables import StageTables
 
 _STEPS = (0, 1, 2, 4, 8, 16, 32, 64)  # 256ths by which the longest stage may exceed the shortest possible
@@ -155,7 +156,7 @@ def splits(pipeline: PipelineTables, in_flight: Sequence[int]) -> Iterator[tuple
     """
     count = len(pipeline.groups)
     times = [pipeline.times(s, in_flight[s]) for s in range(count)]
-    shortest = _shortest_bottleneck(pipeline, times)
+    shortest = least_longest(times, pipeline.loads)
     if shortest is None:
         return
     seen = set()
@@ -166,37 +167,10 @@ def splits(pipeline: PipelineTables, in_flight: Sequence[int]) -> Iterator[tuple
             yield found
 
 
-def _shortest_bottleneck(pipeline: PipelineTables, times: Sequence[Ints]) -> int | None:
-    """Return the least longest time, of stages and of links, of any split into as many stages as there are groups."""
-    size = len(pipeline.stage_tables.cuts)
-    best = np.full(size, NEVER, dtype=np.int64)
-    best[0] = 0
-    for s, table in enumerate(times):
-        best = np.maximum(best[:, None], table).min(axis=0)
-        if s < len(pipeline.loads):
-            best = np.maximum(best, pipeline.loads[s])
-    return None if best[-1] >= NEVER else int(best[-1])
-
-
 def _shortest_path(pipeline: PipelineTables, times: Sequence[Ints], longest: int) -> tuple[int, ...] | None:
     """Return the cuts of the split whose stages and transfers take least, with no stage or link over ``longest``."""
-    size = len(pipeline.stage_tables.cuts)
-    best = np.full(size, NEVER, dtype=np.int64)
-    best[0] = 0
-    chosen = []
-    for s, table in enumerate(times):
-        through = np.where(table <= longest, table, NEVER) + best[:, None]
-        pick = through.argmin(axis=0)
-        chosen.append(pick)
-        best = np.minimum(through[pick, np.arange(size)], NEVER)
-        if s < len(pipeline.trips):
-            best = np.where(pipeline.loads[s] <= longest, np.minimum(best + pipeline.trips[s], NEVER), NEVER)
-    if best[-1] >= NEVER:
-        return None
-    cuts = [size - 1]
-    for pick in reversed(chosen):
-        cuts.append(int(pick[cuts[-1]]))
-    return tuple(reversed(cuts))
+    trips = [np.where(load <= longest, trip, NEVER) for trip, load in zip(pipeline.trips, pipeline.loads, strict=True)]
+    return shortest_split([up_to(longest, table) for table in times], trips)
 
 
 def drained_bound(pipeline: PipelineTables, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
