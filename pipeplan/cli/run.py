@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,19 @@ def _heard_by_others() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that has gone is no reason for a page of C++
-    with watching() as watch:
+    with watching() as watch, ExitStack() as held:
         watch.tell_signal = _told_of_signal
+        with suppress(ImportError):  # without torch there are no others
+            from ..runtime.torchrun import shown_to_others
+
+            held.enter_context(shown_to_others())
         try:
             yield
         except (RunStopped, click.exceptions.Exit):
             raise
         except Exception as error:
             told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
-            with suppress(ImportError):  # without torch there are no others
+            with suppress(ImportError):
                 from ..runtime.torchrun import tell_others
 
                 tell_others(told, watch)

@@ -12,6 +12,8 @@ import atexit
 import json
 import os
 import socket
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -24,10 +26,13 @@ from .exchange.transport import PeerLost, exchanging
 from .failure import FAILURE, GRACE_S, Failure, has_heard, told
 from .own_processes import has_gone
 from .peers import looks
+from .presence import GONE_S, SHOWN_S, Presences
 
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers
 TELL_S: Final = 30.0  # for which a rank that has failed looks for the store
+LATE_S: Final = 10.0  # after which rank 0 says for whom all wait
+MOST_SHOWN: Final = 8  # ranks in a sentence
 HEARD_S: Final = 60.0  # for which one that failed before they met stays for those still to come, as the store does
 WHERE: Final = "the meeting of the ranks"
 _STARTS, _PROPOSED = "starts", "proposed"  # keys: the last ticket; what rank 0 has proposed last
@@ -92,16 +97,19 @@ class Start:
         """Return the part of ``store``, a connection, that those who have met use."""
         return dist.PrefixStore(f"met/{self._number}", store)  # type: ignore[attr-defined]
 
-    def meet(self, seconds: float = START_S) -> Any:
+    def meet(self, seconds: float = START_S, note: Callable[[str], None] | None = None) -> Any:
         """Meet all others that torchrun has started last, within ``seconds``; return the store that is theirs alone.
 
-        PeerLost when some don't come, or one has failed for good.
+        PeerLost when some don't come, or one has failed for good, or has gone. Rank 0 looks for all others, and the
+        others for it; to ``note`` it says for whom all wait.
         """
         store = self.open(seconds)
         with exchanging(WHERE):
             ticket = int(store.add(_STARTS, 1))
             store.set(_here(self.rank), str(ticket))
             leader = _Leader(store, self.world) if self.rank == 0 else None
+            presences = Presences(store, range(1, self.world) if self.rank == 0 else [0])
+            late, look = (time.monotonic() + wait for wait in (LATE_S, SHOWN_S))
             for _ in looks(seconds):
                 if store.check([FAILURE]):
                     raise PeerLost(f"{WHERE}: another rank has failed")
@@ -109,8 +117,18 @@ class Start:
                     leader.propose()
                 if self._has_met(store, ticket):
                     return self.met
-            missing = [rank for rank in range(self.world) if not store.check([_here(rank)])]
+                if time.monotonic() >= look and not self.starts_again:
+                    look = time.monotonic() + SHOWN_S
+                    if gone := presences.gone():
+                        raise PeerLost(f"{WHERE}: {_listed(gone)} gave no sign of life for {GONE_S:g} s", *gone)
+                if note is not None and leader is not None and time.monotonic() >= late:
+                    note(f"waits for {_listed(self._missing(store))} of {self.world} to start")
+                    note = None
+            missing = self._missing(store)
         raise PeerLost(f"{WHERE}: timed out after {seconds:g} s", *missing)
+
+    def _missing(self, store: Any) -> list[int]:
+        return [rank for rank in range(self.world) if not store.check([_here(rank)])]
 
     def _has_met(self, store: Any, ticket: int) -> bool:
         if not store.check([_PROPOSED]):
@@ -158,21 +176,21 @@ class Start:
             root = told(replace(failure, host=self.host), store, self.world, GRACE_S, self.rank)
         except (PeerLost, RuntimeError):  # the store has gone, or doesn't answer
             return failure
-        atexit.register(self.stay, store, HEARD_S if early else GRACE_S)
+        atexit.register(self.stay, store, HEARD_S if early else GRACE_S, failure.peers)
         return root
 
     def died(self, rank: int, words: str = "") -> Failure:
         """Return what to tell of a rank of this process's agent that has gone."""
         return Failure(rank, "died", f"rank {rank} died without a word, torchrun says how{words}", host=self.host)
 
-    def stay(self, store: Any, seconds: float) -> None:
+    def stay(self, store: Any, seconds: float, lost: Sequence[int] = ()) -> None:
         """Where the store goes with torchrun on this node, wait until all have heard of the failure that is in it.
 
-        At most so long: others may have gone.
+        At most so long: others than those that are known as ``lost`` may have gone.
         """
         if not self.host or number_in_environment("GROUP_RANK", self.rank):
             return
-        keys = [has_heard(rank) for rank in range(self.world) if rank != self.rank]
+        keys = [has_heard(rank) for rank in range(self.world) if rank not in (self.rank, *lost)]
         with suppress(RuntimeError):  # the store has gone, and whoever listened
             for _ in looks(seconds):
                 if store.check(keys):
@@ -195,6 +213,11 @@ class _Leader:
         if tickets != self._proposed:
             self._proposed = tickets
             self._store.set(_PROPOSED, json.dumps([self._store.add("proposals", 1), last, tickets]))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
+    return f"rank{'s'[: len(ranks) > 1]} {shown}"
 
 
 def _here(rank: int) -> str:

@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,13 +29,14 @@ from .options import RunOptions
 from .own_processes import is_here, listen_here
 from .peers import StorePeers, writing_to
 from .phases import run_rank
+from .presence import present
 from .resuming import resume_point
 from .starting import START_S, Start, number_in_environment
 from .stopping import StoreStop, stopped_after
 from .training.checkpoint import Alone, Peers
 from .watch import TORCHRUN, Watch, watching
 
-SIGNAL_S: Final = 5.0  # for which a process that a signal ends looks for the store
+SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store
 COUNTS: Final = {  # where others that start processes say how many
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -96,6 +97,12 @@ def tell_others(error: BaseException, watch: Watch) -> None:
         _told(Start.of_environment(), watch, error)
 
 
+def shown_to_others() -> AbstractContextManager[None]:
+    """Show within the context that this process is there, if there are others."""
+    start = Start.of_environment()
+    return present(lambda: start.connected(START_S), start.rank) if start.world > 1 else nullcontext()
+
+
 def told_of_signal(number: int) -> PipeplanError | None:
     """Tell the others that a signal ends this process, which has no run yet."""
     return _ended(Start.of_environment(), number)
@@ -146,7 +153,9 @@ def _run(
         raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
     peers: Peers = Alone()
     if start.world > 1:
-        peers = StorePeers(start.meet(), start.rank, start.world, max(LEAST_TIMEOUT_S, options.timeout_s or 0.0))
+        peers = StorePeers(
+            start.meet(note=note), start.rank, start.world, max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
+        )
         watch.look(_Elsewhere(start))
     options.check()
     model.check()

@@ -20,7 +20,9 @@ from ..names import SENTENCE, shown
 
 POLL_S: Final = 0.5  # how often the thread looks
 PATIENCE_S: Final = 4.0  # for which a rank may end by itself: longer than it takes to hear of a root cause
-TELLING_S: Final = 10.0  # for which a store may keep waiting who has no more than a signal to tell
+TELLING_S: Final = (
+    20.0  # of the 30 that torchrun gives, for which a store may keep waiting who has no more than a signal to tell
+)
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that torchrun sets for a rank
 AGENT: Final = "TORCHELASTIC_RUN_ID"  # where the parent is torchrun's agent

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeplan.runtime.own_processes import context_of
+from pipeplan.runtime.watch import SIGNALS
 
 from .patience import SECONDS
 
@@ -77,6 +78,7 @@ def _agent(number, folder, port, arguments, restarts):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a run that has started the server held them back
     os.chdir(folder)
     logging.disable(logging.CRITICAL)
     socket.getfqdn = lambda *_: "127.0.0.1"
