@@ -39,10 +39,10 @@ def small_problem(seed: int) -> Problem:
     return replace(problem, chain=replace(chain, layers=chain.layers[:-count], edges=edges, tied=tied))
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(3))
 def test_equals_brute_force(block: int) -> None:
     feasible_ones = 0
-    for seed in range(56 * block, 56 * block + 56):
+    for seed in range(40 * block, 40 * block + 40):
         problem = small_problem(seed)
         truth = contiguous_optimum(problem)
         found = smallest_period(problem)
@@ -58,13 +58,13 @@ def test_equals_brute_force(block: int) -> None:
         assert at is not None, seed
         assert at.claimed_period_ns == truth[0], seed
         assert feasible(problem, 10**9) is not None, seed
-    assert feasible_ones >= 25
+    assert feasible_ones >= 18
 
 
 def test_equals_brute_force_where_replicas_stash_versions() -> None:
     """The more replicas, the more versions they keep between updates, and the more a stage has to recompute."""
     recomputed = 0
-    for seed in range(36):
+    for seed in range(24):
         problem = small_problem(seed)
         policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
         problem = replace(problem, policy=policy, replicas=True)
