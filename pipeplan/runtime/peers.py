@@ -15,18 +15,21 @@ from typing import Any, Final
 from ..errors import BadInput
 from .exchange.transport import PeerLost, exchanging
 from .failure import FAILURE
+from .presence import Presences
 from .training.checkpoint import Peers, tidy, usable_folder
 from .training.folder_lock import one_run
 
+WHERE: Final = "the agreement of the ranks before they meet"
 SHARED_S: Final = 5.0  # in which a folder that is shared shows on every node what one of them has written
 LOOKS_S: Final = (0.001, 0.1)  # pauses between two looks, growing from the first to the second
 
 
 class StorePeers:
-    """The ``world`` processes that share ``store``; each waits ``timeout_s`` for the others' answers."""
+    """The ``world`` processes that share ``store``; each waits ``timeout_s`` for the others' answers, if none has gone
+    by what ``presences`` sees."""
 
-    def __init__(self, store: Any, rank: int, world: int, timeout_s: float) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, store: Any, rank: int, world: int, timeout_s: float, presences: Presences | None = None) -> None:
+        self.rank, self.world, self._presences = rank, world, presences
         self._store, self._timeout_s, self._rounds = store, timeout_s, 0
 
     def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
@@ -36,7 +39,7 @@ class StorePeers:
         """
         keys = [f"told/{self._rounds}/{rank}" for rank in range(self.world)]
         self._rounds += 1
-        with exchanging("the agreement of the ranks before they meet"):
+        with exchanging(WHERE):
             self._store.set(keys[self.rank], json.dumps(mine))
             self._await(keys, self._timeout_s + timeout_s)
             return [json.loads(self._store.get(key)) for key in keys]
@@ -46,9 +49,13 @@ class StorePeers:
             if self._store.check(list(keys)):
                 return
             if self._store.check([FAILURE]):
-                raise PeerLost("the agreement of the ranks before they meet: another rank has failed")
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        raise PeerLost(f"the agreement of the ranks before they meet: timed out after {timeout_s:g} s", *missing)
+                raise PeerLost(f"{WHERE}: another rank has failed")
+            if self._presences is not None:
+                self._presences.check(WHERE, lambda: self._missing(keys))
+        raise PeerLost(f"{WHERE}: timed out after {timeout_s:g} s", *self._missing(keys))
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
 
 def looks(seconds: float) -> Iterator[None]:

@@ -26,13 +26,12 @@ from .exchange.transport import PeerLost, exchanging
 from .failure import FAILURE, GRACE_S, Failure, has_heard, told
 from .own_processes import has_gone
 from .peers import looks
-from .presence import GONE_S, SHOWN_S, Presences
+from .presence import Presences, listed
 
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers
 TELL_S: Final = 30.0  # for which a rank that has failed looks for the store
 LATE_S: Final = 10.0  # after which rank 0 says for whom all wait
-MOST_SHOWN: Final = 8  # ranks in a sentence
 HEARD_S: Final = 60.0  # for which one that failed before they met stays for those still to come, as the store does
 WHERE: Final = "the meeting of the ranks"
 _STARTS, _PROPOSED = "starts", "proposed"  # keys: the last ticket; what rank 0 has proposed last
@@ -65,6 +64,10 @@ class Start:
     def of_environment(run: int = 0) -> Start:
         """Return what the environment names."""
         return Start(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), run)
+
+    def presences(self) -> Presences | None:
+        """What this process sees of others, None where one that has gone may be started again."""
+        return None if self.starts_again else Presences(self.store)
 
     @property
     def host(self) -> str:
@@ -108,8 +111,7 @@ class Start:
             ticket = int(store.add(_STARTS, 1))
             store.set(_here(self.rank), str(ticket))
             leader = _Leader(store, self.world) if self.rank == 0 else None
-            presences = Presences(store, range(1, self.world) if self.rank == 0 else [0])
-            late, look = (time.monotonic() + wait for wait in (LATE_S, SHOWN_S))
+            late, presences = time.monotonic() + LATE_S, self.presences()
             for _ in looks(seconds):
                 if store.check([FAILURE]):
                     raise PeerLost(f"{WHERE}: another rank has failed")
@@ -117,12 +119,10 @@ class Start:
                     leader.propose()
                 if self._has_met(store, ticket):
                     return self.met
-                if time.monotonic() >= look and not self.starts_again:
-                    look = time.monotonic() + SHOWN_S
-                    if gone := presences.gone():
-                        raise PeerLost(f"{WHERE}: {_listed(gone)} gave no sign of life for {GONE_S:g} s", *gone)
+                if presences is not None:
+                    presences.check(WHERE, lambda: range(1, self.world) if self.rank == 0 else [0])
                 if note is not None and leader is not None and time.monotonic() >= late:
-                    note(f"waits for {_listed(self._missing(store))} of {self.world} to start")
+                    note(f"waits for {listed(self._missing(store))} of {self.world} to start")
                     note = None
             missing = self._missing(store)
         raise PeerLost(f"{WHERE}: timed out after {seconds:g} s", *missing)
@@ -213,11 +213,6 @@ class _Leader:
         if tickets != self._proposed:
             self._proposed = tickets
             self._store.set(_PROPOSED, json.dumps([self._store.add("proposals", 1), last, tickets]))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
-    return f"rank{'s'[: len(ranks) > 1]} {shown}"
 
 
 def _here(rank: int) -> str:

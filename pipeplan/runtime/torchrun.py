@@ -153,9 +153,8 @@ def _run(
         raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
     peers: Peers = Alone()
     if start.world > 1:
-        peers = StorePeers(
-            start.meet(note=note), start.rank, start.world, max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
-        )
+        met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
+        peers = StorePeers(met, start.rank, start.world, timeout_s, start.presences())
         watch.look(_Elsewhere(start))
     options.check()
     model.check()

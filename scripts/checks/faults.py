@@ -346,10 +346,17 @@ def by_torchrun(plan: Plan, text: str, folder: Path, restarts: int = 0) -> tuple
         "--checkpoint-every", str(EVERY), "--timeout", f"{TIMEOUT_S:g}s", "--device", "cpu",
         *(["--resume"] if restarts else []),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    lines = done.stderr.splitlines()
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as done:
+        try:
+            _, words = done.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)
+            return -1, f"took longer than {LIMIT_S:g} s"
+    lines = words.splitlines()
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    root = re.search(r"Root Cause.*?rank +: (\d+) .*?traceback : (Signal [^\n]*)", done.stderr, re.DOTALL)
+    root = re.search(r"Root Cause.*?rank +: (\d+) .*?traceback : (Signal [^\n]*)", words, re.DOTALL)
     if not said and root is not None:  # torchrun ends the others as soon as one has died, before they can say anything
         said = [f"torchrun: rank {root[1]}: {root[2]}"]
     ours = [line for line in lines if "/pipeplan/" in line and line.lstrip().startswith("File ")]

@@ -21,6 +21,7 @@ from pipeplan.runtime import watch as watch_room
 from pipeplan.runtime.exchange.transport import PeerLost
 from pipeplan.runtime.failure import Failure, failure_told, told
 from pipeplan.runtime.own_processes import context_of, has_gone
+from pipeplan.runtime.peers import StorePeers
 from pipeplan.runtime.presence import GONE_S, Presences, present
 from pipeplan.runtime.starting import Start
 from pipeplan.runtime.watch import Watch, watching
@@ -128,19 +129,19 @@ def test_a_signal_that_torchrun_sends_on_behalf_of_a_dead_neighbour_names_that(s
 
 def test_who_was_there_and_shows_itself_no_more_has_gone(store):
     now = 0.0
-    presences = Presences(store, range(3), lambda: now)
+    presences = Presences(store, lambda: now)
     with present(lambda: store, 1, every_s=0.001), present(lambda: dist.HashStore(), 2):
         _until(lambda: store.check(["present/1"]))
-        assert presences.gone() == []
+        assert presences.gone(range(3)) == []
         shown, now = store.get("present/1"), 1e6
         _until(lambda: store.get("present/1") != shown)
-        assert presences.gone() == []
+        assert presences.gone(range(3)) == []
     _until(lambda: not [thread for thread in threading.enumerate() if thread.name == "present/1"])
-    presences.gone()
+    presences.gone(range(3))
     now += GONE_S - 1
-    assert presences.gone() == []
+    assert presences.gone(range(3)) == []
     now += 1
-    assert presences.gone() == [1], "rank 2 was never seen here, nor rank 0"
+    assert presences.gone(range(3)) == [1], "rank 2 was never seen here, nor rank 0"
 
 
 def _until(true):
@@ -152,13 +153,16 @@ def _until(true):
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_ranks_wait_no_longer_for_one_that_was_there_and_has_gone(store, monkeypatch, gone):
-    monkeypatch.setattr(starting_room, "SHOWN_S", 0.01)
+    monkeypatch.setattr(presence_room, "SHOWN_S", 0.01)
     monkeypatch.setattr(presence_room, "GONE_S", 0.05)
     store.set(f"present/{gone}", "1 2 3")
     start, thread = starting(store, 0 if gone else 1)
     thread.join(SECONDS)
     assert start.error.peers == (gone,)
     assert f"rank {gone} gave no sign of life" in str(start.error)
+    peers = StorePeers(store, 1, 3, SECONDS, Presences(store))
+    with pytest.raises(PeerLost, match=f"agreement .* rank {gone} gave no sign of life"):
+        peers.gathered("mine")
 
 
 def test_rank_0_says_for_whom_all_wait(store, monkeypatch):
