@@ -5,6 +5,7 @@ Stages are as they are at the start or at a checkpoint.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -37,9 +38,12 @@ from .lowering.lowered_run import LoweredRun
 from .measure.drift import Compared
 from .measure.held_bytes import HeldBytes, StateBytes
 from .measure.recorder import Recorder, recorder_of
+from .model.deferred import SMALL
 from .model.fitting import check_model, fitted
-from .model.loading import load_model, load_weights
+from .model.loaded import LoadedModel
+from .model.loading import load_weights
 from .model.network import TensorSpec
+from .model.own_part import OwnPart
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
 from .training.draws import Draws
@@ -70,21 +74,26 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     plan, options, lowered = job.plan, job.options, job.lowered()
     device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
-    model = load_model(job.model, plan.chain.microbatch, options.seed, device)
+    alone = len(lowered.devices) == 1
+    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, sys.maxsize if alone else SMALL)
+    model = part.load()
     launcher.compare(lambda: model_items(job.model, model))
     if not model.chain:
         _refuse_traced(job, lowered)
     model = fitted(model, plan.chain)
-    if options.load is not None:
-        load_weights(model, options.load)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
+    given = options.load is not None or job.resume is not None
+    model = part.filled(
+        model, lambda found: _own_modules(lowered, number, found), lambda found: fitted(found, plan.chain), given
+    )
+    if options.load is not None:
+        load_weights(model, options.load)
     model = separated(lowered, number, model)
     masters: Masters = {}
     half = half_type(plan, options.half)
     if half is not None:
-        own = [module for s in lowered.stages_of(number) for module in model.modules(plan.allocation.stages[s])]
-        model, masters = halved(model, half, own, device)
+        model, masters = halved(model, half, _own_modules(lowered, number, model), device)
     check_model(model, plan.chain, cuts)
     rank = Rank(lowered, number, device, model)
     for s in rank.stages:
@@ -98,18 +107,28 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     return rank, ties, masters
 
 
+def _own_modules(lowered: LoweredRun, number: int, model: LoadedModel) -> list[nn.Module]:
+    """Return the modules of ``model`` that rank ``number`` runs, the loss among them if it is one."""
+    stages = [lowered.plan.allocation.stages[s] for s in lowered.stages_of(number)]
+    loss = [model.loss] if isinstance(model.loss, nn.Module) else []
+    return [*(module for stage in stages for module in model.modules(stage)), *loss]
+
+
 def _release_others(rank: Rank) -> None:
     """Give back the memory of layers that other ranks train, but for what the rank's own have of theirs."""
-    loss = [rank.model.loss] if isinstance(rank.model.loss, nn.Module) else []
-    mine = [module for s in rank.stages for module in rank.modules(s)] + loss
+    mine = _own_modules(rank.lowered, rank.number, rank.model)
     kept = {tensor for module in mine for tensor in (*module.parameters(), *module.buffers())}
     for part in (part for layer in rank.model.layers for part in layer.module.modules()):
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter not in kept:
-                part._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                part._parameters[name] = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer not in kept:
-                part._buffers[name] = buffer.to("meta")
+                part._buffers[name] = _without_memory(buffer)
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _refuse_traced(job: Job, lowered: LoweredRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,30 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from .adapted import run_uncompiled
+from .deferred import mode_of
 from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
+from .structure import tensors_of
 from .user_code import defined_at, user_code
 
 
 def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
     """Return the tensors between layers, from one pass in evaluation mode, which leaves no trace in the modules.
 
-    It runs where the example is; a layer that isn't there comes for its part alone.
+    It runs where the example is; a layer that isn't there comes for its part alone. Where layers have tensors without
+    values, it runs without any.
     """
-    x = example_input
+    x, promised = example_input, mode_of(tensors_of(layers))
+    if promised is not None:
+        with promised:
+            x = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
     specs = [TensorSpec(tuple(x.shape), x.dtype)]
     training = [(part, part.training) for module in layers for part in module.modules()]
     for module in layers:
         module.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(layers), run_uncompiled(layers):
+    quietly = torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(layers), run_uncompiled(layers)
+    with ExitStack() as stack:
+        for context in (promised or nullcontext(), *quietly):
+            stack.enter_context(context)
         for index, module in enumerate(layers):
             with user_code(f"layers[{index}]: failed on {specs[-1]}"), resident(module, str(x.device), release=True):
                 x = module(x)

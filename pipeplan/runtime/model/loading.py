@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,31 @@ from ...errors import BadInput
 from ..device import CPU
 from .adapted import compiled_lines
 from .contract import boundaries_of, built_by, example_of, is_whole
+from .deferred import Deferred
 from .loaded import LoadedModel, ModelLayer
 from .network import Loss, chain_network, loss_layer
 from .spec import Data, ModelSpec, brings_data, builder_of, data_of
+from .structure import leaves_in, tensors_in, tensors_of
 
 
-def load_model(spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU) -> LoadedModel:
+def load_model(
+    spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU, promised: Deferred | None = None
+) -> LoadedModel:
     """Find and build the model of ``spec`` for microbatches of ``batch`` samples; BadInput says what is wrong with it.
 
     ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one. The
     layers stay where they are built; the pass that sizes what lies between them visits ``device``, layer by layer.
+    Large tensors are ``promised``, if that is given.
     """
     build = builder_of(spec)
     data = data_of(spec, batch)
     torch.manual_seed(seed)
-    built = built_by(build, batch, spec.build, **({"seed": seed} if brings_data(build) else {}))
+    with nullcontext() if promised is None else promised:
+        built = built_by(build, batch, spec.build, **({"seed": seed} if brings_data(build) else {}))
+    if promised is not None:
+        modules = [x for x in leaves_in((built.layers, built.loss)) if isinstance(x, nn.Module)]
+        promised.adopt(modules)
+        promised.settle([*tensors_of(modules), *tensors_in(built.example)])
     if is_whole(built.layers):
         from .traced import traced_model
 

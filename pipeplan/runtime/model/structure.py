@@ -1,4 +1,4 @@
-"""Where are the tensors in a value of any type? They are taken out, and others put in their places.
+"""Where are the tensors in a value of any type, or in modules? They are taken out, and others put in their places.
 
 Values keep their types: what torch knows as a tree (lists, tuples, named tuples, dicts, and types that are registered,
 such as transformers' outputs), dataclasses, mappings and further kinds of lists and dicts are walked through; anything
@@ -8,17 +8,18 @@ else is one leaf.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Change = Callable[[Any], Any]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch itself keeps
 DEEP = 4  # how far an object that nobody knows is searched for tensors
 
 
@@ -198,3 +199,31 @@ def _holds_tensors(leaf: Any, deep: int) -> bool:
         return False
     inside = list(getattr(leaf, "__dict__", {}).values())
     return any(_holds_tensors(part, deep - 1) for value in inside for part in leaves_in(value))
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the weights and buffers of ``modules``, and the tensors among their attributes."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    substitute(modules, note)
+    return found
+
+
+def substitute(modules: Iterable[nn.Module], change: Callable[[Tensor], Tensor]) -> None:
+    """Put ``change(x)`` where ``modules`` have the tensor ``x``: as a weight, as a buffer, or among attributes."""
+    for part in dict.fromkeys(part for module in modules for part in module.modules()):
+        for table in (part._parameters, part._buffers):
+            for name, x in list(table.items()):
+                if x is not None:
+                    table[name] = change(x)  # type: ignore[assignment]  # of the same kind
+        for name, value in list(vars(part).items()):
+            found = tensors_in(value) if name not in OF_MODULES else ()
+            if any(change(x) is not x for x in found):
+                vars(part)[name] = mapped(change, value)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import BadInput
 from .contract import sample_of
+from .deferred import mode_of
 from .loaded import LoadedModel, ModelLayer
 from .network import LayerCode, Loss, TensorSpec, loss_layer, own_loss
 from .pieces import packed
 from .spec import Data
-from .structure import places_in, tensors_in
+from .structure import mapped, places_in, tensors_in, tensors_of
 from .trace import trace_module
 
 
@@ -26,7 +29,12 @@ def traced_model(
 
     Without ``loss`` the module returns it.
     """
-    network = trace_module(module, example_input, str(device), loss_alone=loss is None)
+    mode = mode_of([*tensors_of([module]), *tensors_in(example_input)])
+    with mode or nullcontext():  # a trace needs no values
+        example = example_input
+        if mode is not None:
+            example = mapped(lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), example)
+        network = trace_module(module, example, str(device), loss_alone=loss is None)
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(compared, network.outputs, network.structure))
     model = LoadedModel(

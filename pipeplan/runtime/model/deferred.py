@@ -1,0 +1,427 @@
+"""How is a model built that is larger than memory? Its large tensors are promised; what makes them is done later.
+
+Within the context a tensor above :data:`SMALL` bytes has a shape and no values (torch's ``FakeTensor``), and what is
+done to it is noted. Random numbers are drawn when it is the program's turn, into memory that is given back at once, so
+the generator goes on as ever; with each draw the generator's state is noted. :meth:`Deferred.values` then does again,
+in the program's order, what some of the tensors come from: to the last bit what they would have been. Where the
+program looks at a value, that one is made for it. (The idea of deferred initialisation is torchdistx's.)
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .structure import substitute
+
+SMALL: Final = 2**18  # bytes of a tensor that is made at once: biases, and all of a small model
+
+aten = torch.ops.aten
+_DRAWS = {
+    aten.normal_, aten.uniform_, aten.random_, aten.exponential_, aten.cauchy_, aten.geometric_, aten.log_normal_,
+}  # fmt: skip  # whose numbers don't depend on what was there
+_FILLS = _DRAWS | {aten.zero_, aten.fill_, aten.copy_}
+
+
+class NotDeferred(Exception):
+    """What the program did cannot be done later; it says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A promised tensor: which storage, and where in it."""
+
+    storage: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(x: Tensor) -> _View:
+        if x.is_conj() or x.is_neg():
+            raise NotDeferred("it builds on a conjugated view")
+        return _View(_key(x), x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+class _Given:
+    """A tensor with values that something is made from: as it was, or its sum to tell that it has changed since."""
+
+    def __init__(self, x: Tensor) -> None:
+        x = x.detach()
+        small = x.nbytes <= SMALL
+        self._tensor = x.clone() if small else x
+        self._sum = None if small else _sum(x)
+
+    def value(self) -> Tensor:
+        if self._sum is not None and _sum(self._tensor) != self._sum:
+            raise NotDeferred("it builds on a large tensor that it changes later")
+        return self._tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One operation: what it reads and writes, by storage; ``made`` are those that it begins, by place among results.
+
+    ``fills`` are storages whose earlier content doesn't matter; ``states`` are the generators that it draws from, and
+    their states before.
+    """
+
+    function: Any
+    arguments: Any
+    reads: frozenset[int]
+    writes: frozenset[int]
+    fills: frozenset[int]
+    made: Mapping[int, _View]
+    states: Sequence[tuple[torch.Generator, Tensor]]
+
+
+class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
+    """The mode of all promised tensors, also of copies of them."""
+
+    def __deepcopy__(self, memo: Any) -> _Fake:
+        return self
+
+
+class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
+    """Builds within its context without memory for large tensors; ``small`` bytes is what isn't large."""
+
+    def __init__(self, small: int = SMALL) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._small = small
+        self.fake = _Fake(allow_non_fake_inputs=True)
+        self._blanks: set[int] = set()
+        self._calls: list[_Call] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other gets the place of one
+
+    @property
+    def promises(self) -> bool:
+        """Whether anything is promised."""
+        return bool(self._storages)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether ``x`` is promised."""
+        return isinstance(x, FakeTensor) and x.fake_mode is self.fake and _key(x) in self._storages
+
+    def values(self, tensors: Iterable[Tensor], empty: Iterable[Tensor] = ()) -> Callable[[Tensor], Tensor]:
+        """Make what is promised of ``tensors``, and room alone for those of ``empty`` that share nothing with them.
+
+        Return what gives the value of each, and others as they are. Views of one storage stay so. NotDeferred where
+        that is impossible.
+        """
+        wanted = {_key(x) for x in tensors if self.holds(x)}
+        made = self._made(wanted)
+        for x in empty:
+            if self.holds(x):
+                self._room(_key(x), made)
+
+        def value(x: Tensor) -> Tensor:
+            return _View.of(x).on(made[_key(x)]) if self.holds(x) and _key(x) in made else x
+
+        return value
+
+    def adopt(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Promise what the program itself has put on ``meta``, though nothing makes its values."""
+        found: dict[int, Tensor] = {}
+        wholes: dict[int, Tensor] = {}
+
+        def adopted(x: Tensor) -> Tensor:
+            if not x.is_meta:
+                return x
+            if id(x) not in found:
+                with self.fake:
+                    storage = wholes.setdefault(_key(x), torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8))
+                    twin = torch.empty(0, dtype=x.dtype)
+                    twin.set_(storage.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+                self._blanks.add(_key(storage))
+                self._storages[_key(storage)] = storage.untyped_storage()
+                found[id(x)] = parameter(x, twin)
+                kept.append(x)
+            return found[id(x)]
+
+        kept: list[Tensor] = []  # so that no other gets the number of one
+        substitute(modules, adopted)
+
+    def is_blank(self, x: Tensor) -> bool:
+        """Whether nothing makes the values of ``x``."""
+        return self.holds(x) and _key(x) in self._blanks
+
+    def settle(self, known: Iterable[Tensor] = ()) -> None:
+        """Give values to what is promised and held by others than those of ``known``: caches, and the program's own."""
+        if not self.promises:
+            return
+        kept = set(map(id, known))
+        gc.collect()
+        objects = gc.get_objects()
+        alive = [x for x in objects if issubclass(type(x), FakeTensor) and id(x) not in kept and self.holds(x)]
+        del objects
+        value = self.values(alive)
+        for x in alive:
+            _become(x, value(x))
+
+    # --- noting -------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do one operation, or promise to."""
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        promised = [x for x in given if self.holds(x)]
+        if not promised:
+            return self._begun(func, args, kwargs, given)
+        written = _written(func, args, kwargs)
+        lazily = all(self.holds(x) for x in written)
+        if _random(func):
+            return self._drawn(func, args, kwargs, written)
+        if not lazily or _leaves(func, kwargs):
+            return self._at_once(func, args, kwargs, written)
+        try:
+            with self.fake:
+                found = func(*args, **kwargs)
+        except Exception as error:  # it needs values, or is wrong, which it will say when it has them
+            if func.overloadpacket is aten.set_:
+                raise NotDeferred("it puts a tensor into another's place") from error
+            if not written:
+                return self._at_once(func, args, kwargs, written)
+            found = written[0]
+        if func.overloadpacket is not aten.set_:
+            self._note(func, args, kwargs, written, found, ())
+        return found
+
+    def _begun(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        """Do what needs nothing that is promised; what becomes large is promised."""
+        if not given and not _random(func) and _makes(func) and kwargs.get("device") in (None, torch.device("cpu")):
+            with self.fake:
+                found = func(*args, **kwargs)
+            if self._is_large(found):
+                self._note(func, args, kwargs, (), found, ())
+                return found
+        states = _states(kwargs) if _random(func) else ()
+        versions = [x._version for x in given]
+        found = func(*args, **kwargs)
+        if [x._version for x in given] != versions:
+            return found
+        return self._promised(func, args, kwargs, given, found, states)
+
+    def _promised(
+        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], found: Any, states: Any, written: Any = ()
+    ) -> Any:
+        """Return ``found`` with what is large and new in it promised instead."""
+        old = {_key(x) for x in given if x.layout == torch.strided}
+        leaves, spec = pytree.tree_flatten(found)
+        large = [self._is_large(x) and x.device.type == "cpu" and _key(x) not in old for x in leaves]
+        if not any(large):
+            return found
+        leaves = [self._twin(x) if lazily else x for x, lazily in zip(leaves, large, strict=True)]
+        found = pytree.tree_unflatten(leaves, spec)
+        self._note(func, args, kwargs, written, found, states)
+        return found
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+        """Draw what is promised, so that the generator goes on."""
+        states = _states(kwargs)
+        if func.overloadpacket in _DRAWS:
+            room = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
+            func(room, *args[1:], **kwargs)
+            self._note(func, args, kwargs, written, None, states)
+            return args[0]
+        values, more = self._filled((args, kwargs))
+        found = func(*values, **more)
+        if not written:
+            return self._promised(func, args, kwargs, (), found, states)
+        self._note(func, args, kwargs, written, None, states)
+        return written[0]
+
+    def _at_once(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+        """Do what the program wants to see, with the values of what it needs."""
+        if any(self.holds(x) for x in written):
+            raise NotDeferred(f"{func} changes large tensors and others together")
+        values, more = self._filled((args, kwargs))
+        return func(*values, **more)
+
+    def _filled(self, arguments: Any) -> Any:
+        value = self.values(_tensors(arguments))
+        return pytree.tree_map_only(Tensor, value, arguments)
+
+    def _is_large(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.layout == torch.strided and x.untyped_storage().nbytes() > self._small
+
+    def _note(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], found: Any, states: Any) -> None:
+        kept: dict[int, Any] = {}
+
+        def noted(x: Tensor) -> Any:
+            if id(x) not in kept:
+                kept[id(x)] = _View.of(x) if self.holds(x) else _Given(x)
+            return kept[id(x)]
+
+        changed = {_key(x) for x in written}
+        fills = {_key(x) for x in written[:1] if func.overloadpacket in _FILLS and _is_whole(x)}
+        arguments = pytree.tree_map_only(Tensor, noted, (args, kwargs))
+        reads = {x.storage for x in kept.values() if isinstance(x, _View)}
+        if func.overloadpacket in _FILLS and fills and len(reads) == 1 and not _reads_itself(args):
+            reads -= fills
+        made = {
+            place: _View.of(x)
+            for place, x in enumerate(pytree.tree_leaves(found))
+            if isinstance(x, FakeTensor) and _key(x) not in self._storages
+        }
+        for x in pytree.tree_leaves(found):
+            if isinstance(x, FakeTensor):
+                self._storages.setdefault(_key(x), x.untyped_storage())
+        begun = frozenset(view.storage for view in made.values())
+        if changed or begun:
+            writes = begun | changed
+            call = _Call(func, arguments, frozenset(reads), writes, begun | fills, made, states)
+            self._calls.append(call)
+
+    def _twin(self, x: Tensor) -> Tensor:
+        """Return a tensor like ``x`` without values."""
+        with self.fake:
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
+
+    # --- doing it -----------------------------------------------------------------------------------------------------
+
+    def _made(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
+        """Return the storages ``wanted`` with what the program has put into them so far."""
+        chosen: list[_Call] = []
+        needed = set(wanted)
+        for call in reversed(self._calls):
+            if needed & call.writes:
+                chosen.append(call)
+                needed -= call.fills
+                needed |= call.reads
+        chosen.reverse()
+        last = {key: place for place, call in enumerate(chosen) for key in call.reads | call.writes}
+        made: dict[int, torch.UntypedStorage] = {}
+        generators = {id(own): own for call in chosen for own, _ in call.states}
+        before = {name: own.get_state() for name, own in generators.items()}
+        try:
+            with torch.no_grad():
+                for place, call in enumerate(chosen):
+                    self._do(call, made)
+                    for key in call.reads | call.writes:
+                        if last[key] == place and key not in wanted:
+                            made.pop(key, None)
+        finally:
+            for name, own in generators.items():
+                own.set_state(before[name])
+        for key in wanted:
+            self._room(key, made)
+        return made
+
+    def _do(self, call: _Call, made: dict[int, torch.UntypedStorage]) -> None:
+        for generator, state in call.states:
+            generator.set_state(state)
+
+        def value(x: Any) -> Any:
+            if isinstance(x, _View):
+                return x.on(self._room(x.storage, made))
+            return x.value() if isinstance(x, _Given) else x
+
+        args, kwargs = pytree.tree_map(value, call.arguments)
+        found = pytree.tree_leaves(call.function(*args, **kwargs))
+        for place, view in call.made.items():
+            x = found[place]
+            if (x.size(), x.stride(), x.storage_offset()) != (view.size, view.stride, view.offset):
+                raise NotDeferred(f"{call.function} makes another layout than was expected")
+            made[view.storage] = x.untyped_storage()
+
+    def _room(self, key: int, made: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+        if key not in made:
+            made[key] = torch.UntypedStorage(self._storages[key].nbytes())  # type: ignore[no-untyped-call]
+        return made[key]
+
+
+def _become(x: Tensor, value: Tensor) -> None:
+    """Let ``x``, whoever holds it, be ``value``."""
+    more = more_of(x)
+    value = parameter(x, value)
+    x.__class__ = type(value)
+    vars(x).clear()
+    vars(x).update(more)
+    torch._C._swap_tensor_impl(x, value)  # what torch.utils.swap_tensors ends with
+
+
+def parameter(like: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` as a parameter where ``like`` is one, with what the program has noted on it."""
+    if isinstance(like, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, like.requires_grad)
+    vars(value).update(more_of(like))
+    return value
+
+
+def more_of(x: Tensor) -> dict[str, Any]:
+    """Return the attributes that the program has given to ``x``."""
+    if not isinstance(x, FakeTensor):
+        return dict(vars(x))
+    with x.fake_mode:
+        own = {*vars(torch.empty(0)), "_is_param"}
+    return {name: value for name, value in vars(x).items() if name not in own}
+
+
+def _key(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _sum(x: Tensor) -> int:
+    return zlib.crc32(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _makes(func: Any) -> bool:
+    """Whether an operation takes the device that it makes a tensor on."""
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _leaves(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation is to make something elsewhere, where the program may look at it."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta"
+
+
+def _states(kwargs: Mapping[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
+    generator = kwargs.get("generator") or torch.default_generator
+    return ((generator, generator.get_state()),)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    given: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return _tensors(given)
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether ``x`` is all of its storage."""
+    return x.is_contiguous() and not x.storage_offset() and x.nbytes == x.untyped_storage().nbytes()
+
+
+def _reads_itself(args: Sequence[Any]) -> bool:
+    """Whether what fills a tensor comes from itself, as in ``x.copy_(x.flip(0))`` of a view."""
+    first = args[0]
+    return any(isinstance(x, Tensor) and _key(x) == _key(first) for x in args[1:])
+
+
+def mode_of(tensors: Iterable[Tensor]) -> FakeTensorMode | None:
+    """Return the mode in which code runs that has promised ``tensors``, None if there are none."""
+    return next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), None)
