@@ -80,6 +80,11 @@ class Shape:
     pipelines: int
     chunks: int = 1
 
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the devices of each stage: the replicas of one are neighbours, as all targets number them."""
+        r = self.pipelines
+        return tuple(tuple(range(s * r, (s + 1) * r)) for s in range(self.ranks)) * self.chunks
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -27,6 +27,7 @@ COMMANDS = {
     "simulate": ("simulate", "Run a plan in simulation, under its own schedule or any other."),
     "report": ("report", "Write a plan as one self-contained HTML page."),
     "export": ("export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
+    "import": ("importing", "Judge what Megatron-LM or torchtitan run today, and find better."),
     "compare": ("compare", "Put algorithms side by side over GPUs and memories."),
     "run": ("run", "Train a model from a plan on torch processes."),
     "profile": ("profile", "Measure a torch model layer by layer, or estimate it for a GPU."),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--semantics",
-    type=click.Choice(["blocking", "batched", "rank", "lazy", "pair", "free"]),
+    type=click.Choice(["blocking", "together", "batched", "rank", "lazy", "pair", "free"]),
     help="With --schedule: what sends and receives wait for.  [default: all are tried, free decides]",
 )
 @click.option("--bounds", is_flag=True, help="Derive claimed lower bounds anew, too, which takes as long as planning.")

@@ -175,7 +175,7 @@ class _Search:
         count = (problem.policy.accumulate or 1) // shape.pipelines
         speed = max(device.speed for device in platform.devices)
         gradient = memory_model.gradient_of(problem.chain, problem.policy, 0, len(problem.chain))
-        paths = {platform.paths[platform.level_of(group)] for group in self._groups(shape)}
+        paths = {platform.paths[platform.level_of(group)] for group in shape.groups()}
         ring = min(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)
         return int((count * work_ns(problem) / speed + ring) / shape.ranks)
 
@@ -259,20 +259,13 @@ class _Search:
         if way not in self._activations:
             self._activations[way] = Activations.of(self.problem, self.cuts, self._rule(way))
         shape = config.shape
-        groups = self._groups(shape)
+        groups = shape.groups()
         count = (self.problem.policy.accumulate or 1) // shape.pipelines
         if config.kind == "1f1b":
             held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
             return Pipe(self._costs, self._activations[way], groups, count, held, ahead=True)
         held = tuple(most_held(shape.ranks, shape.chunks, count))
         return Pipe(self._costs, self._activations[way], groups, count, held, share=shape.chunks)
-
-    @staticmethod
-    def _groups(shape: Shape) -> tuple[tuple[int, ...], ...]:
-        """Return the devices of each stage: the replicas of one are neighbours, as all targets number them."""
-        r = shape.pipelines
-        ranks = tuple(tuple(range(s * r, (s + 1) * r)) for s in range(shape.ranks))
-        return ranks * shape.chunks
 
     def _try(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> Found | None:
         """Simulate splits; return the last that became the best of its configuration, if one did."""

@@ -1,7 +1,7 @@
 """Is a schedule that somebody wrote complete, in order, and free of deadlock? A list of actions for each rank.
 
 Named semantics say what waits for what where sends and receives are among the actions. What comes through under
-``blocking`` does so under all of them, and what comes through under any does so under ``free``.
+``blocking`` does so under all others but ``together``, and what comes through under any does so under ``free``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-Semantics = Literal["blocking", "batched", "rank", "lazy", "pair", "free"]
+Semantics = Literal["blocking", "together", "batched", "rank", "lazy", "pair", "free"]
 SEMANTICS: dict[Semantics, str] = {
     "blocking": "a send or receive keeps its rank until the other rank has come to it",
+    "together": "sends and receives in a row happen when the other ranks have come to all of them, and keep their rank "
+    "until then, as while connections are made",
     "batched": "sends and receives in a row are posted together and keep their rank until all are over",
     "rank": "each rank has one stream: its transfers happen in its order, whoever they are with",
     "lazy": "two ranks have one stream, whose first transfer keeps both of them: the communicator is made then",
@@ -174,6 +176,7 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
     posted: dict[Action, tuple[int, int]] = {}
     queues: dict[Hashable, list[Action]] = {}
     waiting: list[list[Action]] = [[] for _ in rows]  # transfers that keep a rank
+    fellows: dict[Action, list[Action]] = {}  # those that were posted with one, where they happen together
     met: set[frozenset[int]] = set()
     homes = written.homes
 
@@ -186,6 +189,9 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
     def first(rank: int, action: Action) -> bool:
         queue = queues.get(streams(rank, action))
         return queue is None or queue[0] == action
+
+    def known(action: Action) -> bool:
+        return all(_partner(fellow) in posted or _partner(fellow) in done for fellow in fellows.get(action, ()))
 
     def post(rank: int, action: Action) -> None:
         posted[action] = rank, place[rank]
@@ -200,7 +206,7 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
             if action in done or other not in posted:
                 continue
             ranks = posted[action][0], posted[other][0]
-            if first(ranks[0], action) and first(ranks[1], other):
+            if first(ranks[0], action) and first(ranks[1], other) and known(action) and known(other):
                 done.update((action, other))
                 met.add(ends(action))
                 for rank, end in zip(ranks, (action, other), strict=True):
@@ -226,13 +232,15 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
             place[rank] += 1
             return True
         group = [action]
-        if semantics == "batched":
+        if semantics in ("batched", "together"):
             rest = rows[rank][place[rank] :]
             group = list(rest[: next((i for i, x in enumerate(rest) if x.computes), len(rest))])
         for one in group:
             post(rank, one)
             place[rank] += 1
-        if semantics in ("blocking", "batched") or (semantics == "lazy" and ends(action) not in met):
+        if semantics == "together":
+            fellows.update(dict.fromkeys(group, group))
+        if semantics in ("blocking", "batched", "together") or (semantics == "lazy" and ends(action) not in met):
             waiting[rank] = group
         return True
 

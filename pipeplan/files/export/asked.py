@@ -37,14 +37,19 @@ class Asked:
 
     def renamed(self, target: str, name: str) -> str:
         """Return what the target calls a layer; CannotExpress where no pattern is for it."""
-        for pattern, to in self.renames:
-            found = pattern.fullmatch(name)
-            if found:
-                return found.expand(to)
-        raise CannotExpress(
-            f"{target}: --rename has no pattern for layer '{shown(name)}'; those that keep their names need one too, "
-            r"such as (.*)=\1"
-        )
+        return renamed(self.renames, target, name)
+
+
+def renamed(renames: Renames, target: str, name: str) -> str:
+    """Return what a target calls a layer of a profile; CannotExpress where no pattern is for it."""
+    for pattern, to in renames:
+        found = pattern.fullmatch(name)
+        if found:
+            return found.expand(to)
+    raise CannotExpress(
+        f"{target}: --rename has no pattern for layer '{shown(name)}'; those that keep their names need one too, "
+        r"such as (.*)=\1"
+    )
 
 
 def parsed_renames(texts: Sequence[str]) -> Renames:

@@ -7,7 +7,7 @@ import shlex
 
 from ...check.targets import CannotExpress, Unit
 from ...names import shown
-from .asked import Asked
+from .asked import Asked, Renames, renamed
 
 DECODER = re.compile(r"tok_embeddings|layers\.\d+|norm|lm_head|output")  # the modules of its own models
 MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")  # what its splitter reads: a child, or an entry of a list or a dict
@@ -23,34 +23,39 @@ def torchtitan(asked: Asked) -> str:
     found = asked.expressed("torchtitan")
     parts: list[list[str]] = []
     for units in found.units:
-        names = [_name(asked, unit) for unit in units if unit.start < unit.modules_stop]
+        names = [module_name(asked.renames, unit) for unit in units if unit.start < unit.modules_stop]
         parts.append(list(dict.fromkeys(names)))
     for s, part in enumerate(parts):
         for name in part:
             elsewhere = next((t for t in range(s + 1, len(parts)) if name in parts[t]), None)
             if elsewhere is not None:
                 raise CannotExpress(f"torchtitan: module '{shown(name)}' would be in stages {s} and {elsewhere}")
-    shape = found.shape
+    shape, each = found.shape, asked.microbatches // found.shape.pipelines
+    without = (
+        f"# without pipelines it ignores num_pp_microbatches; for {each} microbatches an update "
+        f"training.num_tokens_per_train_step is {each * shape.pipelines} times num_tokens_per_microbatch_per_dp_rank\n"
+    )
     flags = [
         f"--parallelism.pipeline_parallel_degree {shape.ranks}",
         f"--parallelism.data_parallel_replicate_degree {shape.pipelines}",
         "--parallelism.data_parallel_shard_degree 1",
         f"--parallelism.pipeline_parallel_schedule {SCHEDULES[min(shape.chunks, 2)]}",
-        f"--parallelism.num_pp_microbatches {asked.microbatches // shape.pipelines}",
+        f"--parallelism.num_pp_microbatches {each}",
         "--parallelism.module_fqns_per_model_part " + " ".join(shlex.quote(",".join(part)) for part in parts),
         "--training.disable_cuda_graphs",
         f"activation_checkpoint:{'none' if found.recompute.rule == 'none' else 'full'}",
     ]
-    return " \\\n".join(flags) + "\n"
+    return (without if shape.ranks == 1 < each else "") + " \\\n".join(flags) + "\n"
 
 
-def _name(asked: Asked, unit: Unit) -> str:
-    if not asked.renames and not DECODER.fullmatch(unit.name):
+def module_name(renames: Renames, unit: Unit) -> str:
+    """Return what torchtitan calls a unit: its own name, or as it is renamed; CannotExpress where that is no module."""
+    if not renames and not DECODER.fullmatch(unit.name):
         raise CannotExpress(
             f"torchtitan: layer '{shown(unit.name)}' is no module of its decoders; say the model's own names, such as "
             r"--rename 'block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1'"
         )
-    name = asked.renamed("torchtitan", unit.name) if asked.renames else unit.name
+    name = renamed(renames, "torchtitan", unit.name) if renames else unit.name
     if not MODULE.fullmatch(name):
         raise CannotExpress(
             f"torchtitan: '{shown(name)}' is no name of a module or of an entry in a list of modules; plan a profile "

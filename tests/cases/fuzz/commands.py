@@ -16,7 +16,7 @@ from cases.fuzz.judge import Case, called, faults, snapshot, written_faults
 from pipeplan.cli import COMMANDS, group
 
 OUTPUTS = [f"out.{ending}" for ending in ("json", "png", "svg", "html", "csv", "txt")]
-OUTPUT_OPTIONS = {"-o", "--csv", "--trace", "--save", "--recalibrated"}
+OUTPUT_OPTIONS = {"-o", "--csv", "--trace", "--save", "--recalibrated", "--best"}
 PLACES = ["nowhere/out.json", ".", "/dev/null", "/dev/full", "", "out" * 100, "/", "-", "even.json/x.json"]
 ODD_FILES = ["missing.json", ".", "/dev/null", "-", "", "bad.json", "empty.json", "\udcff.json", "x" * 5000]
 ODD = [
@@ -53,9 +53,11 @@ AMOUNTS = {
     "NAME[,OPTION=VALUE...]": ["AdamW,weight_decay=0.01", "StepLR,step_size=10", "SGD,momentum=nan", "Nope",
                                "SGD,lr=", ","],
     "--backward-time": ["2N", "1", "N", "0.5", "0", "-1", "N/2", "nan"],
+    "ARGUMENTS": ["run.sh", "flags.sh", "even.json", "missing.sh", "bad.json", "empty.json"],
     "DIR": ["checkpoints", "even.json", "", "/dev/null/x"],
 }  # fmt: skip
 NEEDED = {"grid": ["--batch", "--gpus", "--mem"], "plan": ["--gpus", "--mem"], "compare": ["--gpus", "--mem"],
+          "import": ["--gpus", "--mem"],
           "estimate": ["--model", "--gpus", "--inter"], "timeprest": ["--workers", "--microbatches"]}  # fmt: skip
 LITTLE = {  # how much is asked of what takes as long as it is asked to
     "--microbatches": 64, "--runs": 4, "--gpus": 8, "--batch": 256, "--inter": 4, "--chunks": 4, "--workers": 8,
@@ -75,6 +77,10 @@ class Commands:
         self.good = good_files(folder)
         (folder / "bad.json").write_text('{"format": "pipeplan-plan/1", "profile": 3}')
         (folder / "empty.json").write_text("")
+        (folder / "run.sh").write_text(
+            "L='Et*2|t*2L'\n--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout $L"
+        )
+        (folder / "flags.sh").write_text("--parallelism.pipeline_parallel_degree=2 --parallelism.num_pp_microbatches 8")
         (folder / "checkpoints").mkdir()
         self.all = [name for names in self.good.values() for name in names]
 
@@ -106,7 +112,7 @@ class Commands:
             words.append(["--dry-run"])
         if name == "profile":
             words = [["--estimate", rng.choice(AMOUNTS["GPU"])], ["-q"], *words]
-        if name in ("plan", "grid"):
+        if name in ("plan", "grid", "import"):
             words.append(["--time-limit", "2s"])
         if name == "compare":
             words.append(["--effort", "quick", "--time-limit", "4s"])

@@ -1,0 +1,89 @@
+"""``pipeplan import``: what is what somebody runs today worth, and what would change it?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ..errors import InvalidPlan
+from .options import EFFORT, JSON, Output, problem_options, read_problem, refuse_two_documents, time_limit
+
+FROM = ["megatron", "torchtitan"]
+SAID = ("weights", "accumulate", "batch", "no_replicas", "checkpointing", "no_checkpointing")  # by the arguments
+POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
+
+
+@click.command(name="import")
+@partial(problem_options, without=SAID)
+@click.argument("arguments", metavar="ARGUMENTS")
+@click.option("--from", "name", required=True, type=click.Choice(FROM), help="Whose arguments they are.")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="PATTERN=NAME,..",
+    help=r"torchtitan: what it calls the profile's layers, as in export: 'block(\d+)=layers.\1,head=lm_head'.",
+)
+@EFFORT
+@click.option("-o", "--output", type=Output(), help="Write the plan that is run today; - is standard output.")
+@click.option("--best", type=Output(), help="Write the best plan that was found for the target.")
+@time_limit("Stop searching for a better plan after this long, such as 30s, with the best so far.")
+@JSON
+def command(
+    arguments: str,
+    name: str,
+    rename: tuple[str, ...],
+    effort: str,
+    output: str | None,
+    best: str | None,
+    as_json: bool,
+    **shared: Any,
+) -> None:
+    """Read the plan that ARGUMENTS, a shell script or a part of one, run of the network in PROFILE; and a better one.
+
+    Stages, schedule, batch and recomputation are the arguments'; what they say of optimizer and precision counts where
+    no option does. The plan is validated and evaluated like any other, beside the best that the target can express.
+
+    \b
+    Example: pipeplan import profile.json train.sh --from megatron --gpus 8 --mem 80GB -o today.json --best best.json
+    """
+    refuse_two_documents(as_json, output=output, best=best)
+    if output is not None and output == best:
+        raise click.UsageError("--output and --best would both write the same file")
+    from ..files.export.asked import parsed_renames
+    from ..files.imports import READERS, Source, read_options
+    from ..files.plans import plan_text
+    from ..files.text import write_text
+    from ..planner.imported import judge
+    from ..planner.incumbent import Settings
+    from ..report.imported import judged_figures, print_change
+    from ..report.tables import print_plan
+
+    options = read_options(arguments)
+    problem, assumed = read_problem(
+        **shared, weights="flush", checkpointing=None, no_checkpointing=False, no_replicas=False
+    )
+    found = READERS[name].read(Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
+    policy = replace(problem.policy, accumulate=found.microbatches)
+    context = click.get_current_context()
+    for field in POLICY:
+        said = getattr(found, field)
+        if said is not None and context.get_parameter_source(field) is ParameterSource.DEFAULT:
+            policy = replace(policy, **{field: said})
+    try:
+        judged = judge(problem.with_policy(policy), name, found.stages, found.kind, Settings(), effort)
+    except InvalidPlan as error:
+        raise InvalidPlan([f"{arguments}: {sentence}" for sentence in error.violations]) from error
+    texts = {output: judged.today, best: judged.best}
+    for path, planned in texts.items():
+        if path is not None:
+            write_text(path, plan_text(planned.plan, planned.evaluation))
+    if as_json:
+        click.echo(json.dumps(judged_figures(judged, name), indent=1))
+    elif "-" not in texts:
+        print_plan(judged.today.plan, [*assumed, *found.notes], result=judged.today.evaluation)
+        print_change(judged, name)

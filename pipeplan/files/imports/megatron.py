@@ -1,0 +1,191 @@
+"""Which stages do Megatron-LM's arguments say? By a layout, or by its own rules for layers without one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ...check.targets import TARGETS, Recompute, Shape, mtp_layers
+from ...errors import BadInput
+from ...names import shown
+from ...plan import ScheduleKind
+from ...problem import Optimizer
+from .imported import Imported, Source, placed
+from .shell import Options
+
+OTHERS = ("tensor-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
+OPTIMIZERS: dict[str, Optimizer] = {"adam": "adam", "sgd": "momentum"}  # its sgd has momentum
+MOST_LETTERS = 10**5
+LAYOUT = "--pipeline-model-parallel-layout"
+LETTER = re.compile(r"([EtmL|])(?:\*([0-9]{1,6}))?")
+REPEATED = re.compile(r"\(([^()]*)\)\*([0-9]{1,6})")
+
+
+def megatron(source: Source) -> Imported:
+    """Return what Megatron-LM runs with the arguments: stages, schedule, batch, recomputation, optimizer.
+
+    The data-parallel size is what the GPUs leave. Without a layout the decoder's layers are shared evenly, but for the
+    options that give the first or the last rank fewer, and embedding and output are with the first and last ones.
+    """
+    options, chain = source.options, source.chain
+    units = TARGETS["megatron"].units(chain)
+    for name in OTHERS:
+        if options.count(name, 1) > 1:
+            raise BadInput(
+                f"{source.path}: --{name} {options.count(name)}: plans are of pipelines and of data parallelism; "
+                "profile the part of a layer that one GPU has, and leave the option out"
+            )
+    ranks = options.count("pipeline-model-parallel-size", 1)
+    if source.gpus % ranks:
+        raise BadInput(f"{source.path}: {source.gpus} GPUs are no multiple of --pipeline-model-parallel-size {ranks}")
+    layout = options.text(LAYOUT[2:])
+    parts = _even(options, ranks) if layout is None else _parsed(options, layout, ranks)
+    _compare(source, parts, sum(unit.block for unit in units))
+    mtp = mtp_layers(chain)
+    counts = [len(part) - (mtp - 1 if "m" in part else 0) for part in parts]
+    shape = Shape(ranks, source.gpus // ranks, len(parts) // ranks)
+    kind: ScheduleKind = "interleaved" if shape.chunks > 1 else "1f1b"
+    microbatches = _microbatches(source, shape)
+    stages = placed(source, "megatron", units, counts, kind, shape, microbatches, _recompute(options))
+    optimizer = options.text("optimizer") or "adam"
+    return Imported(
+        stages,
+        kind,
+        microbatches,
+        optimizer=OPTIMIZERS.get(optimizer),
+        precision="mixed" if "bf16" in options or "fp16" in options else None,
+        zero=1 if "use-distributed-optimizer" in options else None,
+        notes=() if optimizer in OPTIMIZERS else (f"what --optimizer {shown(optimizer)} keeps is not known",),
+    )
+
+
+def _microbatches(source: Source, shape: Shape) -> int:
+    """Return the microbatches of all pipelines for an update."""
+    options, each = source.options, source.chain.microbatch
+    micro = options.count("micro-batch-size", each)
+    if micro != each:
+        raise BadInput(
+            f"{source.path}: --micro-batch-size is {micro}, the profile is of {each} samples; profile with --batch "
+            f"{micro}"
+        )
+    whole = options.count("global-batch-size", micro * shape.pipelines)
+    if whole % (micro * shape.pipelines):
+        raise BadInput(
+            f"{source.path}: --global-batch-size {whole} is no multiple of microbatches of {micro} in each of "
+            f"{shape.pipelines} pipelines"
+        )
+    group = options.count("microbatch-group-size-per-virtual-pipeline-stage", shape.ranks)
+    if shape.chunks > 1 and group != shape.ranks:
+        raise BadInput(
+            f"{source.path}: microbatches go through a chunk in groups of {group}; plans know groups of as many as "
+            f"ranks, {shape.ranks}"
+        )
+    return whole // micro
+
+
+def _recompute(options: Options) -> Recompute:
+    granularity = options.text("recompute-granularity")
+    if granularity == "selective" or "recompute-activations" in options:
+        raise BadInput(
+            f"{options.path}: selective recomputation is inside of layers; measure a profile with it, and leave the "
+            "option out"
+        )
+    if granularity is None:
+        return Recompute()
+    method, count = options.text("recompute-method"), options.count("recompute-num-layers", 1)
+    if granularity != "full" or method not in ("uniform", "block"):
+        raise BadInput(
+            f"{options.path}: recomputation is full, uniform or block; here it is '{shown(granularity)}', "
+            f"'{shown(str(method))}'"
+        )
+    return Recompute("every" if method == "uniform" else "first", count)
+
+
+def _compare(source: Source, parts: Sequence[str], blocks: int) -> None:
+    """Raise BadInput where what is in the stages is not what the profile has."""
+    options, mtp = source.options, mtp_layers(source.chain)
+    asked = options.count("num-layers", blocks)
+    if asked != blocks:
+        raise BadInput(f"{source.path}: --num-layers is {asked}; the profile has {blocks} decoder layers")
+    letters = "".join(parts)
+    for letter, count, name in (
+        ("E", 1, "the embedding"),
+        ("L", 1, "the output with the loss"),
+        ("t", blocks, "decoder layers"),
+        ("m", mtp, "layers of multi-token prediction"),
+    ):
+        if letters.count(letter) != count:
+            raise BadInput(f"{source.path}: {LAYOUT} has {name} {letters.count(letter)} times, the profile {count}")
+    if letters != "E" + "t" * blocks + "m" * mtp + "L":
+        raise BadInput(f"{source.path}: {LAYOUT} must begin with E, then have all t, then all m, and end with L")
+    if mtp and not any("m" * mtp in part for part in parts):
+        raise BadInput(f"{source.path}: {LAYOUT} has layers of multi-token prediction in several stages")
+
+
+def _parsed(options: Options, layout: str, ranks: int) -> list[str]:
+    """Return the letters of each stage of a layout such as ``Et*3|(tt|)*2L``."""
+    for name in ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
+        if name in options:
+            raise BadInput(f"{options.path}: {LAYOUT} and --{name} contradict each other")
+    parts = _letters(options.path, layout.replace(",", "")).split("|")
+    if len(parts) % ranks:
+        raise BadInput(f"{options.path}: {LAYOUT} has {len(parts)} stages, no multiple of {ranks} ranks")
+    return parts
+
+
+def _letters(path: str, layout: str) -> str:
+    """Return a layout without its repetitions."""
+    found, at = "", 0
+    while at < len(layout):
+        group, letter = REPEATED.match(layout, at), LETTER.match(layout, at)
+        if group is not None:
+            part, times = _letters(path, group[1]), int(group[2])
+        elif letter is not None:
+            part, times = letter[1], int(letter[2] or 1)
+        else:
+            raise BadInput(f"{path}: {LAYOUT}: '{shown(layout[at:])}' begins with none of E, t, m, L, | and (..)*n")
+        if len(found) + len(part) * times > MOST_LETTERS:
+            raise BadInput(f"{path}: {LAYOUT} has more than {MOST_LETTERS} letters")
+        found += part * times
+        at = (group or letter).end()  # type: ignore[union-attr]  # one of them matched
+    return found
+
+
+def _even(options: Options, ranks: int) -> list[str]:
+    """Return the letters of each stage without a layout."""
+    layers = options.count("num-layers")
+    first = options.count("decoder-first-pipeline-num-layers", 0)
+    last = options.count("decoder-last-pipeline-num-layers", 0)
+    ends = "account-for-embedding-in-pipeline-split" in options, "account-for-loss-in-pipeline-split" in options
+    middle = ranks - (first > 0) - (last > 0)
+    rest = layers - first - last + sum(ends)
+    if (rest and not middle) or rest < 0 or (middle and rest % middle):
+        raise BadInput(
+            f"{options.path}: {rest} layers cannot be shared evenly by {middle} ranks; say {LAYOUT} as it is run"
+        )
+    chunks = _chunks(options, rest // middle if middle else first or last)
+    shares = [first] * (first > 0) + [rest // middle] * middle if middle else [first]
+    shares += [last] * (last > 0)
+    uneven = next((share for share in shares if share % chunks), None)
+    if uneven is not None:
+        raise BadInput(f"{options.path}: {uneven} layers of a rank cannot be shared evenly by {chunks} stages")
+    counts = [share // chunks for share in shares] * chunks
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    parts = ["t" * count for count in counts]
+    parts[0] = "E" + parts[0]
+    parts[-1] += "m" * options.count("mtp-num-layers", 0, least=0) + "L"
+    return parts
+
+
+def _chunks(options: Options, share: int) -> int:
+    """Return the stages of a rank with ``share`` layers."""
+    stages = options.count("num-virtual-stages-per-pipeline-rank", 1)
+    each = options.count("num-layers-per-virtual-pipeline-stage", 0)
+    if not each:
+        return stages
+    if stages > 1 or share % each:
+        raise BadInput(
+            f"{options.path}: --num-layers-per-virtual-pipeline-stage {each} doesn't divide the {share} of a rank"
+        )
+    return share // each

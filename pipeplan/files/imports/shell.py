@@ -1,0 +1,94 @@
+"""Which options does a shell script give a program? Those of a command line, of arrays and of variables, as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from ...errors import BadInput
+from ...names import shown
+from ..text import read_text
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
+OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+MOST = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of the file ``path``: each name, with ``-`` for ``_``, and its words; the last of equal names counts.
+
+    ``words`` are all that are no options themselves.
+    """
+
+    path: str
+    given: dict[str, tuple[str, ...]]
+    words: tuple[str, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
+
+    def text(self, name: str) -> str | None:
+        """Return the first word of an option, None where it isn't given; BadInput where it has none."""
+        if name not in self.given:
+            return None
+        if not self.given[name]:
+            raise BadInput(f"{self.path}: --{name} has no value")
+        word = self.given[name][0]
+        if VARIABLE.search(word):
+            raise BadInput(f"{self.path}: --{name} is {shown(word)}, which the file doesn't set; write its value")
+        return word
+
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return the number of an option; BadInput where it is none, or is missing and has no ``default``."""
+        word = self.text(name)
+        if word is None:
+            if default is None:
+                raise BadInput(f"{self.path}: --{name} is missing")
+            return default
+        if not re.fullmatch(r"-?[0-9]{1,10}", word) or not least <= int(word) <= MOST:
+            raise BadInput(f"{self.path}: --{name}: '{shown(word)}' is no count of at least {least}")
+        return int(word)
+
+
+def read_options(path: str) -> Options:
+    """Return the options in a shell script, or in what is to be pasted into one; BadInput names the file.
+
+    Comments, line ends behind a backslash, ``NAME=value`` and arrays are understood, and ``$NAME`` of what the file set
+    before. Anything else is taken as words.
+    """
+    try:
+        tokens = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise BadInput(f"{path}: is no shell text: {str(error).lower()}") from error
+    known: dict[str, str] = {}
+    given: dict[str, list[str]] = {}
+    words: list[str] = []
+    name: str | None = None
+    for word in _plain(tokens, known):
+        found = OPTION.fullmatch(word)
+        if found is None:
+            words.append(word)
+            if name is not None:
+                given[name].append(word)
+            continue
+        name = found[1].replace("_", "-")
+        given[name] = [] if found[2] is None else [found[2]]
+    return Options(path, {key: tuple(value) for key, value in given.items()}, tuple(words))
+
+
+def _plain(tokens: list[str], known: dict[str, str]) -> list[str]:
+    """Return tokens without assignments and brackets of arrays, and with what variables stand for."""
+    found: list[str] = []
+    for token in tokens:
+        set_here = ASSIGNMENT.fullmatch(token)
+        if set_here is None:
+            found.append(VARIABLE.sub(lambda x: known.get(x[1] or x[2], x[0]), token.strip("()") or ""))
+            continue
+        value = VARIABLE.sub(lambda x: known.get(x[1] or x[2], x[0]), set_here[2].lstrip("("))
+        known[set_here[1]] = value
+        if value.startswith("--"):  # options in a variable, or the first of an array
+            found += value.split()
+    return [word for word in found if word]

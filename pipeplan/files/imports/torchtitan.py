@@ -1,0 +1,139 @@
+"""Which stages do torchtitan's flags say? By the names of their modules, or by its own rule for decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...check.targets import TARGETS, Recompute, Shape, Unit
+from ...errors import BadInput
+from ...names import shown
+from ...plan import ScheduleKind
+from ...problem import Zero
+from ..export.torchtitan import SCHEDULES, module_name
+from .imported import Imported, Source, placed
+from .shell import Options
+
+OTHERS = ("tensor-parallel-degree", "context-parallel-degree", "expert-parallel-degree")
+PARTS = "parallelism.module-fqns-per-model-part"
+KINDS: dict[str, ScheduleKind] = {SCHEDULES[1].lower(): "1f1b", SCHEDULES[2].lower(): "interleaved"}
+RECOMPUTED = {"none": Recompute(), "full": Recompute("every", 1)}
+
+
+def torchtitan(source: Source) -> Imported:
+    """Return what torchtitan runs with the flags: stages, schedule, microbatches, recomputation.
+
+    Names are the profile's as ``--rename`` has them. Without names its rule shares the blocks evenly, embedding and
+    output counting as blocks. Sharded data parallelism beside pipelines keeps whole weights and gradients while a
+    mini-batch runs, and a share of the optimizer's state: ZeRO-1.
+    """
+    options, chain = source.options, source.chain
+    units = TARGETS["torchtitan"].units(chain)
+    for name in OTHERS:
+        if options.count(f"parallelism.{name}", 1) > 1:
+            raise BadInput(f"{source.path}: --parallelism.{name}: plans are of pipelines and of data parallelism")
+    ranks = options.count("parallelism.pipeline-parallel-degree", 1)
+    pipelines, sharded = _pipelines(source, ranks)
+    named = options.text("parallelism.pipeline-parallel-schedule") or SCHEDULES[1]
+    if ranks > 1 and named.lower() not in KINDS:
+        raise BadInput(f"{source.path}: schedule '{shown(named)}' is none of {' and '.join(SCHEDULES.values())}")
+    kind = KINDS[named.lower()] if ranks > 1 else "1f1b"
+    counts = _named(source, units) if PARTS in options else _even(options, units, ranks, kind)
+    if len(counts) % ranks or (kind == "1f1b") != (len(counts) == ranks):
+        raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks, which {named} doesn't run")
+    shape = Shape(ranks, pipelines, len(counts) // ranks)
+    microbatches = _microbatches(options, ranks, pipelines)
+    recompute, notes = _recompute(options)
+    stages = placed(source, "torchtitan", units, counts, kind, shape, microbatches, recompute)
+    zero: Zero | None = 1 if sharded else None
+    if sharded:
+        notes += ("sharded data parallelism as ZeRO-1: whole weights and gradients while pipelines run",)
+    return Imported(stages, kind, microbatches, zero=zero, notes=notes)
+
+
+def _pipelines(source: Source, ranks: int) -> tuple[int, bool]:
+    """Return how many pipelines the degrees of data parallelism make of the GPUs, and whether they share state."""
+    options = source.options
+    replicate = options.count("parallelism.data-parallel-replicate-degree", 1)
+    shard = options.count("parallelism.data-parallel-shard-degree", -1, least=-1)
+    if shard < 1:
+        shard = max(1, source.gpus // (ranks * replicate))
+    if ranks * replicate * shard != source.gpus:
+        raise BadInput(
+            f"{source.path}: {ranks} ranks x {replicate} replicas x {shard} shards are "
+            f"{ranks * replicate * shard} GPUs, not {source.gpus}"
+        )
+    return replicate * shard, shard > 1
+
+
+def _microbatches(options: Options, ranks: int, pipelines: int) -> int:
+    """Return the microbatches of all pipelines for an update; without pipelines it accumulates gradients instead."""
+    if ranks > 1:
+        return options.count("parallelism.num-pp-microbatches", 1) * pipelines
+    whole = options.count("training.num-tokens-per-train-step", -1, least=-1)
+    each = options.count("training.num-tokens-per-microbatch-per-dp-rank", 16384)
+    if whole > 0 and whole % (each * pipelines):
+        raise BadInput(f"{options.path}: {whole} tokens an update are no multiple of {each} on {pipelines} GPUs")
+    return max(1, whole // each) if whole > 0 else pipelines
+
+
+def _recompute(options: Options) -> tuple[Recompute, tuple[str, ...]]:
+    words = [word.lower().replace("-", "_") for word in options.words]
+    said = [word.partition(":")[2] for word in words if word.startswith("activation_checkpoint:")]
+    if not said:
+        return Recompute(), ("the flags say no activation_checkpoint; nothing is recomputed",)
+    if said[-1] not in RECOMPUTED:
+        raise BadInput(
+            f"{options.path}: activation_checkpoint:{shown(said[-1])} is inside of blocks; measure a profile with it, "
+            "and say none"
+        )
+    return RECOMPUTED[said[-1]], ()
+
+
+def _named(source: Source, units: Sequence[Unit]) -> list[int]:
+    """Return how many units each part has, by the names of their modules."""
+    names = [module_name(source.renames, unit) for unit in units]
+    counts, at = [], 0
+    words = [word for word in source.options.given[PARTS] if ":" not in word]  # which are commands of their own
+    for s, word in enumerate(words):
+        part = [name for name in word.split(",") if name]
+        odd = next((name for name in part if name not in names), None)
+        if odd is not None:
+            raise BadInput(f"{source.path}: part {s} names '{shown(odd)}', which the profile hasn't (--rename)")
+        wanted = set(part)
+        stop = at
+        while stop < len(names) and names[stop] in wanted:
+            stop += 1
+        beyond = next((name for name in part if name not in names[at:stop]), None)
+        if beyond is not None:
+            left = names[stop] if stop < len(names) else names[-1]
+            raise BadInput(
+                f"{source.path}: part {s} has '{shown(beyond)}' out of order: '{shown(left)}' comes before it or is in "
+                "another part"
+            )
+        counts.append(stop - at)
+        at = stop
+    if at < len(names):
+        raise BadInput(f"{source.path}: no part has '{shown(names[at])}', which torchtitan drops without a word")
+    return counts
+
+
+def _even(options: Options, units: Sequence[Unit], ranks: int, kind: ScheduleKind) -> list[int]:
+    """Return how many units each part has where none are named."""
+    blocks = [i for i, unit in enumerate(units) if unit.block]
+    if not blocks:
+        raise BadInput(f"{options.path}: --{PARTS} is missing, and no layer of the profile is named as a block")
+    before, after = blocks[0], len(units) - 1 - blocks[-1]
+    first = options.count("parallelism.pipeline-parallel-first-stage-less-layers", 1, least=0)
+    last = options.count("parallelism.pipeline-parallel-last-stage-less-layers", 1, least=0)
+    layers = len(units) - before - after
+    each = options.count("parallelism.pipeline-parallel-layers-per-stage", 0)
+    weight = layers + first + last
+    stages = -(-weight // each) if each else ranks * (1 if kind == "1f1b" else 2)
+    if stages == 1:
+        return [len(units)]
+    if stages > weight or max(first, last) > weight // stages:
+        raise BadInput(f"{options.path}: {layers} blocks cannot be shared by {stages} stages")
+    counts = [weight // stages + (s < weight % stages) for s in range(stages)]
+    counts[0] += before - first
+    counts[-1] += after - last
+    return counts
