@@ -1,46 +1,44 @@
 """pipeplan splits a neural network over GPUs for pipeline-parallel training and proves the plan good.
 
-    from pipeplan import Platform, Problem, make_plan, print_plan, read_profile, simulate_plan
+    import pipeplan as pp
 
-    plan = make_plan(Problem(read_profile("profile.json"), Platform.flat(4, 16 * 10**9))).plan
-    print_plan(plan)
-    print(simulate_plan(plan, microbatches=64).figures())
+    found = pp.plan("profile.json", gpus=4, mem="16GB")
+    print(found)
+    found.save("plan.json")
 
 A name is imported from its home when it is first used, so that ``import pipeplan`` is instant.
 """
 
 from __future__ import annotations
 
+import sys
+
 from .version import __version__ as __version__
 
 TYPE_CHECKING = False  # as typing says it, which takes longer to load than all of this
 if TYPE_CHECKING:
-    from .check.evaluate import evaluate as evaluate
-    from .check.validate import violations as violations
-    from .files.plans import load_plan as load_plan
-    from .files.plans import plan_text as plan_text
-    from .files.profiles import read_profile as read_profile
-    from .plan import Plan as Plan
-    from .planner.plan import make_plan as make_plan
-    from .planner.simulation import simulate_plan as simulate_plan
-    from .problem import Chain as Chain
+    from .api.comparing import Comparison as Comparison
+    from .api.comparing import compare as compare
+    from .api.planning import grid as grid
+    from .api.planning import plan as plan
+    from .api.planning import read_plan as read_plan
+    from .api.profiles import Profile as Profile
+    from .api.profiles import profile as profile
+    from .api.profiles import read_profile as read_profile
+    from .api.result import PlanResult as PlanResult
+    from .errors import BadInput as BadInput
+    from .errors import Infeasible as Infeasible
+    from .errors import PipeplanError as PipeplanError
     from .problem import Platform as Platform
-    from .problem import Policy as Policy
-    from .problem import Problem as Problem
-    from .report.tables import print_plan as print_plan
     from .runtime.launch import run_plan as run_plan
 else:
     _HOMES = {
-        **dict.fromkeys(("Chain", "Platform", "Policy", "Problem"), "problem"),
-        "Plan": "plan",
-        "read_profile": "files.profiles",
-        "load_plan": "files.plans",
-        "plan_text": "files.plans",
-        "make_plan": "planner.plan",
-        "violations": "check.validate",
-        "evaluate": "check.evaluate",
-        "simulate_plan": "planner.simulation",
-        "print_plan": "report.tables",
+        **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
+        **dict.fromkeys(("plan", "grid", "read_plan"), "api.planning"),
+        **dict.fromkeys(("compare", "Comparison"), "api.comparing"),
+        "PlanResult": "api.result",
+        **dict.fromkeys(("PipeplanError", "BadInput", "Infeasible"), "errors"),
+        "Platform": "problem",
         "run_plan": "runtime.launch",
     }
 
@@ -55,3 +53,12 @@ else:
     def __dir__():
         """Return the public names, used or not, beside what is here already."""
         return [*globals(), *_HOMES]
+
+    class _Package(type(sys)):
+        """``pipeplan.plan`` is the function, also when its namesake, the file of nouns, has been imported."""
+
+        def __setattr__(self, name, value):
+            if not (name in _HOMES and isinstance(value, type(sys))):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package

@@ -26,6 +26,7 @@ SHORT = {prefix: factor for prefix, factor in (_PREFIX | _BINARY).items() if pre
 _QUANTITY = re.compile(
     r"\s*(?P<number>(?:[0-9]{1,60}(?:\.[0-9]{0,60})?|\.[0-9]{1,60})(?:[eE][+-]?[0-9]{1,3})?)\s*(?P<unit>[A-Za-z/]*)\s*"
 )
+MOST_COUNT = 4096  # GPUs that any command plans for
 LARGEST = 10**18  # above it, sums of int64 would overflow; an exabyte and thirty years are enough
 
 
@@ -45,6 +46,20 @@ def parse_bandwidth(text: str, place: str = "bandwidth") -> int:
 def parse_time(text: str, place: str = "time") -> int:
     """Return the nanoseconds that ``text`` such as ``3.2ms`` or ``5us`` names, rounded half to even."""
     return _parse(text, TIMES, place, "3.2ms or 5us")
+
+
+def parse_counts(text: str, where: str, most: int = MOST_COUNT) -> list[int]:
+    """Return the counts that ``2,4-6`` says, in that order; BadInput names ``where``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,8})(?:-([0-9]{1,8}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if first < 1 or last > most:
+            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8, up to {most}")
+        counts += range(first, last + 1)
+    if not counts:
+        raise BadInput(f"{where}: {text!r} names no count")
+    return counts
 
 
 def ms_to_ns(milliseconds: str | float | Fraction) -> int:

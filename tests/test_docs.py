@@ -73,6 +73,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "```pycon" in page.read_text()], ids=lambda page: page.name)
+def test_python_sessions_print_what_they_say(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    if "import torch" in page.read_text():
+        pytest.importorskip("torch")
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    test = doctest.DocTestParser().get_doctest(page.read_text(), {}, page.name, str(page), 0)
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=flags).run(test, out=said.append)
+    assert said == [], "".join(said)
+
+
+def test_the_readmes_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (code,) = re.findall(r"^```python\n(import pipeplan.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    exec(code)
+
+
 WRITTEN = re.compile(r"(?:-o|--trace|--recalibrated|--checkpoint) (\w[\w.]*)")
 
 

@@ -46,6 +46,7 @@ LAW = {
     "runtime": f"{NOUNS} cost schedule check files {RUNTIME}",
     "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
+    "api": f"{NOUNS} zoo cost schedule check partition planner files runtime runtime.profiler runtime.model report",
     "cli": "*",
     "__main__": "errors cli",
 }

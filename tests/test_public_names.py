@@ -55,15 +55,9 @@ def test_the_package_is_imported_at_once():
     assert done.stdout.strip() == "['pipeplan.version']"
 
 
-def test_from_a_profile_to_a_shown_and_simulated_plan(tmp_path, capsys):
-    profile, path = Path(__file__).parents[1] / "profiles" / "vgg16-224-b32-v100.json", tmp_path / "plan.json"
-    from pipeplan import Platform, Problem, load_plan, make_plan, plan_text, read_profile, simulate_plan, violations
+def test_plan_stays_the_function_when_the_file_of_that_name_is_imported():
+    import pipeplan.plan
+    from pipeplan.api.planning import plan
 
-    plan = make_plan(Problem(read_profile(str(profile)), Platform.flat(2, 32 * 10**9)), "balance").plan
-    pipeplan.print_plan(plan)
-    assert "per microbatch" in capsys.readouterr().out
-    assert violations(plan) == []
-    assert simulate_plan(plan, 16).timeline.program.microbatches == 16
-    path.write_text(plan_text(plan))
-    assert load_plan(str(path)) == plan
-    assert pipeplan.evaluate(plan).period_ns > 0
+    assert pipeplan.plan is plan
+    assert sys.modules["pipeplan.plan"].Plan.__module__ == "pipeplan.plan"

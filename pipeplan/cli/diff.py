@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..deadline import Deadline
-from ..files.machines import DEFAULT_BANDWIDTH, MOST_COUNT
+from ..files.machines import DEFAULT_BANDWIDTH
 from ..problem import Platform, Problem
-from ..units import parse_bandwidth, parse_bytes
+from ..units import MOST_COUNT, parse_bandwidth, parse_bytes
 from .options import JSON, Count, Output, refuse_two_documents, time_limit
 
 if TYPE_CHECKING:

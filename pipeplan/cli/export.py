@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .options import JSON, PLAN, Count, Output, refuse_unknown
+from .options import JSON, PLAN, Count, Output
 
 WRITERS = ["megatron", "megatron-bridge", "torchtitan", "deepspeed", "torch-split", "torch-csv"]
 
@@ -47,6 +47,7 @@ def command(
     """
     from pathlib import PurePath
 
+    from ..api.simulating import refuse_unknown
     from ..files.export import WRITERS as writers
     from ..files.export import Asked, notes
     from ..files.export.asked import parsed_renames

@@ -10,8 +10,8 @@ import click
 
 from ..errors import BadInput
 from ..names import shown
-from ..units import parse_time
-from .options import EFFORT, Count, merging, parse_counts, problem_options, read_problem
+from ..units import parse_counts
+from .options import EFFORT, Count, asked_of, problem_options
 from .search import search, search_options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -92,43 +92,31 @@ def command(**options: Any) -> None:
 
 
 def plan_grid(
+    profile: str,
     data_parallel: str,
-    batch: int,
     microbatch: str | None,
     microbatch_profile: Sequence[str],
     layer_overhead: str | None,
-    overlap: bool,
-    limit: int | None,
-    effort: str,
     output: str | None,
     as_json: bool,
-    **shared: Any,
+    **options: Any,
 ) -> None:
     """Plan, print and write the grid that the options ask for."""
-    from ..files.profiles import read_profile
-    from ..planner.grid.plan import make_grid_plan
-    from ..planner.grid.problem import grid_problem
-    from ..report.grids import print_grids
+    from ..api.planning import grid
 
-    problem, assumptions = read_problem(**shared, weights="flush")
-    merged = merging(shared["granularity"], shared["blocks"])
-    asked, more = grid_problem(
-        problem,
-        batch,
-        [problem.chain, *(merged(read_profile(path)) for path in microbatch_profile)],
-        parse_counts(microbatch, "--microbatch") if microbatch else None,
+    asked = asked_of(options)
+    options["time_limit"] = options.pop("deadline")
+    find = partial(
+        grid,
+        profile,
         pipelines=None if data_parallel == "auto" else _pipelines(data_parallel),
-        fixed_ns=parse_time(layer_overhead or "0", "--layer-overhead"),
-        offload=shared["offload"],
-        overlap=overlap,
-        limit=limit,
+        microbatches=parse_counts(microbatch, "--microbatch") if microbatch else None,
+        profiles=microbatch_profile,
+        layer_overhead=layer_overhead or "0",
+        **asked,
+        **options,
     )
-    search(
-        lambda settings: make_grid_plan(asked, settings, effort),
-        lambda found: print_grids(found.plan, [*assumptions, *more], result=found.evaluation),
-        output,
-        as_json,
-    )
+    search(find, output, as_json)
 
 
 def _pipelines(text: str) -> int:

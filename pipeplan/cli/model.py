@@ -1,28 +1,13 @@
-"""Which model and data does a user name? ``zoo:NAME[,option=value...]``, ``hf:CONFIG`` or ``module:function``.
-
-Only what is typed is imported, never what a file names.
-"""
+"""Which model does a run train? Only what is typed is imported, never what a file names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import BadInput
-from ..zoo import ZOO
 
 if TYPE_CHECKING:
     from ..runtime.model.spec import ModelSpec
-
-
-def named_function(text: str, what: str) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names, looked up from the working folder too."""
-    from ..runtime.model.spec import find
-
-    try:
-        return find(text)  # type: ignore[no-any-return]  # it makes sure that it can be called
-    except BadInput as error:
-        raise BadInput(f"{what}: {error}") from error
 
 
 def trained_model(typed: str | None, data: str | None, plan: str, named: str) -> ModelSpec:
@@ -36,17 +21,3 @@ def trained_model(typed: str | None, data: str | None, plan: str, named: str) ->
     if typed is None and not spec.of_zoo:
         raise BadInput(f"{plan}: its profile is named {named!r}; code runs only when it is typed: name it with --model")
     return spec
-
-
-def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
-    """Return (build, data) of the model that ``text`` names; data is None for a user's own function."""
-    from ..runtime.model.spec import ModelSpec, brings_data, builder_of
-
-    spec = ModelSpec(text)
-    if not text.startswith(ZOO) and spec.of_zoo:
-        raise BadInput(f"MODEL: {text!r} is not of the form zoo:NAME, hf:CONFIG or module:function")
-    try:
-        build = builder_of(spec)
-    except BadInput as error:
-        raise error if text.startswith(ZOO) else BadInput(f"MODEL: {error}") from error
-    return build, build.data(batch) if brings_data(build) else None

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from fractions import Fraction
 from math import isfinite
 from typing import Any, TypeVar
 
 import click
 
-from ..deadline import NEVER, Deadline
+from ..deadline import Deadline
 from ..errors import BadInput
-from ..files.machines import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, MOST_COUNT, gpu_counts, platform_of_gpus
-from ..problem import Chain, Checkpointing, Platform, Policy, Problem
+from ..files.machines import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, gpu_counts
+from ..names import shown
 from ..units import parse_time
 from . import TRACEBACK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
 LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
 
@@ -106,12 +102,19 @@ DEBUG = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN")
+KNOBS = click.option(
+    "-O",
+    "--option",
+    "knobs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Of --algorithm, repeatable; pipeplan list algorithms has them, such as -O mode=released.",
+)
 EFFORT = click.option(
     "--effort",
     type=click.Choice(["quick", "normal", "high"]),
-    default="normal",
-    show_default=True,
-    help="auto: how many candidates to try beyond the exact contiguous plan; grids: how many local moves.",
+    help="auto: how many candidates to try beyond the exact contiguous plan; grids: how many local moves.  "
+    "[default: normal]",
 )
 SOLVER = click.option(
     "--solver",
@@ -122,15 +125,16 @@ SOLVER = click.option(
 )
 
 
-def deadline_of(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
-    """Return the deadline that a --time-limit sets from when it is read, as a click callback."""
-    return NEVER if text is None else Deadline.within(parse_time(text, option.opts[0]) / 1e9)
+def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
+    from ..api.asked import deadline_of
+
+    return deadline_of(text)
 
 
 def time_limit(what: str) -> Callable[[Command], Command]:
     """Return the option --time-limit, the ``deadline`` of a command, with what it stops; it counts from the start."""
     return click.option(
-        "--time-limit", "deadline", metavar="TIME", callback=deadline_of, default=None, is_eager=True, help=what
+        "--time-limit", "deadline", metavar="TIME", callback=_deadline, default=None, is_eager=True, help=what
     )
 
 
@@ -149,7 +153,7 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     "reserve": click.option(
         "--reserve",
         metavar="SIZE|auto",
-        help=f"Memory of each GPU that is not for plans: CUDA's, NCCL's, fragments. auto: {RESERVE}, or nothing for a "
+        help="Memory of each GPU that is not for plans: CUDA's, NCCL's, fragments. auto: 2GB, or nothing for a "
         "profile of a CPU.  [default: nothing]",
     ),
     "bandwidth": click.option(
@@ -185,9 +189,7 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     "weights": click.option(
         "--weights",
         type=click.Choice(["2bw", "stash", "flush", "latest"]),
-        default="2bw",
-        show_default=True,
-        help="How weight versions are kept.",
+        help="How weight versions are kept.  [default: 2bw; in grids and with --for flush]",
     ),
     "accumulate": click.option(
         "--accumulate",
@@ -243,110 +245,27 @@ def problem_options(command: Command, without: Sequence[str] = (), **other: Call
     return command
 
 
-def read_problem(
-    profile: str,
-    gpus: tuple[int, ...] | None,
-    gpu: str | None,
-    mem: str | None,
-    reserve: str | None,
-    bandwidth: str | None,
-    network: str | None,
-    latency: str | None,
-    platform: str | None,
-    blocking_transfers: bool,
-    granularity: str,
-    blocks: str | None,
-    optimizer: str,
-    precision: str,
-    offload: bool | None,
-    bytes_per_parameter: int | None,
-    zero: int,
-    checkpointing: Checkpointing | None,
-    no_checkpointing: bool,
-    *,
-    weights: str,
-    accumulate: int | None = None,
-    batch: int | None = None,
-    no_replicas: bool = False,
-    vertical_sync: bool = False,
-    segments: bool = True,
-    deadline: Deadline = NEVER,
-) -> tuple[Problem, list[str]]:
-    """Return the problem that the shared options describe, and the assumptions made where nothing was said.
-
-    ``segments`` says whether segments of layers may be recomputed where the user didn't say what may.
-    """
-    from ..files.platforms import reserving
-    from ..files.profiles import read_profile
-
-    if no_checkpointing and checkpointing not in (None, "none"):
-        raise click.UsageError(f"--no-checkpointing and --checkpointing {checkpointing} contradict each other")
-    if offload and bytes_per_parameter is not None:
-        raise click.UsageError("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
-    if vertical_sync and weights not in ("stash", "latest"):
-        raise click.UsageError("--vertical-sync goes with --weights stash and --weights latest")
-    allowed: Checkpointing = "none" if no_checkpointing else checkpointing or ("segments" if segments else "stages")
-    merge, whole = merging(granularity, blocks), read_profile(profile)
-    where, assumptions = _platform(
-        platform, whole, gpus=gpus, mem=mem, gpu=gpu, bandwidth=bandwidth, network=network, latency=latency
-    )
-    where = replace(where, blocking=where.blocking or blocking_transfers)
-    if reserve == "auto":
-        reserve = None if whole.of_cpu else RESERVE
-    if reserve is not None:
-        where = reserving(where, reserve, "--reserve")
-    chain = merge(whole)
-    if chain is not whole and where.devices[0].times is not None:
-        raise click.UsageError("--granularity merges layers of one profile; devices with their own need node")
-    if zero and no_replicas:
-        raise click.UsageError("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
-    if zero and bytes_per_parameter is not None:
-        raise click.UsageError("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
-    every = _microbatches(accumulate, batch, chain.microbatch)
-    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero)  # type: ignore[arg-type]  # click checked them
-    if bytes_per_parameter is not None:
-        policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
-    if chain.microbatch == 1 and not profile.endswith(".json"):
-        assumptions.append("the profile doesn't say its microbatch size; throughput counts microbatches")
-    return Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline), assumptions
+def knobs_of(texts: Iterable[str], **old: Any) -> dict[str, Any]:
+    """Return what -O says by key, with what ``old`` spellings of the same say."""
+    found = {name: value for name, value in old.items() if value is not None}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise click.UsageError(f"-O: '{shown(text, 40)}' is not of the form KEY=VALUE")
+        found[name] = {"true": True, "false": False}.get(value, value)
+    return found
 
 
-def _microbatches(accumulate: int | None, batch: int | None, each: int) -> int | None:
-    """Return the microbatches per update that --accumulate or --batch says, with ``each`` so many samples."""
-    if batch is None:
-        return accumulate
-    count = whole_microbatches(batch, each)
-    if accumulate not in (None, count):
-        raise click.UsageError(
-            f"--batch {batch} is {count} microbatches of {each} samples an update, --accumulate says {accumulate}"
-        )
-    return count
-
-
-def whole_microbatches(batch: int, each: int) -> int:
-    """Return how many microbatches of ``each`` samples a batch has; BadInput names the nearest that have whole ones."""
-    if batch % each == 0:
-        return batch // each
-    nearest = [str(x) for x in (batch - batch % each, batch - batch % each + each) if x]
-    raise BadInput(
-        f"--batch: {batch} samples are no multiple of the profile's microbatches of {each}; "
-        f"the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"
-    )
-
-
-def _platform(file: str | None, chain: Chain, **given: str | tuple[int, ...] | None) -> tuple[Platform, list[str]]:
-    """Return the platform in a file, or that of GPUs by name and number, and what was assumed."""
-    from ..files.platforms import read_platform
-
-    if file is not None:
-        said = [f"--{name}" for name, value in given.items() if value is not None]
-        if said:
-            raise click.UsageError(f"--platform already says what {', '.join(said)} would")
-        return read_platform(file, chain), []
-    counts = given.pop("gpus")
-    if counts is None:
-        raise click.UsageError("say the platform: --gpus, and --mem or --gpu, or --platform FILE")
-    return platform_of_gpus(counts, **given, chain=chain)  # type: ignore[arg-type]  # texts but for the counts
+def asked_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of :data:`PROBLEM` out of a command's; return them as :class:`..api.asked.Asked` has them."""
+    asked = {name: options.pop(name) for name in PROBLEM if name in options and name != "profile"}
+    if asked.pop("no_checkpointing"):
+        if asked["checkpointing"] not in (None, "none"):
+            raise click.UsageError(
+                f"--no-checkpointing and --checkpointing {asked['checkpointing']} contradict each other"
+            )
+        asked["checkpointing"] = "none"
+    return asked
 
 
 class Share(click.ParamType[float]):
@@ -378,58 +297,8 @@ GAP = click.option(
 )
 
 
-def refuse_unknown(names: Iterable[str], *others: str) -> None:
-    """Raise UsageError unless all ``names`` of --schedule are schedules or among ``others``."""
-    from ..schedule.registry import schedules
-
-    known = [*schedules(), *others]
-    for name in names:
-        if name not in known:
-            raise click.UsageError(f"--schedule: {name!r} is not one of {', '.join(known)}")
-
-
 def refuse_two_documents(as_json: bool, **targets: str | None) -> None:
     """Raise UsageError when the files of the options ``targets`` and the JSON would both go to standard output."""
     said = [f"--{name} -" for name, target in targets.items() if target == "-"] + ["--json"] * as_json
     if len(said) > 1:
         raise click.UsageError(f"{' and '.join(said)} would both go to standard output; name a file for one of them")
-
-
-def parse_counts(text: str, where: str) -> list[int]:
-    """Return the counts that ``2,4-6`` says, in that order; BadInput names ``where``."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,8})(?:-([0-9]{1,8}))?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if first < 1 or last > MOST_COUNT:
-            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8, up to {MOST_COUNT}")
-        counts += range(first, last + 1)
-    if not counts:
-        raise BadInput(f"{where}: {text!r} names no count")
-    return counts
-
-
-def merging(text: str, blocks: str | None = None) -> Callable[[Chain], Chain]:
-    """Return the function on chains that ``--granularity``, or ``--blocks``, names."""
-
-    def same(chain: Chain) -> Chain:
-        return chain
-
-    if text == "node" and blocks is None:
-        return same
-    from ..partition.granularity import merge_articulation, merge_blocks, merge_share
-
-    if text == "block" or (blocks is not None and text == "node"):
-        lists = [name for name in (blocks or "").split(",") if name]
-        return lambda chain: merge_blocks(chain, lists)
-    if blocks is not None:
-        raise click.UsageError(f"--blocks means --granularity block, not {text[:40]}")
-    if text == "articulation":
-        return merge_articulation
-    match = re.fullmatch(r"([0-9]{1,60}(?:\.[0-9]{1,60})?)%", text)
-    if match is None or not 0 < Fraction(match[1]) < 100:
-        raise click.BadParameter(
-            f"{text[:40]!r} is not node, block, articulation or a share such as 1%", param_hint="--granularity"
-        )
-    share = Fraction(match[1]) / 100
-    return lambda chain: merge_share(chain, share)

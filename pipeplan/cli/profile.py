@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 from typing import Any
 
 import click
 
 from ..names import SENTENCE, shown
-from ..zoo import ZOO
-from .model import named_function, named_model
-from .options import DEBUG, Count, Number, Output, merging
+from .options import DEBUG, Count, Number, Output
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.option("--batch", type=Count(), default=8, show_default=True, help="Samples in a microbatch.")
+@click.option("--microbatch", type=Count(), default=8, show_default=True, help="Samples that run together.")
+@click.option("--batch", "old_batch", type=Count(), hidden=True)
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target) to measure with.")
 @click.option("--steps", type=Count(), default=10, show_default=True, help="Measured steps after warm-up.")
 @click.option(
@@ -28,7 +26,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     show_default=True,
     help="Begin no further step after that time; one is measured in any case.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to measure.  [default: cpu]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to measure; auto: on a GPU if torch sees any.",
+)
 @click.option(
     "--estimate",
     metavar="GPU",
@@ -66,18 +70,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no table of the layers on standard error.")
 def command(
     model: str,
-    batch: int,
-    data: str | None,
-    device: str | None,
     estimate: str | None,
-    dtype: str | None,
-    optimizer: str,
-    granularity: str,
-    blocks: str | None,
-    name: str | None,
     output: str,
     quiet: bool,
-    **measuring: Any,
+    old_batch: int | None,
+    **options: Any,
 ) -> None:
     """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function.
 
@@ -85,57 +82,27 @@ def command(
     Examples: pipeplan profile zoo:gpt-tiny --batch 8 -o profile.json
               pipeplan profile zoo:llama-7b --batch 1 --estimate h100 --dtype bfloat16 -o profile.json
     """
-    merge = merging(granularity, blocks)
-    if estimate is not None and (device is not None or measuring["hold"] != "auto"):
-        raise click.UsageError("--estimate needs no device; leave out --device and --hold")
+    from ..api.profiles import profile
 
-    from ..files.profiles import profile_text
-    from ..files.text import write_text
-    from ..partition.granularity import merge_zero_time
-    from ..runtime.profiler.estimate import estimate_model
-    from ..runtime.profiler.measure import measure_model
-    from ..runtime.profiler.steps import MeasureOptions, check_device, dtype_of, optimizer_of
-
-    build, batches = named_model(model, batch)
-    if data is not None:
-        batches = named_function(data, "--data")
-    options = MeasureOptions(
-        dtype=None if dtype is None else dtype_of(dtype),
-        optimizer=optimizer_of(optimizer, foreach=None if estimate is None else True),
-        device=device or "cpu",
-        say=_ignore if quiet else _progress,
-        **measuring,
-    )
-    about: dict[str, Any] = {
-        "name": name or model.removeprefix(ZOO),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "data": batches,
-    }
-    if estimate is not None:
+    if estimate is not None and not quiet:
         from ..files.accelerators import accelerator
 
         gpu = accelerator(estimate)
-        if not quiet:
-            link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
-            limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
-            click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
-        measured = estimate_model(build, batch, gpu, options, **about)
-    else:
-        check_device(options.device)
-        measured = measure_model(build, batch, options, **about)
-    chain = measured.chain
-    if chain.edges is not None:  # blocks first: what takes no time may stand between two
-        chain = merge_zero_time(merge(chain)) if granularity == "block" or blocks else merge(merge_zero_time(chain))
-    if not quiet:
+        link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
+        limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
+        click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
+    options["microbatch"] = old_batch or options["microbatch"]
+    found = profile(model, gpu=estimate, say=_ignore if quiet else _progress, **options)
+    if not quiet and found.measured is not None:
         from ..report.measurements import print_measurements
 
         _progress("")
-        print_measurements(measured, chain)
-    for note in measured.notes:
+        print_measurements(found.measured, found.chain)
+    for note in found.notes:
         click.echo(f"note: {shown(note, SENTENCE)}", err=True)
-    write_text(output, profile_text(chain))
+    found.save(output)
     if output != "-":
-        click.echo(f"{len(chain)} layers written to {shown(output, SENTENCE)}")
+        click.echo(f"{len(found)} layers written to {shown(output, SENTENCE)}")
 
 
 def _ignore(_: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ..names import SENTENCE, shown
-from .options import PLAN, Output, refuse_unknown
+from .options import PLAN, Output
 
 
 @click.command()
@@ -21,6 +21,7 @@ def command(plan: str, output: str, schedule: str | None, microbatches: int | No
     \b
     Example: pipeplan report plan.json -o report.html
     """
+    from ..api.simulating import refuse_unknown
     from ..files.plans import load_plan
     from ..files.text import write_text
     from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule

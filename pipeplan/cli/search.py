@@ -1,10 +1,8 @@
-"""How does a command search for a plan, and where does it go then?"""
+"""How does a command show a search while it runs, and where does its plan go then?"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,8 +11,7 @@ from ..names import SENTENCE, shown
 from .options import JSON, Output, time_limit
 
 if TYPE_CHECKING:
-    from ..planner.incumbent import Settings
-    from ..planner.plan import Planned
+    from ..api.result import PlanResult
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -22,37 +19,26 @@ OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as J
 
 
 def search_options(command: Command) -> Command:
-    """Add the options of :func:`search`."""
+    """Add the options of :func:`search`, and the time limit."""
     limited = time_limit("Stop searching after this long, such as 30s, with the best so far.")
     return limited(OUTPUT(JSON(command)))
 
 
-def search(
-    find: Callable[[Settings], Planned],
-    show: Callable[[Planned], None],
-    output: str | None,
-    as_json: bool,
-    solver: str = "cbc",
-    gap: float | None = None,
-) -> None:
-    """Write or ``show`` what ``find`` finds, with the seconds that it took."""
-    from ..files.plans import plan_text
+def search(find: Callable[..., PlanResult], output: str | None, as_json: bool) -> None:
+    """Write or show what ``find(progress=, status=)`` finds, and meanwhile that it lives."""
     from ..files.text import write_text
-    from ..planner.incumbent import GAP, Settings, Status
+    from ..planner.incumbent import Status
     from .progress import LiveLine
 
-    began, status = time.perf_counter(), Status()
+    status = Status()
     with LiveLine(status) as live:
-        settings = Settings(solver, gap=GAP if gap is None else gap, progress=live.best, status=status)  # type: ignore[arg-type]  # click checked it
-        found = find(settings)
-    seconds = round(time.perf_counter() - began, 3)
-    plan = replace(found.plan, provenance=replace(found.plan.provenance, seconds=seconds))
-    text = plan_text(plan, found.evaluation) if as_json or output is not None else ""
+        found = find(progress=live.best, status=status)
+    text = found.text() if as_json or output is not None else ""
     if output is not None:
         write_text(output, text)
     if as_json and output != "-":
         write_text("-", text)
     elif output != "-":
-        show(replace(found, plan=plan))
+        found.show()
         if output is not None:
             click.echo(f"written to {shown(output, SENTENCE)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from fractions import Fraction
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,6 @@ from .options import (
     Output,
     Share,
     refuse_two_documents,
-    refuse_unknown,
-    whole_microbatches,
 )
 
 MOST_RUNS = 10**4
@@ -64,9 +63,6 @@ def command(
     plan: str,
     microbatches: int | None,
     names: tuple[str, ...],
-    jitter: float | None,
-    seed: int,
-    runs: int,
     width: int | None,
     links: bool,
     as_text: bool,
@@ -74,8 +70,6 @@ def command(
     trace: str | None,
     deadline: Deadline,
     as_json: bool,
-    weight_keeps: float | None,
-    batch: int | None,
     **options: Any,
 ) -> None:
     """Run PLAN in simulation: every operation as soon as its order and its inputs allow.
@@ -86,74 +80,58 @@ def command(
     Example: pipeplan simulate plan.json --microbatches 64
     Example: pipeplan simulate plan.json --schedule all --jitter 5%
     """
-    from ..errors import BadInput
+    from ..api.simulating import ALL, simulations
     from ..files.plans import load_plan
-    from ..files.schedule_csv import read_schedule
     from ..files.text import write_text
-    from ..planner.other_schedules import own_schedule
-    from ..planner.simulation import Refused, compare_schedules, simulate_plan, simulate_written
     from ..schedule.registry import schedules
 
-    files = [name for name in names if name.endswith(".csv")]
-    refuse_unknown([name for name in names if name not in files], "all")
-    if files and len(names) > 1:
-        raise BadInput("--schedule: one that is written in a file is simulated by itself")
     refuse_two_documents(as_json, trace=trace)
     if as_text and as_json:
         raise click.UsageError("say either --text or --json")
-    if (len(set(names)) > 1 or "all" in names) and (as_text or output or trace):
-        raise BadInput("--text, --output and --trace show one schedule; name only one")
-    if weight_keeps is not None:
-        options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
-    refused: list[Refused] = []
+    several = len(set(names)) > 1 or ALL in names
+    if several and (as_text or output or trace):
+        raise click.UsageError("--text, --output and --trace show one schedule; name only one")
+    each = 0 if options["jitter"] is None else options["runs"]
+    shakes = each * (len(schedules()) if ALL in names else len(names) or 1)
     with deadline.insist():
         loaded = load_plan(plan)
-        names = names or (own_schedule(loaded),)
-        if batch is not None:
-            options["batch"] = whole_microbatches(batch, loaded.chain.microbatch)
-        chosen = list(schedules()) if "all" in names else list(dict.fromkeys(names))
-        if files:
-            simulations = [simulate_written(loaded, read_schedule(files[0]), files[0])]
-        elif len(chosen) == 1:
-            simulations = [simulate_plan(loaded, microbatches, chosen[0], options)]
-        else:
-            simulations, refused = compare_schedules(loaded, chosen, microbatches, options)
-        if jitter is not None:
-            first = seed * MOST_RUNS  # so that two seeds share no run
-            simulations = _shaken(simulations, jitter, range(first, first + runs))
+        with _bar(shakes) as done:
+            found, refused = simulations(loaded, names, microbatches, done=done, **options)
     if output is not None:
         from ..report.figures import save_timeline
 
-        save_timeline(simulations[0], output)
+        save_timeline(found[0], output)
     if trace is not None:
         from ..report.chrome_trace import trace_text
 
-        write_text(trace, trace_text(simulations[0].timeline, loaded.platform))
+        write_text(trace, trace_text(found[0].timeline, loaded.platform))
     if trace == "-":
         return
     if as_text:
-        click.echo(simulations[0].timeline.program.text(), nl=False)
+        click.echo(found[0].timeline.program.text(), nl=False)
     elif as_json:
-        figures: Any = [simulation.figures() for simulation in simulations]
-        if len(chosen) > 1:
+        figures: Any = [simulation.figures() for simulation in found]
+        if several:
             figures = {"schedules": figures, "refused": [{"schedule": x.schedule, "reason": x.reason} for x in refused]}
         else:
             figures = figures[0]
         click.echo(json.dumps(figures, indent=1))
-    elif len(chosen) > 1:
+    elif several:
         from ..report.simulations import print_schedules
 
-        print_schedules(simulations, refused, loaded, width)
+        print_schedules(found, refused, loaded, width)
     else:
         from ..report.simulations import print_simulation
 
-        print_simulation(simulations[0], width, links)
+        print_simulation(found[0], width, links)
 
 
-def _shaken(simulations: list[Any], jitter: float, seeds: range) -> list[Any]:
-    """Return the simulations with their runs under jitter, showing progress on standard error."""
-    from ..planner.simulation import under_jitter
-
-    progress: Any = click.progressbar(length=len(simulations) * len(seeds), label="jitter", file=sys.stderr)
+@contextmanager
+def _bar(runs: int) -> Iterator[Callable[[], None]]:
+    """Yield what hears of each run under jitter, and shows progress on standard error."""
+    if not runs:
+        yield lambda: None
+        return
+    progress: Any = click.progressbar(length=runs, label="jitter", file=sys.stderr)
     with progress as bar:
-        return [under_jitter(simulation, jitter, seeds, partial(bar.update, 1)) for simulation in simulations]
+        yield partial(bar.update, 1)

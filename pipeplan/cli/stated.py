@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 NAMES = ("split", "replicas", "on", "recompute")
-SEARCH = ("algorithm", "effort", "gap", "data_parallel")  # how to search
 
 
 def stated_options(command: Command) -> Command:
@@ -37,20 +35,3 @@ def stated_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
-
-
-def stated_of(shared: dict[str, Any]) -> dict[str, str] | None:
-    """Take the options of :func:`stated_options` out of ``shared`` and return those given, None without --split.
-
-    UsageError where they go without --split, or where it goes with an option that says how to search.
-    """
-    given = {name: value for name in NAMES if (value := shared.pop(name)) is not None}
-    if not given:
-        return None
-    if "split" not in given:
-        raise click.UsageError(f"--{next(iter(given))} goes with --split, which says the stages")
-    context = click.get_current_context()
-    for name in SEARCH:
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--split searches nothing; leave out --{name.replace('_', '-')}")
-    return given

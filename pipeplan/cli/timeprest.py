@@ -8,7 +8,8 @@ import click
 
 from ..errors import BadInput
 from ..names import SENTENCE, shown
-from .options import JSON, Count, Output, parse_counts
+from ..units import parse_counts
+from .options import JSON, Count, Output
 
 MOST_SCHEDULES = 1000  # of a table
 DEFAULT_RANGE = "2-8"

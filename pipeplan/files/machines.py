@@ -7,10 +7,9 @@ import re
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Device, Level, Platform
-from ..units import format_bandwidth, format_bytes, parse_bandwidth, parse_bytes, parse_time
+from ..units import MOST_COUNT, format_bandwidth, format_bytes, parse_bandwidth, parse_bytes, parse_time
 from .accelerators import Accelerator, accelerator, accelerators
 
-MOST_COUNT = 4096  # GPUs that any command plans for
 DEFAULT_BANDWIDTH = "12GB/s"
 DEFAULT_NETWORK = "100Gbps"
 

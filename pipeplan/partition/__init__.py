@@ -7,8 +7,8 @@ its own model says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from ..plan import Allocation
 from .balance import balance, data_parallel
@@ -21,13 +21,13 @@ from .pipedream.paper import pipedream
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """A registered partitioner: ``optimal`` says whether its first allocation is the best contiguous one; ``options``
-    names the keyword arguments that it takes."""
+    names the keyword arguments that it takes, and the values of each, the default first."""
 
     partition: Callable[..., Iterator[Allocation]]
     summary: str
     source: str
     optimal: bool = False
-    options: tuple[str, ...] = ()
+    options: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -41,7 +41,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         madpipe,
         "exact over all plans with one special device of several stages, as MadPipe charges its memory",
         "MadPipe section 4.2, solved without a grid",
-        options=("charge",),
+        options={"charge": ("full", "tight", "paper"), "split": (False, True)},
     ),
     "madpipe-paper": Algorithm(
         madpipe_paper, "MadPipe's dynamic program on its published grid", "MadPipe section 4.2, Algorithm 1"
@@ -50,7 +50,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         pipedream,
         "hierarchical dynamic program with replicated stages, blind to memory in flight",
         "PipeDream section 3.1",
-        options=("straight", "mode"),
+        options={"straight": (False, True), "mode": ("paper", "released")},
     ),
     "balance": Algorithm(balance, "equal compute per device, one stage each", "baseline (block partition)"),
     "data-parallel": Algorithm(data_parallel, "the whole model on every device", "baseline"),

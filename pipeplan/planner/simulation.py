@@ -20,12 +20,13 @@ from ..schedule.steady import SteadyRun
 from ..schedule.timeline import Timeline, flush_makespan_ns
 from ..schedule.weight_versions import kept_by_stages, weight_policy
 from ..schedule.written import Written
+from ..units import format_ns
 from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
 Progress = Callable[[], None]  # called after each simulated run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """The timeline of a plan under a schedule; ``promised`` is what the plan's own pattern promises.
 
@@ -37,6 +38,13 @@ class Simulation:
     promised: Evaluation
     timeline: Timeline
     jitter_ns: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Simulation {self.name}, {self.timeline.program.microbatches} microbatches: "
+            f"{format_ns(self.per_microbatch_ns)} each, makespan {format_ns(self.makespan_ns)}, "
+            f"{'fits' if self.fits else 'needs more memory than there is'}>"
+        )
 
     @property
     def own(self) -> bool:

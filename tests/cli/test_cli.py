@@ -191,7 +191,7 @@ BAD_OPTIONS = {
     "bandwidth in bytes": ([*SMALL, "--bandwidth", "12GB"], "write 12GB/s or 10Gbps"),
     "latency without unit": ([*SMALL, "--latency", "5"], "'5' has no unit"),
     "unknown algorithm": ([*SMALL, "--algorithm", "magic"], "'magic' is not one of"),
-    "an option of another algorithm": ([*SMALL, "--straight"], "--straight is not an option of --algorithm"),
+    "an option of another algorithm": ([*SMALL, "--straight"], "-O straight is not an option of --algorithm"),
     "no such profile": ([*SMALL, "--platform", "x.json"], "--platform already says"),
 }
 

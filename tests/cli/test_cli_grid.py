@@ -171,7 +171,8 @@ def test_pipelines_that_share_the_optimizers_state_need_less_memory(profile: str
     [
         (["--zero", "1", "--no-replicas"], "--zero 1 and --no-replicas contradict each other: there is nobody to"),
         (["--data-parallel", "auto"], "say its samples with --batch"),
-        (["--microbatch", "2"], "--microbatch goes with --data-parallel"),
+        (["--microbatch", "2"], "--microbatch: the profile's microbatches have 1 samples, not 2"),
+        (["--microbatch", "1,2"], "several sizes are for --data-parallel to choose from"),
         (["--overlap"], "--overlap goes with --data-parallel"),
         (["--data-parallel", "auto", "--batch", "16", "--weights", "2bw"], "which is --weights flush, not 2bw"),
         (["--data-parallel", "auto", "--batch", "16", "--accumulate", "4"], "leave out --accumulate"),

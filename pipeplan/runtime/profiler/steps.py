@@ -255,10 +255,14 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def check_device(device: str) -> None:
-    """Raise BadInput when ``device`` is a GPU and torch sees none."""
-    if device == "cuda" and not torch.cuda.is_available():
+def chosen_device(choice: str) -> str:
+    """Return where to measure: ``auto`` is a GPU if torch sees one; BadInput for ``cuda`` where it sees none."""
+    seen = torch.cuda.is_available()
+    if choice == "cuda" and not seen:
         raise BadInput("--device cuda: torch sees no GPU here; measure on the CPU or use --estimate GPU")
+    if choice == "auto":
+        return "cuda" if seen else "cpu"
+    return choice
 
 
 def optimizer_of(name: str, foreach: bool | None = None) -> MakeOptimizer:

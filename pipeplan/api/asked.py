@@ -1,0 +1,166 @@
+"""Which problem do the words of a question describe: which machine, which weights, what may be recomputed?
+
+The names are those of the command line's options, and so are the sentences that refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, TypedDict
+
+from ..deadline import NEVER, Deadline
+from ..errors import BadInput
+from ..files.machines import gpu_counts, platform_of_gpus
+from ..files.platforms import read_platform, reserving
+from ..partition.merging import merging
+from ..problem import Chain, Checkpointing, Platform, Policy, Problem, Weights, Zero
+from ..units import parse_time
+from .profiles import Profile
+
+RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
+WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
+
+
+class Asked(TypedDict, total=False):
+    """What can be said of a problem, all of it optional: see :func:`problem_of`."""
+
+    gpus: int | str | tuple[int, ...] | None
+    gpu: str | None
+    mem: int | str | None
+    reserve: int | str | None
+    bandwidth: int | str | None
+    network: int | str | None
+    latency: str | None
+    platform: str | Platform | None
+    blocking_transfers: bool
+    granularity: str
+    blocks: str | None
+    weights: Weights | None
+    accumulate: int | None
+    batch: int | None
+    optimizer: Literal["sgd", "momentum", "adam"]
+    precision: Literal["fp32", "mixed"]
+    offload: bool | None
+    bytes_per_parameter: int | None
+    zero: Zero
+    no_replicas: bool
+    checkpointing: Checkpointing | None
+    vertical_sync: bool
+
+
+def problem_of(
+    profile: Profile,
+    *,
+    gpus: int | str | tuple[int, ...] | None = None,
+    gpu: str | None = None,
+    mem: int | str | None = None,
+    reserve: int | str | None = None,
+    bandwidth: int | str | None = None,
+    network: int | str | None = None,
+    latency: str | None = None,
+    platform: str | Platform | None = None,
+    blocking_transfers: bool = False,
+    granularity: str = "node",
+    blocks: str | None = None,
+    weights: Weights | None = None,
+    accumulate: int | None = None,
+    batch: int | None = None,
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd",
+    precision: Literal["fp32", "mixed"] = "fp32",
+    offload: bool | None = None,
+    bytes_per_parameter: int | None = None,
+    zero: Zero = 0,
+    no_replicas: bool = False,
+    checkpointing: Checkpointing | None = None,
+    vertical_sync: bool = False,
+    segments: bool = True,
+    deadline: Deadline = NEVER,
+) -> tuple[Problem, list[str]]:
+    """Return the problem of a profile and what is said of it, and the assumptions made where nothing is said.
+
+    Sizes are texts such as ``"16GB"`` or bytes, rates ``"12GB/s"`` or bytes per second, times texts such as ``"5us"``.
+    ``gpus`` are a number or ``"2x8"``, ``platform`` a file or a Platform instead. ``segments`` says whether segments of
+    layers may be recomputed where ``checkpointing`` doesn't say what may. BadInput for what contradicts.
+    """
+    if offload and bytes_per_parameter is not None:
+        raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
+    weights = weights or WEIGHTS
+    if vertical_sync and weights not in ("stash", "latest"):
+        raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
+    whole, merge = profile.chain, merging(granularity, blocks)
+    given = {"gpus": gpus, "mem": _size(mem), "gpu": gpu, "bandwidth": _rate(bandwidth), "network": _rate(network),
+             "latency": latency}  # fmt: skip
+    where, assumptions = _platform(platform, whole, given)
+    where = replace(where, blocking=where.blocking or blocking_transfers)
+    if reserve == "auto":
+        reserve = None if whole.of_cpu else RESERVE
+    if reserve is not None:
+        where = reserving(where, str(_size(reserve)), "--reserve")
+    chain = merge(whole)
+    if chain is not whole and where.devices[0].times is not None:
+        raise BadInput("--granularity merges layers of one profile; devices with their own need node")
+    if zero and no_replicas:
+        raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
+    if zero and bytes_per_parameter is not None:
+        raise BadInput("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
+    every = _microbatches(accumulate, batch, chain.microbatch)
+    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero)
+    if bytes_per_parameter is not None:
+        policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
+    allowed = checkpointing or ("segments" if segments else "stages")
+    problem = Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline)
+    return problem, [*assumptions, *profile.assumptions]
+
+
+def deadline_of(time_limit: str | Deadline | None) -> Deadline:
+    """Return the deadline that a time such as ``"30s"`` sets from now on; one that is given already as it is."""
+    if time_limit is None or isinstance(time_limit, Deadline):
+        return time_limit or NEVER
+    return Deadline.within(parse_time(time_limit, "--time-limit") / 1e9)
+
+
+def whole_microbatches(batch: int, each: int) -> int:
+    """Return how many microbatches of ``each`` samples a batch has; BadInput names the nearest that have whole ones."""
+    if batch % each == 0:
+        return batch // each
+    nearest = [str(x) for x in (batch - batch % each, batch - batch % each + each) if x]
+    raise BadInput(
+        f"--batch: {batch} samples are no multiple of the profile's microbatches of {each}; "
+        f"the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"
+    )
+
+
+def _microbatches(accumulate: int | None, batch: int | None, each: int) -> int | None:
+    """Return the microbatches per update that --accumulate or --batch says, with ``each`` so many samples."""
+    if batch is None:
+        return accumulate
+    count = whole_microbatches(batch, each)
+    if accumulate not in (None, count):
+        raise BadInput(
+            f"--batch {batch} is {count} microbatches of {each} samples an update, --accumulate says {accumulate}"
+        )
+    return count
+
+
+def _platform(
+    given: str | Platform | None, chain: Chain, said: dict[str, int | str | tuple[int, ...] | None]
+) -> tuple[Platform, list[str]]:
+    """Return the platform that is given, or in a file, or that of GPUs by name and number, and what was assumed."""
+    if given is not None:
+        more = [f"--{name}" for name, value in said.items() if value is not None]
+        if more:
+            raise BadInput(f"--platform already says what {', '.join(more)} would")
+        return given if isinstance(given, Platform) else read_platform(given, chain), []
+    counts = said.pop("gpus")
+    if counts is None:
+        raise BadInput("say the platform: --gpus, and --mem or --gpu, or --platform FILE")
+    counts = counts if isinstance(counts, tuple) else gpu_counts(str(counts))
+    return platform_of_gpus(counts, **said, chain=chain)  # type: ignore[arg-type]  # texts but for the counts
+
+
+def _size(value: int | str | None) -> str | None:
+    return f"{value}B" if isinstance(value, int) else value
+
+
+def _rate(value: int | str | None) -> str | None:
+    return f"{value}B/s" if isinstance(value, int) else value

@@ -1,0 +1,94 @@
+"""Which algorithm finds the best plan for a profile, over numbers of GPUs and memories?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+from ..deadline import NEVER, Deadline
+from ..errors import BadInput, PipeplanError
+from ..names import shown
+from ..partition import ALGORITHMS
+from ..planner.compare import GPIPE, OnePlatform
+from ..planner.compare import compare as compared
+from ..planner.incumbent import GAP, Settings
+from ..planner.plan import AUTO
+from ..problem import Problem
+from ..units import parse_bytes, parse_counts
+from .asked import Asked, deadline_of, problem_of
+from .planning import Effort, Given, Solver
+from .profiles import as_profile
+
+DEFAULT = ("data-parallel", GPIPE, "pipedream", "contiguous", AUTO)
+NAMES = (AUTO, GPIPE, *ALGORITHMS)
+MOST_CASES = 1000  # without a time limit
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of one platform each, of ``total`` that were asked for, on the network of ``problem``."""
+
+    problem: Problem
+    assumptions: tuple[str, ...]
+    rows: tuple[OnePlatform, ...]
+    total: int
+
+    def __repr__(self) -> str:
+        names = ", ".join(cell.algorithm for cell in self.rows[0].cells)
+        return f"<Comparison {shown(self.problem.chain.name)}: {names} on {len(self.rows)} platforms>"
+
+    def show(self, width: int | None = None) -> None:
+        """Print the table, as ``pipeplan compare`` does."""
+        from ..report.comparison import print_rows
+
+        print_rows(self.problem, self.rows, self.assumptions, width)
+
+
+def compare(
+    profile: Given,
+    *,
+    algorithms: Sequence[str] = DEFAULT,
+    effort: Effort | None = None,
+    gap: float | None = None,
+    solver: Solver = "cbc",
+    time_limit: str | Deadline | None = None,
+    begins: Callable[[int, int], None] = lambda platforms, searches: None,
+    done: Callable[[OnePlatform], None] = lambda row: None,
+    **asked: Unpack[Asked],
+) -> Comparison:
+    """Return what each of ``algorithms`` reaches for ``gpus`` such as ``"2-8"`` and ``mem`` such as ``"3GB,4GB"``.
+
+    All update weights equally often: see :func:`..planner.compare.compare`. ``begins`` hears how many platforms and
+    searches there are, ``done`` of each platform. PipeplanError where ``time_limit`` leaves none.
+    """
+    for name in algorithms:
+        if name not in NAMES:
+            raise BadInput(f"--algorithms: '{shown(name)}' is not one of {', '.join(NAMES)}")
+    if asked.get("platform") is not None:
+        raise BadInput("compare builds its platforms from --gpus and --mem; --platform says one")
+    deadline = deadline_of(time_limit)
+    gpus, mem = asked.get("gpus") or "", asked.get("mem") or ""
+    counts = list(gpus) if isinstance(gpus, tuple) else parse_counts(str(gpus), "--gpus")
+    memories = [mem] if isinstance(mem, int) else [parse_bytes(size, "--mem") for size in mem.split(",")]
+    total = len(counts) * len(memories)
+    if total > MOST_CASES and deadline is NEVER:
+        searches = f"{len(counts)} x {len(memories)} cases, {total * len(algorithms)} searches"
+        raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
+    begins(total, total * len(algorithms))
+    asked["gpus"], asked["mem"] = (counts[0],), min(memories)
+    given = as_profile(profile, asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision", "fp32"))
+    problem, assumptions = problem_of(given, **asked, deadline=deadline)
+    settings = Settings(solver, gap=GAP if gap is None else gap)
+    rows: list[OnePlatform] = []
+    for row in compared(
+        problem, counts, memories, algorithms, clock=time.process_time, settings=settings, effort=effort or "normal"
+    ):
+        if deadline.passed:  # this row may have been cut short
+            break
+        rows.append(row)
+        done(row)
+    if not rows:
+        raise PipeplanError("the time limit ended the comparison before its first case was done")
+    return Comparison(problem, tuple(assumptions), tuple(rows), total)

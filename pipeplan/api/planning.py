@@ -1,0 +1,240 @@
+"""Which plan is best for a profile on a machine, or what is a stated one worth? One call, whatever searches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from ..check.targets import TARGETS
+from ..deadline import Deadline
+from ..errors import BadInput
+from ..files.plans import load_plan
+from ..names import shown
+from ..partition import ALGORITHMS
+from ..partition.merging import merging
+from ..plan import Plan, ScheduleKind
+from ..planner.incumbent import GAP, Settings, Status
+from ..planner.plan import AUTO, Planned
+from ..problem import Chain
+from ..units import parse_time
+from .asked import Asked, deadline_of, problem_of
+from .profiles import Profile, as_profile, is_name
+from .result import PlanResult
+
+Effort = Literal["quick", "normal", "high"]
+Solver = Literal["cbc", "highs"]
+Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
+
+
+def plan(
+    profile: Given,
+    *,
+    algorithm: str = AUTO,
+    options: Mapping[str, Any] | None = None,
+    for_: str | None = None,
+    schedule: ScheduleKind | None = None,
+    limit: int | None = None,
+    split: str | None = None,
+    replicas: str | None = None,
+    on: str | None = None,
+    recompute: str | None = None,
+    effort: Effort | None = None,
+    gap: float | None = None,
+    solver: Solver = "cbc",
+    time_limit: str | Deadline | None = None,
+    microbatch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    status: Status | None = None,
+    **asked: Unpack[Asked],
+) -> PlanResult:
+    """Return the best validated plan found for ``profile`` on what ``asked`` describes; Infeasible, explained, if none.
+
+    ``profile`` is one, its file, or the name of a model, which is estimated for ``gpu`` in microbatches of
+    ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.asked.problem_of`.
+    ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
+    ``time_limit`` (``"30s"``) has passed; with ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
+    is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
+    ``limit`` are as in :func:`..planner.plan.make_plan`. ``progress`` hears of each improvement, ``status`` says at any
+    time what is going on. BadInput for what contradicts.
+    """
+    from ..planner.alternatives import with_alternatives
+    from ..planner.plan import make_plan
+    from ..planner.restricted import make_target_plan, with_price
+    from ..planner.stated import STATED
+
+    deadline = deadline_of(time_limit)
+    stated = _stated(algorithm, effort, gap, split=split, replicas=replicas, on=on, recompute=recompute)
+    options = _known(algorithm, options or {})
+    if gap is not None and algorithm != AUTO:
+        raise BadInput("--gap says when --algorithm auto may stop; leave it out")
+    if for_ is not None:
+        _refuse_with_target(for_, algorithm, stated is not None, schedule, limit, asked)
+        asked["weights"] = "flush"
+    status = status or Status()
+    merging(asked.get("granularity", "node"), asked.get("blocks"))  # refuses before anything is read
+    given = _given(profile, asked, microbatch, status)
+    problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=deadline)
+    settings = Settings(solver, gap=GAP if gap is None else gap, progress=progress, status=status)
+    effort, began = effort or "normal", time.perf_counter()
+    if for_ is not None:
+        found = make_target_plan(problem, for_, settings, effort, () if schedule is None else (schedule,))
+        found = with_price(found, problem, settings, effort)
+    elif stated is not None:  # other stages than the stated ones are no alternatives
+        found = make_plan(problem, STATED, stated, settings, effort, schedule, limit)
+    else:
+        found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
+        found = with_alternatives(found, problem)
+    return _timed(found, assumptions, began)
+
+
+def grid(
+    profile: Given,
+    *,
+    pipelines: int | None = None,
+    microbatches: Sequence[int] | None = None,
+    profiles: Sequence[Given] = (),
+    layer_overhead: str = "0",
+    overlap: bool = False,
+    limit: int | None = None,
+    effort: Effort | None = None,
+    time_limit: str | Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
+    status: Status | None = None,
+    **asked: Unpack[Asked],
+) -> PlanResult:
+    """Return the plan of the stages x equal ``pipelines`` (None: any) that are done first with ``batch`` samples.
+
+    ``microbatches`` are the sizes to choose from, by default those that are profiled: of ``profile`` and of further
+    ``profiles`` of the same network; a model by its name is estimated at each size. ``layer_overhead`` is the part of a
+    layer's pass that doesn't shrink with the microbatch. What is ``asked`` is as in :func:`plan`, but that weights are
+    ``flush``, with an update for each batch, and replicas are the pipelines.
+    """
+    from ..planner.grid.plan import make_grid_plan
+    from ..planner.grid.problem import grid_problem
+
+    deadline = deadline_of(time_limit)
+    _refuse_with_grid(asked)
+    batch, asked["batch"], asked["weights"] = asked.get("batch"), None, "flush"
+    if batch is None:
+        raise BadInput("--data-parallel plans for a batch; say its samples with --batch")
+    merged = merging(asked.get("granularity", "node"), asked.get("blocks"))
+    status = status or Status()
+    sizes = sorted(set(microbatches)) if microbatches and is_name(profile) else [None]
+    first, *others = [_given(profile, asked, size, status) for size in sizes] + [
+        _given(other, asked, None, status) for other in profiles
+    ]
+    problem, assumptions = problem_of(first, **asked, deadline=deadline)
+    question, more = grid_problem(
+        problem,
+        batch,
+        [problem.chain, *(merged(other.chain) for other in others)],
+        microbatches,
+        pipelines=pipelines,
+        fixed_ns=parse_time(layer_overhead, "--layer-overhead"),
+        offload=asked.get("offload"),
+        overlap=overlap,
+        limit=limit,
+    )
+    began = time.perf_counter()
+    found = make_grid_plan(question, Settings(progress=progress, status=status), effort or "normal")
+    return _timed(found, [*assumptions, *more], began)
+
+
+def read_plan(path: str | Path) -> PlanResult:
+    """Return the plan in a file, checked; InvalidPlan says all that is wrong with it."""
+    from ..check.evaluate import evaluate
+
+    loaded = load_plan(str(path))
+    return PlanResult(loaded, evaluate(loaded))
+
+
+def result_of(given: Plan) -> PlanResult:
+    """Return a valid plan as a result."""
+    from ..check.evaluate import evaluate
+
+    return PlanResult(given, evaluate(given))
+
+
+def _given(profile: Given, asked: Asked, microbatch: int | None, status: Status) -> Profile:
+    """Return the profile that is given; a model by its name as estimated for what is asked."""
+    if is_name(profile):
+        status.phase = "estimate"
+    found = as_profile(
+        profile, asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision", "fp32"), microbatch
+    )
+    status.phase = "search"
+    return found
+
+
+def _timed(found: Planned, assumptions: Sequence[str], began: float) -> PlanResult:
+    """Return what was found, with the seconds since ``began``."""
+    seconds = round(time.perf_counter() - began, 3)
+    plan = replace(found.plan, provenance=replace(found.plan.provenance, seconds=seconds))
+    return PlanResult(plan, found.evaluation, tuple(assumptions))
+
+
+def _stated(algorithm: str, effort: str | None, gap: float | None, **given: str | None) -> dict[str, str] | None:
+    """Return what states a configuration, None where nothing does; BadInput beside what says how to search."""
+    said = {name: value for name, value in given.items() if value is not None}
+    if not said:
+        return None
+    if "split" not in said:
+        raise BadInput(f"--{next(iter(said))} goes with --split, which says the stages")
+    searching = {"algorithm": algorithm != AUTO, "effort": effort is not None, "gap": gap is not None}
+    for name, there in searching.items():
+        if there:
+            raise BadInput(f"--split searches nothing; leave out --{name}")
+    return said
+
+
+def _known(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an algorithm that are given; BadInput for those that it doesn't have."""
+    if algorithm != AUTO and algorithm not in ALGORITHMS:
+        raise BadInput(f"--algorithm: '{shown(algorithm)}' is not one of {', '.join((AUTO, *ALGORITHMS))}")
+    knobs = {} if algorithm == AUTO else ALGORITHMS[algorithm].options
+    for name, value in options.items():
+        if name not in knobs:
+            has = f"it has {', '.join(knobs)}" if knobs else "it has none"
+            raise BadInput(f"-O {shown(name)} is not an option of --algorithm {algorithm}; {has}")
+        if value not in knobs[name]:
+            among = ", ".join(str(x).lower() for x in knobs[name])
+            raise BadInput(f"-O {name}: '{shown(str(value))}' is not one of {among}")
+    return dict(options)
+
+
+def _refuse_with_target(
+    target: str, algorithm: str, stated: bool, schedule: ScheduleKind | None, limit: int | None, asked: Asked
+) -> None:
+    """Raise BadInput for what contradicts --for."""
+    if target not in TARGETS:
+        raise BadInput(f"--for: '{shown(target)}' is not one of {', '.join(TARGETS)}")
+    if algorithm != AUTO or stated:
+        said = "--split" if stated else f"--algorithm {algorithm}"
+        raise BadInput(f"--for has a search of its own; leave out {said}")
+    if schedule is not None and schedule not in TARGETS[target].kinds:
+        raise BadInput(f"--for {target} plans {' or '.join(TARGETS[target].kinds)}, not --schedule {schedule}")
+    if asked.get("vertical_sync") or limit is not None:
+        said = "--vertical-sync" if asked.get("vertical_sync") else "--limit"
+        raise BadInput(f"--for {target} drains; leave out {said}")
+    if asked.get("checkpointing") not in (None, "none"):
+        raise BadInput(f"--for {target} recomputes as that can; leave out --checkpointing, or say none")
+    _refuse_other_weights("--for", asked, "drains the pipelines after every mini-batch")
+
+
+def _refuse_with_grid(asked: Asked) -> None:
+    """Raise BadInput for what contradicts a grid."""
+    _refuse_other_weights("--data-parallel", asked, "drains the pipelines after every batch")
+    if asked.get("accumulate") is not None:
+        raise BadInput("--data-parallel updates weights once per --batch; leave out --accumulate")
+    if asked.get("no_replicas"):
+        raise BadInput("--data-parallel and --no-replicas contradict each other; --data-parallel 1 has none")
+    if asked.get("vertical_sync"):
+        raise BadInput("--data-parallel plans message-driven pipelines that drain; leave out --vertical-sync")
+
+
+def _refuse_other_weights(option: str, asked: Asked, why: str) -> None:
+    if asked.get("weights") not in (None, "flush"):
+        raise BadInput(f"{option} {why}, which is --weights flush, not {asked.get('weights')}")

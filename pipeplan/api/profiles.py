@@ -1,0 +1,206 @@
+"""What does a network cost, layer by layer? A profile from a file, from a model by its name, or from a live module."""
+
+from __future__ import annotations
+
+import datetime
+import html
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import BadInput
+from ..files.accelerators import accelerator
+from ..files.profiles import profile_text
+from ..files.profiles import read_profile as read_chain
+from ..files.text import write_text
+from ..names import shown
+from ..partition.merging import merging
+from ..problem import Chain, Layer
+from ..units import format_bytes, format_ns
+from ..zoo import ZOO
+from .models import named_function, named_model
+
+if TYPE_CHECKING:
+    from ..runtime.profiler.measure import MeasuredModel
+
+HUGGING_FACE = "hf:"
+MICROBATCH = 8  # samples, where nobody says
+STEPS = 10
+SECONDS = 30.0
+HALF = {"fp32": "float32", "mixed": "bfloat16"}  # in what a model is estimated that is planned for in a precision
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, repr=False)
+class Profile:
+    """A network's layers with their times and bytes; ``chain`` is the whole of it, as planning takes it.
+
+    ``measured`` has how steady the times were, of a profile that was made here. ``assumptions`` say in words what
+    wasn't said, ``notes`` what its author's module gave up to be run by layers.
+    """
+
+    chain: Chain
+    assumptions: tuple[str, ...] = ()
+    measured: MeasuredModel | None = None
+
+    @property
+    def name(self) -> str:
+        """The network's name."""
+        return self.chain.name
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers, the loss last: times in ns and bytes, of one microbatch."""
+        return self.chain.layers
+
+    @property
+    def microbatch(self) -> int:
+        """Samples that run together."""
+        return self.chain.microbatch
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of it should know."""
+        return () if self.measured is None else self.measured.notes
+
+    def __len__(self) -> int:
+        return len(self.chain)
+
+    def merged(self, granularity: str = "block", blocks: str | None = None) -> Profile:
+        """Return the profile with layers merged as ``--granularity`` and ``--blocks`` say it."""
+        return replace(self, chain=merging(granularity, blocks)(self.chain))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, atomically; BadInput where nothing can be written."""
+        write_text(str(path), profile_text(self.chain))
+
+    def __repr__(self) -> str:
+        sums = self.chain.sums
+        return (
+            f"<Profile {shown(self.name)}: {len(self)} layers, microbatch {self.microbatch}, "
+            f"forward {format_ns(int(sums.forward_ns[-1]))}, backward {format_ns(int(sums.backward_ns[-1]))}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = (
+            f"<tr><td style='text-align:left'>{html.escape(shown(x.name))}</td><td>{format_ns(x.forward_ns)}</td>"
+            f"<td>{format_ns(x.backward_ns)}</td><td>{format_bytes(x.weight_bytes)}</td>"
+            f"<td>{format_bytes(x.output_bytes)}</td></tr>"
+            for x in self.layers
+        )
+        head = "".join(f"<th>{name}</th>" for name in ("layer", "forward", "backward", "weights", "output"))
+        return f"<p>{html.escape(repr(self)[1:-1])}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Return the profile in a file: this project's JSON, or PipeDream's ``graph.txt``; ``-`` is standard input."""
+    chain = read_chain(str(path))
+    unsaid = chain.microbatch == 1 and not str(path).endswith(".json")
+    said = "the profile doesn't say its microbatch size; throughput counts microbatches"
+    return Profile(chain, (said,) if unsaid else ())
+
+
+def as_profile(
+    given: Profile | Chain | str | Path,
+    gpu: str | None = None,
+    optimizer: str = "sgd",
+    precision: str = "fp32",
+    microbatch: int | None = None,
+) -> Profile:
+    """Return what is given as a profile: one, a chain, a file, or a model by its name, estimated for ``gpu``.
+
+    BadInput for a model without a GPU, or a ``microbatch`` of a profile that has its own.
+    """
+    if isinstance(given, str) and is_name(given):
+        if gpu is None:
+            raise BadInput(
+                f"{shown(given)}: a model is planned for by an estimate: name its GPU with --gpu (pipeplan list has "
+                f"them), or measure it first: pipeplan profile {shown(given)} -o profile.json"
+            )
+        found = profile(given, gpu=gpu, microbatch=microbatch, optimizer=optimizer, dtype=HALF[precision])
+        what = f"layers as estimated for {found.chain.device.removesuffix(' (estimated)')}, not measured"
+        return replace(found, assumptions=(f"{what}, microbatches of {found.microbatch} in {HALF[precision]}",))
+    if isinstance(given, Profile | Chain):
+        found = Profile(given) if isinstance(given, Chain) else given
+    else:
+        found = read_profile(given)
+    if microbatch not in (None, found.microbatch):
+        raise BadInput(f"--microbatch: the profile's microbatches have {found.microbatch} samples, not {microbatch}")
+    return found
+
+
+def is_name(given: object) -> bool:
+    """Whether it names a model, as ``zoo:NAME``, ``hf:CONFIG`` or ``module:function``, and no file."""
+    if not isinstance(given, str):
+        return False
+    if given.startswith((ZOO, HUGGING_FACE)):
+        return True
+    return FUNCTION.fullmatch(given) is not None and not Path(given).exists()
+
+
+def profile(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[..., Any] | None = None,
+    *,
+    gpu: str | None = None,
+    microbatch: int | None = None,
+    data: Callable[[int, int], Any] | str | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: str | None = None,
+    optimizer: str = "sgd",
+    granularity: str = "node",
+    blocks: str | None = None,
+    name: str | None = None,
+    **measuring: Any,
+) -> Profile:
+    """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
+
+    ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
+    loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
+    as it is. ``microbatch`` are samples: of a live module those of its inputs, by default the length of the first
+    tensor's first dimension. ``data(index, seed)`` gives inputs and targets to measure with. ``dtype`` is one of
+    torch's, by name. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
+    Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
+    """
+    from ..partition.granularity import merge_zero_time
+    from ..runtime.profiler.estimate import estimate_model
+    from ..runtime.profiler.live import builder_of_live, samples_in
+    from ..runtime.profiler.measure import measure_model
+    from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of, optimizer_of
+
+    merge = merging(granularity, blocks)
+    if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto"):
+        raise BadInput("--estimate needs no device; leave out --device and --hold")
+    if isinstance(model, str):
+        batch = microbatch or MICROBATCH
+        build, batches = named_model(model, batch)
+        called = model.removeprefix(ZOO)
+    else:
+        batch = microbatch or samples_in(inputs)
+        build, batches = builder_of_live(model, inputs, loss, fake=gpu is not None), None
+        called = type(model).__name__
+    if data is not None:
+        batches = named_function(data, "--data") if isinstance(data, str) else data
+    options = MeasureOptions(
+        dtype=None if dtype is None else dtype_of(dtype),
+        optimizer=optimizer_of(optimizer, foreach=None if gpu is None else True),
+        device="cpu" if gpu is not None else chosen_device(device),
+        **{"steps": STEPS, "seconds": SECONDS} | measuring,
+    )
+    about: dict[str, Any] = {
+        "name": name or called,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "data": batches,
+    }
+    if gpu is not None:
+        measured = estimate_model(build, batch, accelerator(gpu), options, **about)
+    else:
+        measured = measure_model(build, batch, options, **about)
+    chain = measured.chain
+    if chain.edges is not None:  # blocks first: what takes no time may stand between two
+        blocked = granularity == "block" or blocks is not None
+        chain = merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
+    return Profile(chain, measured=measured)

@@ -1,0 +1,73 @@
+"""How does a plan run in simulation, under its own schedule, others, or one that is written in a file?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from ..errors import BadInput
+from ..files.schedule_csv import read_schedule
+from ..names import shown
+from ..plan import Plan
+from ..planner.other_schedules import own_schedule
+from ..planner.simulation import Refused, Simulation, compare_schedules, simulate_plan, simulate_written, under_jitter
+from ..schedule.registry import schedules
+from .asked import whole_microbatches
+
+ALL = "all"
+MOST_RUNS = 10**4  # under jitter
+RUNS = 20
+
+
+def simulations(
+    plan: Plan,
+    names: Sequence[str] = (),
+    microbatches: int | None = None,
+    *,
+    batch: int | None = None,
+    depth: int | None = None,
+    chunks: int | None = None,
+    limit: int | None = None,
+    weight_keeps: float | None = None,
+    jitter: float | None = None,
+    seed: int = 0,
+    runs: int = RUNS,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[list[Simulation], list[Refused]]:
+    """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
+
+    No name is its own, ``all`` are all, one that ends in .csv is read as torch writes it and stands alone. One alone is
+    not refused but BadInput. ``batch`` are samples per update, ``depth``, ``chunks``, ``limit`` and ``weight_keeps``
+    (a share) are options of the schedules that have them. With ``jitter``, a share, each is run ``runs`` times more
+    with durations drawn around the planned ones; ``done`` hears of each.
+    """
+    files = [name for name in names if name.endswith(".csv")]
+    refuse_unknown([name for name in names if name not in files], ALL)
+    if files and len(names) > 1:
+        raise BadInput("--schedule: one that is written in a file is simulated by itself")
+    options: dict[str, Any] = {"depth": depth, "chunks": chunks, "limit": limit}
+    if weight_keeps is not None:
+        options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
+    if batch is not None:
+        options["batch"] = whole_microbatches(batch, plan.chain.microbatch)
+    chosen = list(schedules()) if ALL in names else list(dict.fromkeys(names)) or [own_schedule(plan)]
+    refused: list[Refused] = []
+    if files:
+        found = [simulate_written(plan, read_schedule(files[0]), files[0])]
+    elif len(chosen) == 1:
+        found = [simulate_plan(plan, microbatches, chosen[0], options)]
+    else:
+        found, refused = compare_schedules(plan, chosen, microbatches, options)
+    if jitter is not None:
+        first = seed * MOST_RUNS  # so that two seeds share no run
+        found = [under_jitter(run, jitter, range(first, first + runs), done) for run in found]
+    return found, refused
+
+
+def refuse_unknown(names: Iterable[str], *others: str) -> None:
+    """Raise BadInput unless all ``names`` of --schedule are schedules or among ``others``."""
+    known = [*schedules(), *others]
+    for name in names:
+        if name not in known:
+            raise BadInput(f"--schedule: '{shown(name)}' is not one of {', '.join(known)}")

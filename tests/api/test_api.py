@@ -1,0 +1,133 @@
+"""The Python API: one truth with the command line, one line each in words, and the same sentences where it refuses."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import get_type_hints
+
+import click
+import pytest
+from cases.even_profile import PROFILE
+from cases.files import written
+
+import pipeplan as pp
+from pipeplan.api.asked import Asked, problem_of
+from pipeplan.cli.options import PROBLEM
+from pipeplan.problem import Platform
+
+GIVEN = {"gpus": 2, "mem": "1GB", "bandwidth": "12GB/s"}
+SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return written(tmp_path, PROFILE, "profile.json")
+
+
+def test_what_can_be_asked_is_written_in_three_places_alike():
+    """The typed words, the function's keywords, and the command line's options, with the same defaults."""
+    asked = inspect.signature(problem_of).parameters
+    words = get_type_hints(Asked)
+    assert set(words) == set(asked) - {"profile", "segments", "deadline"}
+    assert {name: asked[name].annotation.replace(" ", "") for name in words} == {
+        name: str(hint.__forward_arg__ if hasattr(hint, "__forward_arg__") else hint).replace(" ", "")
+        for name, hint in Asked.__annotations__.items()
+    }
+
+    @click.command()
+    def command(**_):
+        pass
+
+    for option in PROBLEM.values():
+        command = option(command)
+    options = {x.name: x for x in command.params}
+    assert set(options) - {"profile", "no_checkpointing"} == set(words) - {"vertical_sync"}
+    for name, option in options.items():
+        if name not in ("profile", "no_checkpointing"):
+            assert (option.to_info_dict()["default"] or None) == (asked[name].default or None), name
+
+
+def test_the_commands_plan_is_the_apis(path, tmp_path, pipeplan):
+    target = str(tmp_path / "plan.json")
+    assert pipeplan("plan", path, *SMALL, "--no-replicas", "-o", target)[0] == 0
+    found = pp.plan(path, **GIVEN, no_replicas=True)
+    found.save(tmp_path / "mine.json")
+    texts = [json.loads(Path(x).read_text()) for x in (target, tmp_path / "mine.json")]
+    for text in texts:
+        text["provenance"].pop("seconds")
+    assert texts[0] == texts[1]
+    assert pp.read_plan(target).stages == found.stages
+    assert str(found) in pipeplan("plan", path, *SMALL, "--no-replicas")[1]
+
+
+def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
+    found = pp.plan(path, **GIVEN, split="2,6", recompute="0-1", accumulate=4)
+    assert found.period_ns == found.evaluation.period_ns == round(found.period * 1e9)
+    assert found.bound_ns <= found.period_ns
+    assert found.gap == pytest.approx(found.period_ns / found.bound_ns - 1)
+    assert found.samples_per_second == pytest.approx(4 / found.period)
+    first, second = found.stages
+    assert (first.layers, first.gpus, first.recomputed) == (("l0", "l1"), (0,), ("l0", "l1"))
+    assert (second.forward_ns, second.layers[-1], second.memory_bytes) == (6 * 10**6, "l7", 10**9)
+    run = found.simulate("gpipe", 8)
+    assert (run.schedule, run.timeline.program.microbatches) == ("gpipe", 8)
+    assert len(found.simulate(jitter=0.1, runs=3, seed=1).jitter_ns) == 3
+    assert found.report(tmp_path / "report.html", microbatches=4) == 4
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    text = found.export("torch-csv", tmp_path / "plan.csv", schedule="1f1b", microbatches=4)
+    assert (tmp_path / "plan.csv").read_text() == text
+    assert "def " in (tmp_path / "plan.py").read_text()
+
+
+def test_everything_reads_as_one_line_and_as_html(path):
+    found = pp.plan(path, **GIVEN, split="4,4")
+    compared = pp.compare(path, gpus="1,2", mem="1GB", algorithms=["balance", "gpipe"])
+    for thing in (found, found.simulate(), pp.read_profile(path), compared):
+        assert "\n" not in repr(thing)
+        assert len(repr(thing)) < 130
+    assert "<script>" not in pp.read_profile(path)._repr_html_()
+    assert "stage  layers" in found._repr_html_()
+    assert [row.gpus for row in compared.rows] == [1, 2]
+
+
+def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
+    found = pp.grid(path, gpus=2, mem="1GB", batch=16, microbatches=[4])
+    assert "bound: no grid of up to 2 GPUs" in str(found)
+    flat = pp.plan(path, platform=Platform.flat(2, 10**9), split="4,4")
+    assert flat.period_ns == pp.plan(path, **GIVEN, split="4,4").period_ns
+    by_number = pp.plan(pp.read_profile(path).chain, gpus=2, mem=10**9, bandwidth=12 * 10**9, split="4,4")
+    assert by_number.period_ns == flat.period_ns
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "sentence"),
+    [
+        ({"gpus": 2}, [], "--mem: the profile is of made up, whose memory nobody knows"),
+        ({**GIVEN, "zero": 1, "no_replicas": True}, ["--zero", "1", "--no-replicas"], "there is nobody to share with"),
+        ({**GIVEN, "for_": "torch", "limit": 2}, ["--for", "torch", "--limit", "2"], "--for torch drains"),
+        ({**GIVEN, "gap": 0.01, "algorithm": "balance"}, ["--gap", "1%", "--algorithm", "balance"], "--gap says when"),
+        (
+            {**GIVEN, "algorithm": "pipedream", "options": {"mode": "best"}},
+            ["--algorithm", "pipedream", "-O", "mode=best"],
+            "-O mode: 'best' is not one of paper, released",
+        ),
+        ({**GIVEN, "replicas": "1,1"}, ["--replicas", "1,1"], "--replicas goes with --split"),
+        ({**GIVEN, "weights": "2bw", "for_": "torch"}, ["--weights", "2bw", "--for", "torch"], "--weights flush"),
+    ],
+)
+def test_it_refuses_by_the_command_lines_sentences(given, more, sentence, path, pipeplan):
+    with pytest.raises(pp.BadInput) as caught:
+        pp.plan(path, **given)
+    assert sentence in str(caught.value)
+    said = more if given.get("mem") is None and not more else [*SMALL[2:], *more] if more else more
+    code, out, err = pipeplan("plan", path, "--gpus", "2", *said)
+    assert (code, out, err) == (2, "", f"error: {caught.value}\n")
+
+
+def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
+    with pytest.raises(pp.Infeasible, match=r"feasible from 28\.00 MB per GPU"):
+        pp.plan(path, gpus=1, mem="1MB")
+    with pytest.raises(pp.PipeplanError, match="--schedule: 'zigzag' is not one of"):
+        pp.plan(path, **GIVEN, split="4,4").simulate("zigzag")
+    with pytest.raises(TypeError, match="gpu_count"):
+        pp.plan(path, gpu_count=2)
