@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
-import msgspec
-
 from ..check.evaluate import evaluate
 from ..plan import Plan
 from ..problem import Platform
 from ..runtime.measure.report import RunReport
 from ..runtime.measure.times import OpTime
-from ..runtime.measure.trace_file import measured_of
+from ..runtime.measure.trace_file import figures_of
 from ..schedule.kinds import plan_program, shown_microbatches
 from ..schedule.memory import Change, activation_steps, run_uses, step_changes
 from ..schedule.pattern import DeviceUse
@@ -57,7 +55,7 @@ def simulated_trace(timeline: Timeline, platform: Platform) -> ChromeTrace:
 def measured_trace(plan: Plan, report: RunReport) -> str:
     """Return the file of a run: every operation of every rank, arrows between them, what each GPU held, and figures.
 
-    Figures are those of :func:`measured_of`, as ``otherData``. A long run keeps the operations of its begin and its
+    Figures are those of :func:`figures_of`, as ``otherData``. A long run keeps the operations of its begin and its
     end. What a GPU held is by the plan's sizes, at the times that the run took.
     """
     trace, program = ChromeTrace(), plan_program(plan, shown_microbatches(plan))
@@ -85,7 +83,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
     uses = evaluate(plan).devices
     for device, name, times in zip(devices, names, report.times, strict=True):
         _hold(trace, memory, f"{name} holds", uses[device], _held(program, times, origin))
-    return trace.text(msgspec.to_builtins(measured_of(plan, report)))
+    return trace.text(figures_of(plan, report))
 
 
 def _rows(times: Iterable[OpTime]) -> list[list[OpTime]]:

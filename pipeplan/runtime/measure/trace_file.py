@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -119,6 +119,12 @@ def measured_of(plan: Plan, report: RunReport) -> MeasuredRun:
         "devices": report.activations,
     }
     return converted({key: keys[key] for key in MeasuredRun.__struct_fields__}, MeasuredRun)
+
+
+def figures_of(plan: Plan, report: RunReport) -> dict[str, Any]:
+    """Return :func:`measured_of` as plain data."""
+    figures: dict[str, Any] = msgspec.to_builtins(measured_of(plan, report))
+    return figures
 
 
 def _cuts(plan: Plan) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
