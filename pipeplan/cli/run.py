@@ -262,7 +262,7 @@ def command(
     for words in () if as_json else report.notes:
         click.echo(f"note: {shown(words, SENTENCE)}", err=True)
     if trace is not None:
-        from ..runtime.measure.trace_file import measured_trace
+        from ..report.traces import measured_trace
 
         write_text(trace, measured_trace(loaded, report))
     if trace != "-":

@@ -102,9 +102,9 @@ def command(
 
         save_timeline(found[0], output)
     if trace is not None:
-        from ..report.chrome_trace import trace_text
+        from ..report.traces import simulated_trace
 
-        write_text(trace, trace_text(found[0].timeline, loaded.platform))
+        write_text(trace, simulated_trace(found[0].timeline, loaded.platform).text())
     if trace == "-":
         return
     if as_text:

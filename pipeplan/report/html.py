@@ -1,83 +1,129 @@
-"""What is there to see of a plan, on one page? Table, pattern, a simulated run, memory and bounds, in plain HTML."""
+"""What is there to see of a plan, on one page? Table, pattern, runs, memory and bounds, in plain HTML."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..cost.memory_model import weights_of
 from ..names import SENTENCE, shown
 from ..plan import Bound, Plan, Stage
-from ..planner.simulation import Simulation
+from ..planner.other_schedules import drains
+from ..planner.simulation import Refused, Simulation
+from ..runtime.measure.times import OpTime
+from ..runtime.measure.trace_file import MeasuredRun
 from ..schedule.kinds import kind_of
 from ..schedule.memory import activation_steps
 from ..units import format_bytes, format_devices, format_ns
-from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
-from .page import SCRIPT, STYLE
+from .gantt import plan_window, working_devices
+from .html_charts import Chart, measured_chart, run_chart, toolbar
+from .page import script, style
+from .simulations import schedule_cells
 from .tables import alone_ns, bound_class, distance, group_column, machine, stage_figures
 
-ROW_PIXELS = 20
-LABEL_PIXELS = 7.0  # per character, on a chart about 1200 pixels wide
-CHART_PIXELS = 1200.0
+FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
 HALF = 28  # columns of each of two names in a cell
-MOST_OPERATIONS = 8000  # of the GPUs, in the run that the page shows; more would make it slow
+MOST_OPERATIONS = 20_000  # of GPUs, in all runs that a page shows; more would make it slow to open
 
 
-def microbatches_shown(plan: Plan, wanted: int, batch: int = 1) -> int:
-    """Return how many microbatches the page's run has: ``wanted``, or fewer where that would be too many operations.
+@dataclass(frozen=True)
+class Measured:
+    """A run by the plan: its figures, and what every device did."""
+
+    figures: MeasuredRun
+    operations: dict[int, tuple[OpTime, ...]]
+
+
+def microbatches_shown(plan: Plan, wanted: int, batch: int = 1, runs: int = 1) -> int:
+    """Return how many microbatches each of a page's ``runs`` has: ``wanted``, or fewer of too many operations.
 
     Fewer are whole mini-batches of ``batch``.
     """
-    most = MOST_OPERATIONS // (2 * len(plan.allocation.stages))
+    most = MOST_OPERATIONS // (2 * len(plan.allocation.stages) * runs)
     return wanted if wanted <= most else max(1, most // batch) * batch
 
 
-def report_html(simulation: Simulation) -> str:
+def report_html(
+    simulation: Simulation,
+    beside: Sequence[Simulation] = (),
+    refused: Sequence[Refused] = (),
+    measured: Measured | None = None,
+) -> str:
     """Return the page for a plan and one simulated run of it; it needs nothing but itself.
 
-    Every operation and every instant of memory answers to the mouse. Same input, same bytes.
+    ``beside`` are its runs under several schedules, to be compared, and ``refused`` the schedules that it cannot run
+    under; ``measured`` is a run of it, to be set under the simulated one. Every operation and every instant of memory
+    answers to the mouse. Same input, same bytes.
     """
     plan, timeline = simulation.plan, simulation.timeline
     result = evaluate(plan)
-    run = [row for row in timeline_rows(timeline) if row.device is not None and row.bars]
-    data = {"makespan_ns": timeline.makespan_ns, "memory": _memory_data(simulation)}
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width">',
-        f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{STYLE}</style></head><body>",
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{style()}</style></head><body>",
         _head(plan, result),
         "<h2>Period against lower bounds</h2>",
         _bounds(plan, result),
         "<h2>Stages</h2>",
         _stages(plan, result),
     ]
+    charts: list[Chart] = []
     if plan.pattern is not None or kind_of(plan).steady is not None:
         window = plan_window(plan)
+        steady = Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, timeline.program.batch)
+        charts.append(steady)
         parts += [
             f"<h2>Steady state: {escape(window.title)}</h2>",
             '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
-            _legend(window.rows),
-            _chart("pattern", window.rows, window.start_ns, window.end_ns, labels=True),
+            toolbar([steady]),
+            steady.html(),
         ]
+    run = run_chart("run", "run", timeline)
+    others = [(x, run_chart(x.schedule, "run", x.timeline)) for x in beside if x.schedule != simulation.schedule]
+    trained = None if measured is None else _measured_chart(simulation, measured)
+    shared = [run, *([] if trained is None else [trained])]
     parts += [
         f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(simulation.name)}</h2>",
         f'<p class="soft">{format_ns(simulation.makespan_ns)} in all, {format_ns(simulation.per_microbatch_ns)} per '
-        f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. "
-        'Zoom <input type="range" data-zoom="run" min="1" max="20" step="0.5" value="1" aria-label="zoom"></p>',
-        _legend(run),
-        _chart("run", run, 0, timeline.makespan_ns, labels=False),
+        f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. The wheel zooms, dragging "
+        "moves, a double click shows all; pointing at a microbatch shows its way.</p>",
+        toolbar([*shared, *(chart for _, chart in others)]),
+        *([] if trained is None else ["<h3>Planned</h3>"]),
+        run.html(),
+    ]
+    if measured is not None and trained is not None:
+        parts += [f"<h3>Measured: {_measured_words(measured, trained, plan)}</h3>", trained.html()]
+    if beside:
+        parts += [
+            "<h2>Schedules side by side</h2>",
+            _schedules(beside, refused),
+            *(f"<h3>{escape(x.name)}, {format_ns(x.makespan_ns)}</h3>{chart.html()}" for x, chart in others),
+        ]
+    charts += [*shared, *(chart for _, chart in others)]
+    data = {
+        "makespan_ns": timeline.makespan_ns,
+        "memory": _memory_data(simulation),
+        "charts": {chart.name: chart.data() for chart in charts},
+    }
+    parts += [
         "<h2>Memory over the run</h2>",
         '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
         _memory(simulation),
         _provenance(plan),
         '<div id="tip"></div>',
-        f"<script>const DATA = {json.dumps(data, separators=(',', ':'))};{SCRIPT}</script>",
+        f"<script>const DATA = {_script_json(data)};{script()}</script>",
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _script_json(data: object) -> str:
+    """Return JSON that no name in it can end the script around."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _head(plan: Plan, result: Evaluation) -> str:
@@ -161,49 +207,37 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return f"{stage.start}-{stage.stop - 1}  {names}"
 
 
-def _legend(rows: Sequence[GanttRow]) -> str:
-    found = {(bar.kind, bar.chunk > 0) for row in rows for bar in row.bars}
-    spans = [
-        f'<span><i style="background:var(--{kind}{"2" if later else ""})"></i>{name}'
-        f"{', later stages of the GPU' if later else ''}</span>"
-        for kind, name in NAMES.items()
-        for later in (False, True)
-        if (kind, later) in found
+def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> str:
+    """The table of ``simulate`` with several schedules, best first."""
+    rows = [schedule_cells(run) for run in runs]
+    sides = dict.fromkeys(("schedule", "weights"), " class=left")
+    head = "".join(f"<th{sides.get(name, '')}>{name}</th>" for name in rows[0])
+    cells = ["".join(f"<td{sides.get(name, '')}>{escape(cell)}</td>" for name, cell in row.items()) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    notes = [
+        "time: ms per microbatch, a drained run's share with its weight synchronisation, else the steady period; held: "
+        "microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest",
+        *(f"{refusal.schedule}: not possible: {refusal.reason}" for refusal in refused),
     ]
-    return f'<div class="legend">{"".join(spans)}</div>'
+    return f'<div class="wide"><table id="schedules"><tr>{head}</tr>{body}</table></div>' + "".join(
+        f'<p class="soft">{escape(note)}</p>' for note in notes
+    )
 
 
-def _chart(name: str, rows: Sequence[GanttRow], start_ns: int, end_ns: int, labels: bool) -> str:
-    """One SVG with coordinates in per cent of its width, so that zooming it stretches bars and not letters."""
-    span = max(1, end_ns - start_ns)
-    shapes = []
-    for i, row in enumerate(rows):
-        for bar in row.bars:
-            left = max(bar.start_ns, start_ns)
-            width = min(bar.end_ns, end_ns) - left
-            x, share = 100 * (left - start_ns) / span, 100 * width / span
-            later = " later" if bar.chunk else ""
-            shapes.append(
-                f'<rect class="op {bar.kind}{later}" x="{x:.4f}%" y="{i * ROW_PIXELS + 2}" width="{share:.4f}%" '
-                f'height="{ROW_PIXELS - 4}" data-row="{i}" '
-                f'data-op="{bar.kind},{bar.stage},{bar.microbatch},{bar.start_ns},{bar.end_ns - bar.start_ns}"/>'
-            )
-            if labels and share / 100 * CHART_PIXELS > LABEL_PIXELS * len(bar.label) + 4:
-                shapes.append(
-                    f'<text class="{later.strip()}" x="{x + share / 2:.4f}%" y="{i * ROW_PIXELS + ROW_PIXELS / 2}">'
-                    f"{bar.label}</text>"
-                )
-    height = ROW_PIXELS * len(rows)
-    names = "".join(f"<div>{escape(row.name)}</div>" for row in rows)
-    ticks = "".join(
-        f'<span style="left:{100 * k / 8:.2f}%">{(start_ns + span * k / 8) / 1e6:.2f} ms</span>' for k in range(8)
-    )
-    return (
-        f'<div class="chart" data-rows="{escape("|".join(row.name for row in rows))}">'
-        f'<div class="names">{names}</div><div class="scroll"><div class="stretch" id="{name}">'
-        f'<svg height="{height}" role="img" aria-label="{name}">{"".join(shapes)}</svg>'
-        f'<div class="axis">{ticks}</div></div></div></div>'
-    )
+def _measured_chart(simulation: Simulation, measured: Measured) -> Chart:
+    """The run's second mini-batch where the pipeline drains, as the first warms everything up, else its begin."""
+    plan, program = simulation.plan, simulation.timeline.program
+    second = plan.interval if drains(plan, simulation.schedule) else 0
+    first = second if second < measured.figures.microbatches else 0
+    return measured_chart("measured", "run", measured.operations, first, program.microbatches, program.batch)
+
+
+def _measured_words(measured: Measured, chart: Chart, plan: Plan) -> str:
+    period, planned = measured.figures.measured_period_ns, evaluate(plan).period_ns
+    spent = f"{format_ns(chart.end_ns)} in all"
+    if period is None:
+        return f"{spent}; the run was too short for a steady state"
+    return f"{spent}; {format_ns(period)} per microbatch in the steady state, {period / planned:.2f} x planned"
 
 
 def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
@@ -218,12 +252,13 @@ def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
 
 
 def _memory(simulation: Simulation) -> str:
-    """One small chart per GPU, all on one scale: 100 units wide, 1000 units for the highest peak or limit."""
+    """One small chart per GPU, all on one scale: 100 units wide, 1000 for the highest peak, or limit unless far off."""
     timeline = simulation.timeline
     figures = []
     lanes = working_devices(timeline)
     uses = [simulation.uses[device] for _, device in lanes]
-    top = max((max(use.peak_bytes, use.memory_bytes) for use in uses), default=1) * 1.05
+    peaks, limits = (max((getattr(use, name) for use in uses), default=1) for name in ("peak_bytes", "memory_bytes"))
+    top = 1.05 * (max(peaks, limits) if limits < FAR * peaks else peaks)
     span = max(1, timeline.makespan_ns)
     for (i, device), use in zip(lanes, uses, strict=True):
         static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes
@@ -234,7 +269,7 @@ def _memory(simulation: Simulation) -> str:
             path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
             last = y
         path.append(f"L100 {last:.1f}L100 1000Z")
-        limit = 1000 * (1 - memory / top)
+        limit = max(-10, 1000 * (1 - memory / top))  # just outside where it is far off
         over = ' class="over"' if peak > memory else ""
         figures.append(
             f"<figure><figcaption{over}>GPU {device}: peak {format_bytes(peak)} of {format_bytes(memory)}"

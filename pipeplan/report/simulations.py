@@ -110,25 +110,33 @@ def print_schedules(
         shown = [name for name in shown if name not in ("stages", "weights", "links")]
     table = make_table(*shown, left=("schedule", "weights"))
     for run in runs:
-        program, figures = run.timeline.program, run.figures()
-        peak = max(row["peak_bytes"] for row in figures["devices"])
-        cells: dict[str, str | Text] = {
-            "schedule": run.schedule,
-            "stages": str(len(program.graph.stages)),
-            "weights": program.graph.policy.weights,
-            "time": f"{run.per_microbatch_ns / 1e6:.2f}",
-            "median": f"{statistics.median(run.jitter_ns) / 1e6:.2f}" if jitter else "",
-            "p95": f"{percentile_95(run.jitter_ns) / 1e6:.2f}" if jitter else "",
-            "makespan": f"{run.makespan_ns / 1e6:.2f}",
-            "bubble": f"{figures['longest_stage_bubble']:.1%}",
-            "held": str(max(row["most_held"] for row in figures["devices"])),
-            "peak": Text.assemble(f"{peak / 1e9:.2f}", " " if run.fits else ("!", "bold red")),
-            "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
-        }
+        plain = schedule_cells(run)
+        cells: dict[str, str | Text] = dict(plain)
+        if jitter:
+            cells["median"] = f"{statistics.median(run.jitter_ns) / 1e6:.2f}"
+            cells["p95"] = f"{percentile_95(run.jitter_ns) / 1e6:.2f}"
+        cells["peak"] = Text.assemble(plain["peak"].rstrip("!"), " " if run.fits else ("!", "bold red"))
         table.add_row(*(cells[name] for name in shown))
     out.print(table)
     for refusal in refused:
         out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
+
+
+def schedule_cells(run: Simulation) -> dict[str, str]:
+    """Return a run's row in a table of schedules: times in ms, the peak in GB, with ! where that is too much."""
+    program, figures = run.timeline.program, run.figures()
+    peak = max(row["peak_bytes"] for row in figures["devices"])
+    return {
+        "schedule": run.schedule,
+        "stages": str(len(program.graph.stages)),
+        "weights": program.graph.policy.weights,
+        "time": f"{run.per_microbatch_ns / 1e6:.2f}",
+        "makespan": f"{run.makespan_ns / 1e6:.2f}",
+        "bubble": f"{figures['longest_stage_bubble']:.1%}",
+        "held": str(max(row["most_held"] for row in figures["devices"])),
+        "peak": f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
+        "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+    }
 
 
 def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:

@@ -9,6 +9,7 @@ from math import ceil
 
 from ..problem import Platform
 from .pattern import DeviceUse, unused
+from .program import Program
 from .timeline import Timeline
 from .weight_versions import kept_by_stages, weight_policy
 
@@ -74,30 +75,38 @@ def _turning(timeline: Timeline, lane: int, stage: int, later: int) -> int:
 # --- activations over time ------------------------------------------------------------------------------------------
 
 
-def activation_changes(timeline: Timeline, lane: int) -> list[tuple[int, int]]:
-    """Return (time, change in bytes) of a device's activations, in the order in which they take effect.
+Change = tuple[int, int]  # when in ns, and by how many bytes
+
+
+def activation_changes(timeline: Timeline, lane: int) -> list[Change]:
+    """Return the changes of a device's activations in the order in which they take effect: at once, releases first."""
+    changes: list[Change] = []
+    for step in timeline.program.lanes[lane].steps:
+        changes += step_changes(timeline.program, step.position, timeline.begin_ns(step), timeline.end_ns(step))
+    return sorted(c for c in changes if c[1])
+
+
+def step_changes(program: Program, position: int, start: int, end: int) -> list[Change]:
+    """Return the changes of a device's activations by one of its steps, from ``start`` to ``end`` ns.
 
     A microbatch is held from the start of its F to the end of its B; a stage that recomputes holds its transient during
     its B. When the backward is split, recomputed activations stay after it, and the share of everything that the weight
-    part needs (all, unless the program says less) is held to the end of its W. At equal times releases come first.
+    part needs (all, unless the program says less) is held to the end of its W.
     """
-    program = timeline.program
-    changes: list[tuple[int, int]] = []
-    for step in program.lanes[lane].steps:
-        work = program.operations[step.position]
-        start, end, stage = timeline.begin_ns(step), timeline.end_ns(step), program.graph.stages[work.stage]
-        transient = (stage.saved_bytes if program.split else stage.peak_bytes) - stage.kept_bytes
-        later = ceil(stage.saved_bytes * program.weight_keeps)
-        match work.kind:
-            case "F":
-                changes.append((start, stage.kept_bytes))
-            case "B" if program.split:
-                changes += [(start, work.covers * transient), (end, -work.covers * (stage.saved_bytes - later))]
-            case "B":
-                changes += [(start, transient), (end, -transient), (end, -work.covers * stage.kept_bytes)]
-            case "W":
-                changes.append((end, -work.covers * later))
-    return sorted((c for c in changes if c[1]), key=lambda change: (change[0], change[1]))
+    work = program.operations[position]
+    stage = program.graph.stages[work.stage]
+    transient = (stage.saved_bytes if program.split else stage.peak_bytes) - stage.kept_bytes
+    later = ceil(stage.saved_bytes * program.weight_keeps)
+    match work.kind:
+        case "F":
+            return [(start, stage.kept_bytes)]
+        case "B" if program.split:
+            return [(start, work.covers * transient), (end, -work.covers * (stage.saved_bytes - later))]
+        case "B":
+            return [(start, transient), (end, -transient), (end, -work.covers * stage.kept_bytes)]
+        case "W":
+            return [(end, -work.covers * later)]
+    return []
 
 
 def activation_steps(timeline: Timeline, lane: int) -> Iterator[tuple[int, int]]:

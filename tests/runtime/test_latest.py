@@ -12,6 +12,7 @@ from cases import runtime as runtime_cases
 from cases.newest_models import MODELS, exploding, image_layers, images, normed, sequences
 from cases.runtime import chain_of, largest_difference, plan_of
 from click.testing import CliRunner
+from oracles.chrome_trace import shown
 from oracles.newest_weights import Emulation, add, mean_square, own_weights
 from torch import nn
 
@@ -373,8 +374,10 @@ def test_a_run_is_compared_with_its_plan(written, tmp_path):
     assert [json.loads(line)["step"] for line in done.stderr.splitlines()] == list(range(1, 31))
     assert figures["measured_period_ns"] > 0
     assert max(stage["versions"] for stage in figures["stages"]) == 2
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "B"]
-    assert [event["args"]["microbatch"] for event in events if event["tid"] == 0] == list(range(1, 60, 2))
+    seen = shown(trace.read_text())
+    backwards = [name for _, _, name in seen.slices["GPU 0 (rank 0)"] if name.startswith("0B")]
+    assert backwards == [f"0B{m}" for m in range(1, 60, 2)]
+    assert all(arrow == ["1B1", "1SEND_B1", "0B1"] for arrow in seen.arrows if arrow[0] == "1B1")
     compared = json.loads(command("diff", written[0], trace, "--recalibrated", profile, "--json").stdout)
     rows = {(row["kind"], row["stage"]): row["measured_ns"] for row in compared["operations"]}
     assert rows["B", 1] == figures["stages"][1]["backward_ns"]

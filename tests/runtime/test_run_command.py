@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from cases import runtime as runtime_cases
 from cases.half import exploding
 from cases.runtime import chain_of, plan_of
+from oracles.chrome_trace import shown
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.cli import group
@@ -146,10 +147,12 @@ def test_mixed_precision_with_offloading(tmp_path):
     assert "GPU 2: weights, gradients and optimizer at most 0.00 MB measured, 0.00 MB predicted; in host memory" in (
         done.stdout.replace("\n", " ")
     )
-    events = json.loads(trace.read_text())["traceEvents"]
-    threads = {event["tid"] for event in events if event.get("cat") == "REDUCE"}
-    assert threads == {3, 4}  # beside those of the ranks
-    assert {event["name"] for event in events if event.get("cat") == "AGREE"} == {f"AGREE{v}" for v in range(1, 5)}
+    seen = shown(trace.read_text())
+    sums = {name for name, slices in seen.slices.items() if any("REDUCE" in called for _, _, called in slices)}
+    assert {name.rstrip(" 0123456789") for name in sums} == {f"GPU {d} (rank {d}), sums of gradients" for d in (0, 1)}
+    agreed = {called for _, _, called in seen.slices["GPU 2 (rank 2)"] if called.startswith("AGREE")}
+    assert agreed == {f"AGREE{v}" for v in range(1, 5)}
+    assert len(seen.arrows) == 2 * 8  # one cut, both ways, four updates of two microbatches
     figures = json.loads(run(path, *model, *options, "--half", "fp16", "--json").stdout)
     assert figures["skipped"] == [3]
     first, _, last = figures["states"]

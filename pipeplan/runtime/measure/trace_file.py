@@ -1,16 +1,14 @@
 """What does a run leave in a file? A Chrome trace of every operation, with figures that a plan can be compared with.
 
-The trace opens in ui.perfetto.dev; its ``otherData`` is versioned and read back. Times in the events are microseconds,
-everywhere else ns.
+Its ``otherData`` is versioned. Times in the events are microseconds, everywhere else ns.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -18,9 +16,11 @@ from ...errors import BadInput
 from ...files.forms import Count, Positive, converted, form, read_json
 from ...files.profile_rules import check_chain
 from ...files.profiles import digest
+from ...names import shown
 from ...plan import Plan
 from ...problem import Chain
 from .report import DeviceActivations, RunReport, StageTimes, TransferTime
+from .times import Activity, OpTime
 
 MOST_BYTES = 256 * 10**6  # of a file that may be a trace: a rank of a long run leaves 20 MB
 
@@ -67,9 +67,33 @@ class MeasuredRun(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TraceFile(msgspec.Struct):
-    """A run's trace; of its events nothing is read."""
+    """A run's trace; of its events those that are operations can be read."""
 
     about: MeasuredRun = msgspec.field(name="otherData")
+
+
+class _Where(msgspec.Struct):
+    """What an operation belongs to."""
+
+    stage: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    microbatch: Count = 0
+    device: Count | None = None
+
+
+class _Event(msgspec.Struct):
+    """One event, with what an operation has."""
+
+    phase: str = msgspec.field(name="ph", default="")
+    activity: str = msgspec.field(name="cat", default="")
+    start_us: Period = msgspec.field(name="ts", default=0.0)
+    length_us: Period = msgspec.field(name="dur", default=0.0)
+    where: _Where = msgspec.field(name="args", default_factory=_Where)
+
+
+class _Events(msgspec.Struct):
+    """A trace's events."""
+
+    events: tuple[_Event, ...] = msgspec.field(name="traceEvents", default=())
 
 
 class _Keys(msgspec.Struct):
@@ -97,40 +121,14 @@ def measured_of(plan: Plan, report: RunReport) -> MeasuredRun:
     return converted({key: keys[key] for key in MeasuredRun.__struct_fields__}, MeasuredRun)
 
 
+def figures_of(plan: Plan, report: RunReport) -> dict[str, Any]:
+    """Return :func:`measured_of` as plain data."""
+    figures: dict[str, Any] = msgspec.to_builtins(measured_of(plan, report))
+    return figures
+
+
 def _cuts(plan: Plan) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     return tuple((stage.start, stage.stop, tuple(stage.devices)) for stage in plan.allocation.stages)
-
-
-def measured_trace(plan: Plan, report: RunReport) -> str:
-    """Return the JSON of a run's trace: one thread for each rank, every operation with its stage and microbatch.
-
-    A long run keeps those of its begin and its end.
-    """
-    devices = [x.device for x in report.activations]
-    origin = min(time.start_ns for times in report.times for time in times)
-    events: list[dict[str, Any]] = []
-    for rank, (device, times) in enumerate(zip(devices, report.times, strict=True)):
-        name = f"GPU {device} (rank {rank})"
-        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": rank, "args": {"name": name}})
-        sums = len(devices) + rank  # a thread of their own: they are beside what the rank does
-        if any(x.activity == "REDUCE" for x in times):
-            about_sums = {"name": f"{name}, sums of gradients"}
-            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": sums, "args": about_sums})
-        for x in times:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": f"{x.stage if x.stage >= 0 else ''}{x.activity}{x.microbatch}",
-                    "cat": x.activity,
-                    "pid": 1,
-                    "tid": sums if x.activity == "REDUCE" else rank,
-                    "ts": (x.start_ns - origin) / 1000,
-                    "dur": x.duration_ns / 1000,
-                    "args": {"stage": x.stage, "microbatch": x.microbatch},
-                }
-            )
-    about = msgspec.to_builtins(measured_of(plan, report))
-    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}) + "\n"
 
 
 def read_measured(path: str, text: str) -> MeasuredRun | None:
@@ -152,6 +150,29 @@ def read_measured(path: str, text: str) -> MeasuredRun | None:
     raise BadInput(
         f"{path}: is not the trace of a run: $.otherData.format is missing, which `pipeplan run --trace` writes"
     )
+
+
+def read_operations(plan: Plan, path: str, text: str) -> dict[int, tuple[OpTime, ...]]:
+    """Return what every device did in the trace of a run by ``plan``, in ns from its begin; BadInput says why not."""
+    found: dict[int, list[OpTime]] = {
+        device: [] for device in sorted({device for stage in plan.allocation.stages for device in stage.devices})
+    }
+    for i, event in enumerate(read_json(text, _Events, path).events):
+        if event.phase != "X":
+            continue
+        place, where = f"{path}: $.traceEvents[{i}]", event.where
+        if event.activity not in get_args(Activity):
+            raise BadInput(f"{place}.cat: is '{shown(event.activity)}', which no operation of a run is called")
+        if where.device is None:
+            raise BadInput(f"{place}.args.device: is missing; this trace is of an earlier version of `pipeplan run`")
+        if where.device not in found:
+            raise BadInput(f"{place}.args.device: is {where.device}, which the plan does not use")
+        if where.stage >= len(plan.allocation.stages):
+            raise BadInput(f"{place}.args.stage: is {where.stage}; the plan has {len(plan.allocation.stages)} stages")
+        start = round(event.start_us * 1000)
+        end = start + round(event.length_us * 1000)
+        found[where.device].append(OpTime(event.activity, where.stage, where.microbatch, start, end))  # type: ignore[arg-type]
+    return {device: tuple(times) for device, times in found.items()}
 
 
 def check_same_plan(plan: Plan, run: MeasuredRun, path: str) -> None:

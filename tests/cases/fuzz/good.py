@@ -17,9 +17,9 @@ from cases.measured import replayed
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import profile_text
 from pipeplan.plan import Plan
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.report import make_report
-from pipeplan.runtime.measure.trace_file import measured_trace
 
 ZOO_PROFILE = Path(__file__).parents[3] / "profiles" / "gpt-tiny-b8-cpu.json"
 FLAT = ["--gpus", "2", "--mem", "1GB"]

@@ -9,10 +9,10 @@ from cases.measured import replayed, script_of
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.run import print_run
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.measure.calibrate import occupied
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime, RankMeasurement
-from pipeplan.runtime.measure.trace_file import measured_trace
 
 
 def test_a_run_like_the_simulation_measures_the_simulated_period():

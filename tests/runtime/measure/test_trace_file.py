@@ -13,13 +13,14 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.trace_diff import comparison, print_comparison
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.runtime.measure.trace_file import (
     check_same_plan,
     measured_of,
-    measured_trace,
     read_measured,
+    read_operations,
     recalibrated,
 )
 
@@ -47,16 +48,32 @@ def test_a_trace_is_read_back():
     check_same_plan(plan, run, "trace.json")
 
 
-def test_a_trace_has_every_operation_at_its_time():
+def test_operations_are_read_back_at_their_times():
     plan, report = run_of(2)
-    events = [x for x in json.loads(measured_trace(plan, report))["traceEvents"] if x["ph"] == "X"]
-    assert len(events) == sum(map(len, report.times))
-    assert sum(x["cat"] in ("F", "B") for x in events) == 4 * report.microbatches
-    first = next(x for x in events if x["name"] == "1F3")
-    found = next(t for t in report.times[1] if (t.activity, t.microbatch) == ("F", 3))
     origin = min(t.start_ns for times in report.times for t in times)
-    assert (first["tid"], first["ts"], first["dur"]) == (1, (found.start_ns - origin) / 1000, 0.2)
-    assert min(x["ts"] for x in events) == 0
+    wanted = {
+        x.device: tuple(replace(t, start_ns=t.start_ns - origin, end_ns=t.end_ns - origin) for t in times)
+        for x, times in zip(report.activations, report.times, strict=True)
+    }
+    assert read_operations(plan, "t", measured_trace(plan, report)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("cat",), "G", r"^t: \$.traceEvents\[\d+\].cat: is 'G', which no operation"),
+        (("args", "device"), None, "of an earlier version"),
+        (("args", "device"), 7, "device: is 7, which the plan does not use"),
+        (("args", "stage"), 2, "stage: is 2; the plan has 2 stages"),
+        (("ts",), 1e300, r"<= .* - at .*ts"),
+    ],
+)
+def test_operations_that_the_plan_does_not_have_are_bad_input(place, value, words):
+    plan, report = run_of(1)
+    trace = json.loads(measured_trace(plan, report))
+    at = next(i for i, x in enumerate(trace["traceEvents"]) if x["ph"] == "X")
+    with pytest.raises(BadInput, match=words):
+        read_operations(plan, "t", json.dumps(edited(trace, ("traceEvents", at, *place), value)))
 
 
 def test_the_comparison_names_every_operation():
