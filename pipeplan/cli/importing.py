@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ..errors import InvalidPlan
-from .options import EFFORT, JSON, Output, problem_options, read_problem, refuse_two_documents, time_limit
+from .options import EFFORT, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
 
 FROM = ["megatron", "torchtitan"]
 SAID = ("weights", "accumulate", "batch", "no_replicas", "checkpointing", "no_checkpointing")  # by the arguments
@@ -54,6 +54,8 @@ def command(
     refuse_two_documents(as_json, output=output, best=best)
     if output is not None and output == best:
         raise click.UsageError("--output and --best would both write the same file")
+    from ..api.asked import problem_of
+    from ..api.profiles import read_profile
     from ..files.export.asked import parsed_renames
     from ..files.imports import READERS, Source, read_options
     from ..files.plans import plan_text
@@ -64,9 +66,8 @@ def command(
     from ..report.tables import print_plan
 
     options = read_options(arguments)
-    problem, assumed = read_problem(
-        **shared, weights="flush", checkpointing=None, no_checkpointing=False, no_replicas=False
-    )
+    profile, deadline = read_profile(shared.pop("profile")), shared.pop("deadline")
+    problem, assumed = problem_of(profile, **asked_of({**shared, "weights": "flush"}), deadline=deadline)
     found = READERS[name].read(Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy = replace(problem.policy, accumulate=found.microbatches)
     context = click.get_current_context()

@@ -259,8 +259,8 @@ def knobs_of(texts: Iterable[str], **old: Any) -> dict[str, Any]:
 def asked_of(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options of :data:`PROBLEM` out of a command's; return them as :class:`..api.asked.Asked` has them."""
     asked = {name: options.pop(name) for name in PROBLEM if name in options and name != "profile"}
-    if asked.pop("no_checkpointing"):
-        if asked["checkpointing"] not in (None, "none"):
+    if asked.pop("no_checkpointing", False):
+        if asked.get("checkpointing") not in (None, "none"):
             raise click.UsageError(
                 f"--no-checkpointing and --checkpointing {asked['checkpointing']} contradict each other"
             )
