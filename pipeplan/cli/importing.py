@@ -76,7 +76,7 @@ def command(
         if said is not None and context.get_parameter_source(field) is ParameterSource.DEFAULT:
             policy = replace(policy, **{field: said})
     try:
-        judged = judge(problem.with_policy(policy), name, found.stages, found.kind, Settings(), effort)
+        judged = judge(problem.with_policy(policy), name, found.stages, found.kind, Settings(), effort or "normal")
     except InvalidPlan as error:
         raise InvalidPlan([f"{arguments}: {sentence}" for sentence in error.violations]) from error
     texts = {output: judged.today, best: judged.best}
