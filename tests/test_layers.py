@@ -46,7 +46,8 @@ LAW = {
     "runtime": f"{NOUNS} cost schedule check files {RUNTIME}",
     "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
-    "api": f"{NOUNS} zoo cost schedule check partition planner files runtime runtime.profiler runtime.model report",
+    "api": f"{NOUNS} zoo cost schedule schedule.periodic check partition planner files runtime runtime.profiler "
+    "runtime.model runtime.measure report",
     "cli": "*",
     "__main__": "errors cli",
 }

@@ -111,18 +111,15 @@ class PlanResult:
         names = () if schedule is None else (schedule,)
         return simulations(self.plan, names, microbatches, **options)[0][0]
 
-    def report(self, path: str | Path, schedule: str | None = None, microbatches: int | None = None) -> int:
-        """Write it as one self-contained HTML page; return how many microbatches of its run the page shows."""
-        from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
-        from ..planner.simulation import simulate_plan
-        from ..report.html import microbatches_shown, report_html
-        from .simulating import refuse_unknown
+    def report(
+        self, path: str | Path, *schedules: str, microbatches: int | None = None, trace: str | Path | None = None
+    ) -> int:
+        """Write it as one self-contained HTML page, under its own schedule, or several side by side; with ``trace`` the
+        run that it has the times of as well. Return how many microbatches of its run the page shows."""
+        from .reporting import report_page
 
-        refuse_unknown([] if schedule is None else [schedule])
-        name = schedule or own_schedule(self.plan)
-        wanted = microbatches or default_microbatches(self.plan, name)
-        count = microbatches_shown(self.plan, wanted, mini_batch(self.plan, name))
-        write_text(str(path), report_html(simulate_plan(self.plan, count, name)))
+        text, count = report_page(self.plan, schedules, microbatches, None if trace is None else str(trace))
+        write_text(str(path), text)
         return count
 
     def export(self, target: str, path: str | Path | None = None, **options: Any) -> str:

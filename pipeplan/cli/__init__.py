@@ -34,10 +34,12 @@ COMMANDS = {
     "estimate": ("estimate", "Estimate memory and time of a large transformer from its sizes."),
     "diff": ("diff", "Compare two profiles, and a plan's worth on the other."),
     "timeprest": ("timeprest", "Show what TiMePReSt's schedule does to weights and memory."),
-    "list": ("list", "List the GPUs and the zoo's models that can be named."),
-    "algorithms": ("algorithms", "List the partitioning algorithms."),
+    "list": ("listing", "List the GPUs, models, schedules and algorithms that have names."),
     "schema": ("schema", "Print the JSON Schema of a file."),
+    "doctor": ("doctor", "Say what this machine has for planning and training, and what lacks."),
+    "completion": ("completion", "Print or install what lets the shell complete commands."),
 }
+FORMER = {"algorithms": "algorithms"}  # old names that still work -> module
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130
 ESCAPED = "pipeplan-escaped"  # what to do with letters that an output lacks
@@ -62,9 +64,11 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command, or None for an unknown name."""
-        if cmd_name not in COMMANDS:
+        module = COMMANDS[cmd_name][0] if cmd_name in COMMANDS else FORMER.get(cmd_name)
+        if module is None:
             return None
-        command: click.Command = import_module(f".{COMMANDS[cmd_name][0]}", __name__).command
+        command: click.Command = import_module(f".{module}", __name__).command
+        command.name = cmd_name  # not that of the function
         return command
 
     def resolve_command(
@@ -86,7 +90,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="pipeplan")
 def group() -> None:
     """Split a neural network over GPUs for pipeline-parallel training, prove the plan good, simulate it, run it.

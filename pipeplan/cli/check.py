@@ -9,13 +9,14 @@ import click
 
 from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
+from .grouped import GroupedCommand
 from .options import GIVE_UP, JSON
 
 if TYPE_CHECKING:
     from ..schedule.written import Semantics
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("plan", metavar="PLAN", required=False)
 @click.option(
     "--schedule",

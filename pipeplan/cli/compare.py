@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..units import format_bytes
+from . import completed
+from .grouped import GroupedCommand
 from .options import EFFORT, GAP, JSON, SOLVER, Output, asked_of, problem_options, refuse_two_documents, time_limit
 
 if TYPE_CHECKING:
@@ -23,10 +25,15 @@ FEW_CASES = 20  # of which nothing need be said before
 DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @partial(problem_options, gpus=click.option("--gpus", metavar="COUNTS", help="Numbers of equal GPUs."))
 @click.option(
-    "--algorithms", default=DEFAULT, show_default=True, metavar="NAMES", help="auto, gpipe, or of --algorithm."
+    "--algorithms",
+    default=DEFAULT,
+    show_default=True,
+    metavar="NAMES",
+    type=completed.ALGORITHMS_LIST,
+    help="auto, gpipe, or of --algorithm.",
 )
 @EFFORT
 @GAP

@@ -10,20 +10,19 @@ import click
 
 from ..deadline import Deadline
 from ..files.machines import DEFAULT_BANDWIDTH
-from ..problem import Platform, Problem
-from ..units import MOST_COUNT, parse_bandwidth, parse_bytes
-from .options import JSON, Count, Output, refuse_two_documents, time_limit
+from .grouped import GroupedCommand
+from .options import JSON, Gpus, Output, refuse_two_documents, time_limit
 
 if TYPE_CHECKING:
     from ..planner.matching import Match
     from ..runtime.measure.trace_file import MeasuredRun
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("one", metavar="A")
 @click.argument("other", metavar="B")
 @click.option("--plan", metavar="FILE", help="A plan made from A: does it hold for B?")
-@click.option("--gpus", type=Count(most=MOST_COUNT), help="Instead of --plan: plan A for so many equal GPUs.")
+@click.option("--gpus", type=Gpus(), help="Instead of --plan: plan A for so many equal GPUs, or 2x8.")
 @click.option("--mem", metavar="SIZE", help="With --gpus: usable memory of each, such as 16GB.")
 @click.option("--bandwidth", metavar="RATE", default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
 @click.option(
@@ -42,7 +41,7 @@ def command(
     one: str,
     other: str,
     plan: str | None,
-    gpus: int | None,
+    gpus: tuple[int, ...] | None,
     mem: str | None,
     bandwidth: str,
     match: Match,
@@ -86,10 +85,12 @@ def command(
     if plan is not None:
         loaded = load_plan(plan)
     elif gpus is not None and mem is not None:
+        from ..api.asked import problem_of
+        from ..api.profiles import Profile
         from ..planner.plan import make_plan
 
-        platform = Platform.flat(gpus, parse_bytes(mem, "--mem"), parse_bandwidth(bandwidth, "--bandwidth"))
-        loaded = make_plan(Problem(before, platform, deadline=deadline)).plan
+        problem, _ = problem_of(Profile(before), gpus=gpus, mem=mem, bandwidth=bandwidth, deadline=deadline)
+        loaded = make_plan(problem).plan
     if loaded is not None:
         chain, stages = matching_chain(loaded, before, after), None
         if len(chain) != len(loaded.chain):

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from fractions import Fraction
+from math import prod
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +15,9 @@ from ..errors import BadInput
 from ..files.machines import DEFAULT_BANDWIDTH
 from ..names import shown
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes
-from .options import JSON, Number, Share
+from . import completed
+from .grouped import GroupedCommand
+from .options import JSON, Gpus, Number, Share
 
 if TYPE_CHECKING:
     from ..papers.transformer import Grid
@@ -23,24 +26,37 @@ if TYPE_CHECKING:
 
 COUNT = click.IntRange(1, 10**6)
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
+MOST_GPUS = 10**6  # formulas take no time for each
 MOST_TOKENS = 10**18
 LEAST_SHARE = 1e-4
 
 
-@click.command()
-@click.option("--model", metavar="NAME", help="Sizes of a GPT of the zoo, such as myelin-12b; the next five override.")
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--model",
+    metavar="NAME",
+    type=completed.TRANSFORMER,
+    help="Sizes of a GPT or Llama of the zoo, such as llama3-8b; the next five override.",
+)
 @click.option("--layers", type=click.IntRange(1, 10**4), help="Transformer layers.")
 @click.option("--hidden", type=COUNT, help="Hidden size.")
 @click.option("--heads", type=COUNT, help="Attention heads.")
 @click.option("--sequence", type=COUNT, help="Tokens in a sample.")
 @click.option("--vocabulary", type=COUNT, help="Entries of the token table.")
 @click.option("--untied", is_flag=True, help="The head has a table of its own.")
-@click.option("--gpus", type=COUNT, help="All GPUs: --inter times --data; two of the three say it.  [default: 1]")
+@click.option(
+    "--gpus",
+    type=Gpus(most=MOST_GPUS),
+    help="All GPUs: --inter times --data-parallel; two of the three say it.  [default: 1]",
+)
 @click.option("--inter", type=COUNT, help="Stages of each pipeline.")
-@click.option("--data", type=COUNT, help="Pipelines that share the batch.")
+@click.option("--data-parallel", "data", type=COUNT, help="Pipelines that share the batch.")
+@click.option("--data", "old_data", type=COUNT, hidden=True)
 @click.option("--microbatch", type=COUNT, default=1, show_default=True, help="Samples that move together.")
 @click.option("--batch", type=click.IntRange(1, 10**9), help="Samples per update.  [default: 4 microbatches per GPU]")
-@click.option("--limit", type=COUNT, help="Microbatches in one pipeline at most.  [default: --inter]")
+@click.option(
+    "--limit", type=COUNT, help="Admitted at once at most: microbatches in each pipeline.  [default: --inter]"
+)
 @click.option(
     "--ac",
     metavar="N|none",
@@ -55,7 +71,9 @@ LEAST_SHARE = 1e-4
     show_default=True,
     help="With --offload: parameters whose state is on the GPU at a time.",
 )
-@click.option("--gpu", metavar="NAME|FILE", help="Take --mem and --peak from the table of GPUs, such as v100.")
+@click.option(
+    "--gpu", metavar="NAME|FILE", type=completed.GPU, help="Take --mem and --peak from the table of GPUs, such as v100."
+)
 @click.option("--mem", metavar="SIZE", help="Memory of a GPU, such as 16GB: exit 1 when a stage doesn't fit.")
 @click.option("--peak", type=Number(1e-6, 10**6), metavar="TFLOPS", help="Peak of a GPU in 1e12 flop/s.")
 @click.option("--share", type=Share(), default="50%", show_default=True, help="Share of the peak over a whole batch.")
@@ -70,9 +88,10 @@ def command(
     sequence: int | None,
     vocabulary: int | None,
     untied: bool,
-    gpus: int | None,
+    gpus: tuple[int, ...] | None,
     inter: int | None,
     data: int | None,
+    old_data: int | None,
     microbatch: int,
     batch: int | None,
     limit: int | None,
@@ -102,7 +121,7 @@ def command(
 
     network = _network(model, dict(zip(SIZES, (layers, hidden, heads, sequence, vocabulary), strict=True)), untied)
     assumptions = []
-    stages, pipelines = _shape(gpus, inter, data)
+    stages, pipelines = _shape(None if gpus is None else prod(gpus), inter, data or old_data)
     if batch is None:
         batch = 4 * stages * pipelines * microbatch
         assumptions.append(f"batch of {batch} samples, 4 microbatches per GPU")
@@ -136,16 +155,20 @@ def command(
 
 
 def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Transformer:
-    from ..zoo.sizes import TRANSFORMERS, Transformer
+    from ..zoo import ZOO
+    from ..zoo.sizes import TRANSFORMERS, Llama, Transformer
 
     given = {key: value for key, value in sizes.items() if value is not None}
     if name is None:
         if missing := [f"--{key}" for key in SIZES if key not in given]:
             raise click.UsageError(f"say the network: --model, or also {', '.join(missing)}")
         return Transformer(**given, tied=not untied)
+    name = name.removeprefix(ZOO)
     if name not in TRANSFORMERS:
-        raise BadInput(f"--model: no GPT is named {name!r}; known are {', '.join(TRANSFORMERS)}")
+        raise BadInput(f"--model: no GPT or Llama is named '{shown(name, 40)}'; known are {', '.join(TRANSFORMERS)}")
     known = TRANSFORMERS[name]
+    if isinstance(known, Llama) and given.get("heads", known.heads) % known.groups:
+        raise BadInput(f"--heads: {given['heads']} heads don't share {known.groups} of keys and values evenly")
     return replace(known, **given, tied=known.tied and not untied)
 
 
@@ -156,13 +179,13 @@ def _shape(gpus: int | None, inter: int | None, data: int | None) -> tuple[int, 
     if inter is None and data is None:
         if gpus == 1:
             return 1, 1
-        raise BadInput(f"--gpus: {gpus} GPUs can be many grids; say also --inter or --data")
-    known, other = ("--inter", inter) if inter is not None else ("--data", data)
+        raise BadInput(f"--gpus: {gpus} GPUs can be many grids; say also --inter or --data-parallel")
+    known, other = ("--inter", inter) if inter is not None else ("--data-parallel", data)
     assert other is not None
     if gpus % other:
         raise BadInput(f"--gpus: {gpus} is not a multiple of {known} {other}")
     if inter is not None and data is not None and inter * data != gpus:
-        raise BadInput(f"--gpus: {gpus} is not --inter {inter} times --data {data}, which is {inter * data}")
+        raise BadInput(f"--gpus: {gpus} is not --inter {inter} times --data-parallel {data}, which is {inter * data}")
     return (inter, gpus // inter) if inter is not None else (gpus // other, other)
 
 

@@ -11,6 +11,7 @@ import click
 from ..errors import BadInput
 from ..names import shown
 from ..units import parse_counts
+from .grouped import GroupedCommand
 from .options import EFFORT, Count, asked_of, problem_options
 from .search import search, search_options
 
@@ -25,7 +26,8 @@ def grid_options(command: Command, when: str = "") -> Command:
             click.option(
                 "--microbatch",
                 metavar="N,..",
-                help=f"{when}Sizes of microbatches to choose from, such as 1,2,4.  [default: those profiled]",
+                help="Samples of a microbatch of a model that is named; of a grid several to choose from, such as "
+                "1,2,4.  [default: those profiled; of a model 8]",
             ),
             click.option(
                 "--microbatch-profile",
@@ -55,12 +57,12 @@ def grid_options(command: Command, when: str = "") -> Command:
 LIMIT = click.option(
     "--limit",
     type=click.IntRange(1, 10**6),
-    help="Microbatches in each message-driven pipeline at most; nf1b: mini-batches admitted at once.  "
+    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches.  "
     "[default: whatever is fastest]",
 )
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @partial(
     problem_options,
     without=DRAINED,

@@ -11,16 +11,17 @@ import click
 from click.core import ParameterSource
 
 from ..errors import InvalidPlan
-from .options import EFFORT, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
+from .grouped import GroupedCommand
+from .options import EFFORT, FILE, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
 
 FROM = ["megatron", "torchtitan"]
 SAID = ("weights", "accumulate", "batch", "no_replicas", "checkpointing", "no_checkpointing")  # by the arguments
 POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 
 
-@click.command(name="import")
+@click.command(cls=GroupedCommand)
 @partial(problem_options, without=SAID)
-@click.argument("arguments", metavar="ARGUMENTS")
+@click.argument("arguments", metavar="ARGUMENTS", type=FILE)
 @click.option("--from", "name", required=True, type=click.Choice(FROM), help="Whose arguments they are.")
 @click.option(
     "--rename",

@@ -12,8 +12,8 @@ from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.machines import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, gpu_counts
 from ..names import shown
-from ..units import parse_time
-from . import TRACEBACK
+from ..units import MOST_COUNT, parse_time
+from . import TRACEBACK, completed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
@@ -28,13 +28,20 @@ class Count(click.IntRange):
 
 
 class Gpus(click.ParamType[tuple[int, ...]]):
-    """GPUs such as ``8``, or ``2x8``: see :func:`..files.machines.gpu_counts`."""
+    """GPUs such as ``8``, or ``2x8``, ``most`` at most: see :func:`..files.machines.gpu_counts`."""
 
     name = "N|NxN"
 
+    def __init__(self, most: int = MOST_COUNT) -> None:
+        self.most = most
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return how it is written, which click would put in capitals."""
+        return self.name
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Return the counts; BadInput for what is none."""
-        return value if isinstance(value, tuple) else gpu_counts(str(value), _name(param))
+        return value if isinstance(value, tuple) else gpu_counts(str(value), _name(param), self.most)
 
 
 class Number(click.FloatRange):
@@ -86,6 +93,7 @@ def _name(option: click.Parameter | None) -> str:
     return "value" if option is None else option.opts[0]
 
 
+FILE = completed.Named(tuple, files=True)
 SEED = Count(0, LARGEST_SEED)
 
 
@@ -101,13 +109,14 @@ DEBUG = click.option(
     help="Print the traceback of a failure, too.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
-PLAN = click.argument("plan", metavar="PLAN")
+PLAN = click.argument("plan", metavar="PLAN", type=FILE)
 KNOBS = click.option(
     "-O",
     "--option",
     "knobs",
     multiple=True,
     metavar="KEY=VALUE",
+    type=completed.KNOB,
     help="Of --algorithm, repeatable; pipeplan list algorithms has them, such as -O mode=released.",
 )
 EFFORT = click.option(
@@ -141,11 +150,12 @@ def time_limit(what: str) -> Callable[[Command], Command]:
 GIVE_UP = time_limit("Give up after this long, such as 30s.")
 
 PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
-    "profile": click.argument("profile", metavar="PROFILE"),
+    "profile": click.argument("profile", metavar="PROFILE", type=completed.PROFILE),
     "gpus": click.option("--gpus", type=Gpus(), help="Number of equal GPUs, or 2x8: two servers of eight."),
     "gpu": click.option(
         "--gpu",
         metavar="NAME",
+        type=completed.GPU,
         help="What they are, such as h100: memory and links where --mem and --bandwidth don't say them; pipeplan list "
         "has the names.  [default: without --mem what the profile is of]",
     ),

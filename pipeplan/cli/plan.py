@@ -13,6 +13,7 @@ from ..plan import ScheduleKind
 from ..schedule.kinds import KINDS
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
+from .grouped import GroupedCommand
 from .options import EFFORT, GAP, KNOBS, SOLVER, asked_of, knobs_of, problem_options
 from .search import search, search_options
 from .stated import NAMES as STATED
@@ -21,7 +22,7 @@ from .stated import stated_options
 GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @problem_options
 @click.option(
     "--data-parallel",
@@ -84,10 +85,13 @@ def command(
 ) -> None:
     """Split the network in PROFILE (JSON or graph.txt; - is standard input) over GPUs.
 
+    PROFILE may also name a model, as pipeplan profile takes it: it is estimated for --gpu on the way.
+
     \b
     Example: pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json
     pipeplan plan profile.json --gpus 8 --mem 16GB --data-parallel auto --batch 64 --microbatch 1,2,4
     pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128
+    pipeplan plan zoo:gpt2-xl --gpus 8 --gpu a100 --microbatch 2 --precision mixed --optimizer adam
     pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all
 
     Ctrl-C ends the search with the best plan so far.

@@ -8,13 +8,15 @@ from typing import Any
 import click
 
 from ..names import SENTENCE, shown
+from . import completed
+from .grouped import GroupedCommand
 from .options import DEBUG, Count, Number, Output
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-@click.command()
-@click.argument("model", metavar="MODEL")
+@click.command(cls=GroupedCommand)
+@click.argument("model", metavar="MODEL", type=completed.MODEL)
 @click.option("--microbatch", type=Count(), default=8, show_default=True, help="Samples that run together.")
 @click.option("--batch", "old_batch", type=Count(), hidden=True)
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target) to measure with.")
@@ -36,6 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.option(
     "--estimate",
     metavar="GPU",
+    type=completed.GPU,
     help="Estimate for a GPU instead (a100, h100, v100, rtx4090, .. or FILE.json): no GPU and no memory needed.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="Convert the model and its input.  [default: as built]")

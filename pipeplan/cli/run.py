@@ -13,6 +13,8 @@ import click
 
 from ..errors import BadInput, PipeplanError, RunStopped
 from ..names import SENTENCE, shown
+from . import completed
+from .grouped import GroupedCommand
 from .model import trained_model
 from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
 
@@ -28,7 +30,7 @@ def _coarsening(context: click.Context, option: click.Parameter, text: str | Non
     return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
 
 
-class RankCommand(click.Command):
+class RankCommand(GroupedCommand):
     """A command that under torchrun is one of several: what ends it before all have met, the others hear at once."""
 
     def make_context(self, *arguments: Any, **more: Any) -> click.Context:
@@ -80,6 +82,7 @@ def _told_of_signal(number: int) -> PipeplanError | None:
 @click.option(
     "--model",
     metavar="MODEL",
+    type=completed.MODEL,
     help="zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]",
 )
 @click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target).  [default: the zoo's]")

@@ -6,8 +6,10 @@ import json
 
 import click
 
+from .grouped import GroupedCommand
 
-@click.command()
+
+@click.command(cls=GroupedCommand)
 @click.argument("name", type=click.Choice(["profile", "platform", "plan", "trace", "accelerator"]))
 def command(name: str) -> None:
     """Print the JSON Schema of a profile, a platform, a plan, the trace of a run, or an accelerator.

@@ -7,16 +7,17 @@ from dataclasses import asdict
 
 import click
 
+from .grouped import GroupedCommand
 from .options import JSON, PLAN, Count, Output
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @PLAN
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
-@click.option("--no-links", is_flag=True, help="Draw GPUs only.")
+@click.option("--links/--no-links", default=True, help="Draw links too.")
 @click.option("-o", "--output", type=Output(), help="Draw it into a .svg, .png or .pdf instead.")
 @JSON
-def command(plan: str, width: int | None, no_links: bool, output: str | None, as_json: bool) -> None:
+def command(plan: str, width: int | None, links: bool, output: str | None, as_json: bool) -> None:
     """Draw one period of PLAN: what every GPU and link does when, in the steady state; message-driven: its mini-batch.
 
     \b
@@ -38,4 +39,4 @@ def command(plan: str, width: int | None, no_links: bool, output: str | None, as
         rows = rows_data(window.rows, window.start_ns, window.end_ns)
         click.echo(json.dumps(rows | {"groups": [asdict(group) for group in plan_groups(loaded)]}, indent=1))
     elif output is None:
-        print_pattern(loaded, width, not no_links)
+        print_pattern(loaded, width, links)

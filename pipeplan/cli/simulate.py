@@ -12,6 +12,8 @@ from typing import Any
 import click
 
 from ..deadline import Deadline
+from . import completed
+from .grouped import GroupedCommand
 from .options import (
     GIVE_UP,
     JSON,
@@ -26,7 +28,7 @@ from .options import (
 MOST_RUNS = 10**4
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @PLAN
 @click.option("--microbatches", type=click.IntRange(1, 10**6), help="How many to run.  [default: enough to settle]")
 @click.option(
@@ -34,6 +36,7 @@ MOST_RUNS = 10**4
     "names",
     multiple=True,
     metavar="NAME|FILE.csv",
+    type=completed.WRITTEN,
     help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
     "several are compared.  One that is written as torch reads it, instead.  [default: the plan's own]",
 )
@@ -45,7 +48,12 @@ MOST_RUNS = 10**4
     help="Samples per update, a multiple of the profile's microbatch, of nf1b and of schedules that drain.  [default: "
     "the plan's; else nf1b 4 microbatches, drained all that run]",
 )
-@click.option("--limit", type=Count(most=10**6), help="message-driven, nf1b: microbatches (mini-batches) admitted.")
+@click.option(
+    "--limit",
+    type=Count(most=10**6),
+    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches.  "
+    "[default: the plan's]",
+)
 @click.option(
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
 )
@@ -53,7 +61,7 @@ MOST_RUNS = 10**4
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of --jitter.")
 @click.option("--runs", type=click.IntRange(1, MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
-@click.option("--links", is_flag=True, help="Draw links too.")
+@click.option("--links/--no-links", default=False, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")
 @click.option("-o", "--output", type=Output(), help="Also draw the run: .svg, .png or .pdf.")
 @click.option("--trace", type=Output(), help="Also write a Chrome trace, which ui.perfetto.dev opens.")

@@ -9,13 +9,14 @@ import click
 from ..errors import BadInput
 from ..names import SENTENCE, shown
 from ..units import parse_counts
+from .grouped import GroupedCommand
 from .options import JSON, Count, Output
 
 MOST_SCHEDULES = 1000  # of a table
 DEFAULT_RANGE = "2-8"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--workers", metavar="W", help="Workers, one stage each; with --table a range.  [with --table: 2-8]")
 @click.option("--microbatches", metavar="N", help="Per mini-batch; with --table a range.  [with --table: 2-8]")
 @click.option(
@@ -31,7 +32,7 @@ DEFAULT_RANGE = "2-8"
     show_default=True,
     help="A pass uses one version on all workers, as in the paper, or each worker its own newest.",
 )
-@click.option("--limit", type=Count(most=10**6), help="Mini-batches admitted at once.  [default: any]")
+@click.option("--limit", type=Count(most=10**6), help="Mini-batches admitted at once at most.  [default: any]")
 @click.option("--table", "as_table", is_flag=True, help="The version difference over workers and microbatches.")
 @click.option("-o", "--output", type=Output(), help="Draw the schedule as .png, .svg or .pdf.")
 @click.option("--time-points", type=click.IntRange(1, 400), default=30, show_default=True, help="Drawn by -o.")

@@ -112,8 +112,8 @@ def output_bytes(model: Transformer, microbatch: int) -> int:
 
 
 def block_bytes(model: Transformer, microbatch: int) -> int:
-    """Return what one layer saves for its backward: s b h (34 + 5 a s / h) (Korthikanti et al., equation 1)."""
-    return microbatch * model.sequence * (34 * model.hidden + 5 * model.heads * model.sequence)
+    """Return what one layer saves for its backward: of a GPT s b h (34 + 5 a s / h) (Korthikanti et al., eq. 1)."""
+    return microbatch * model.sequence * model.saved_bytes
 
 
 def paper_checkpoint(layers: int, inter: int) -> int:
@@ -210,7 +210,7 @@ def stage_memories(model: Transformer, grid: Grid, policy: Policy) -> list[Memor
         parameters = layers * model.block_parameters
         if first:
             parameters += model.embedding_parameters
-            activations += in_flight * tokens * model.hidden
+            activations += in_flight * tokens * model.mask_bytes
         if last:
             parameters += model.norm_parameters
             parameters += 0 if model.tied and first else model.table_parameters
@@ -291,7 +291,7 @@ def batch_flops(model: Transformer, samples: int, recompute: bool = True) -> int
 def layer_flops(model: Transformer, samples: int, recompute: bool = True) -> int:
     """Return the flops of one layer's forward and backward, and of its recomputation."""
     tokens = samples * model.sequence
-    return (4 if recompute else 3) * (24 * tokens * model.hidden**2 + 4 * tokens * model.sequence * model.hidden)
+    return (4 if recompute else 3) * tokens * (2 * model.matrix_parameters + 4 * model.sequence * model.hidden)
 
 
 def head_flops(model: Transformer, samples: int) -> int:

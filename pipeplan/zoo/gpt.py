@@ -118,16 +118,18 @@ def batches(config: GPTConfig, batch: int) -> Data:
     return text(batch, config.sequence)
 
 
-def _sized(name: str) -> Model[GPTConfig]:
-    """Return the model whose sizes :data:`~pipeplan.zoo.sizes.TRANSFORMERS` has under ``name``."""
+def _sized(name: str, positions: int | None = None) -> Model[GPTConfig]:
+    """Return the model whose sizes :data:`~pipeplan.zoo.sizes.TRANSFORMERS` has under ``name``.
+
+    ``positions`` are those of the configuration, None for as many as the sequence that it is published with.
+    """
     sizes = TRANSFORMERS[name]
-    config = GPTConfig(
-        sizes.layers, sizes.hidden, sizes.heads, sizes.vocabulary, sizes.sequence, sizes.sequence, sizes.tied
-    )
+    longest = sizes.sequence if positions is None else positions
+    config = GPTConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.vocabulary, sizes.sequence, longest, sizes.tied)
     return Model(config, network, batches)
 
 
-tiny = Model(GPTConfig(4, 64, 4, vocabulary=CHARACTERS, sequence=64, tied=False), network, batches)
+tiny = _sized("gpt-tiny", positions=0)
 gpt2_small = _sized("gpt2-small")
 gpt2_medium = _sized("gpt2-medium")
 gpt2_large = _sized("gpt2-large")

@@ -16,6 +16,7 @@ from torch.nn import functional
 from ..errors import BadInput
 from .data import CHARACTERS, text
 from .model import Data, Factory, Loss, Model, chain, token_loss
+from .sizes import TRANSFORMERS, Llama
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,24 @@ def batches(config: LlamaConfig, batch: int) -> Data:
     return text(batch, config.sequence)
 
 
-tiny = Model(LlamaConfig(4, 64, 4, 2, 176, vocabulary=CHARACTERS, sequence=64), network, batches)
-llama_7b = Model(LlamaConfig(32, 4096, 32, 32, 11008, vocabulary=32_000, sequence=2048), network, batches)
-llama3_8b = Model(
-    LlamaConfig(32, 4096, 32, 8, 14336, vocabulary=128_256, sequence=8192, rotary_base=500_000.0), network, batches
-)
+def _sized(name: str, rotary_base: float = 10_000.0) -> Model[LlamaConfig]:
+    """Return the model whose sizes :data:`~pipeplan.zoo.sizes.TRANSFORMERS` has under ``name``."""
+    sizes = TRANSFORMERS[name]
+    assert isinstance(sizes, Llama)
+    config = LlamaConfig(
+        sizes.layers,
+        sizes.hidden,
+        sizes.heads,
+        sizes.groups,
+        sizes.feed_forward,
+        sizes.vocabulary,
+        sizes.sequence,
+        rotary_base,
+        tied=sizes.tied,
+    )
+    return Model(config, network, batches)
+
+
+tiny = _sized("llama-tiny")
+llama_7b = _sized("llama-7b")
+llama3_8b = _sized("llama3-8b", 500_000.0)

@@ -33,7 +33,7 @@ from pipeplan.papers.transformer import (
     stage_memories,
     training_days,
 )
-from pipeplan.zoo.sizes import TRANSFORMERS, Transformer
+from pipeplan.zoo.sizes import TRANSFORMERS, Llama, Transformer
 from scripts.figures.unprofiled import predicted_time
 
 OFFLOAD = replace(MIXED, offload=True)
@@ -79,21 +79,27 @@ def test_the_zoo_builds_networks_of_these_sizes() -> None:
         config = zoo.load(name).config
         found = (config.blocks, config.hidden, config.heads, config.sequence, config.vocabulary, config.tied)
         assert found == (sizes.layers, sizes.hidden, sizes.heads, sizes.sequence, sizes.vocabulary, sizes.tied)
-        assert config.positions == sizes.sequence
-    names = {name for name, place in zoo.MODELS.items() if ".gpt:" in place}
-    assert names == {"gpt-tiny", *TRANSFORMERS}
+        if isinstance(sizes, Llama):
+            assert (config.groups, config.feed_forward) == (sizes.groups, sizes.feed_forward)
+        else:
+            assert (config.positions or config.sequence) == sizes.sequence
+    assert {name for name, place in zoo.MODELS.items() if ".gpt:" in place or ".llama:" in place} == set(TRANSFORMERS)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_and_flops_are_those_of_a_real_network(tied: bool) -> None:
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_parameters_and_flops_are_those_of_a_real_network(kind: str, tied: bool) -> None:
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     from pipeplan import zoo
 
-    made = zoo.load(f"gpt-tiny,blocks=3,hidden=48,heads=4,sequence=16,vocabulary=130,tied={str(tied).lower()}")
+    more = {"gpt": "", "llama": "groups=2,feed_forward=88,"}[kind]
+    made = zoo.load(f"{kind}-tiny,blocks=3,hidden=48,heads=4,sequence=16,vocabulary=130,{more}tied={str(tied).lower()}")
     model = Transformer(3, 48, 4, 16, 130, tied)
+    if kind == "llama":
+        model = Llama(3, 48, 4, 16, 130, tied, groups=2, feed_forward=88)
     layers, tokens, loss = made(2)
     assert sum(p.numel() for p in {id(p): p for p in layers.parameters()}.values()) == model.parameters
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -285,7 +291,7 @@ def test_the_next_number_of_stages_that_fits_is_found() -> None:
 
 
 def test_flops_equal_the_published_formula_exactly() -> None:
-    for model in (*TRANSFORMERS.values(), SMALL):
+    for model in (*(x for x in TRANSFORMERS.values() if not isinstance(x, Llama)), SMALL):
         b, s, n, h, v = 2048, model.sequence, model.layers, model.hidden, model.vocabulary
         published = 96 * b * s * n * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, 16 * n * h))
         assert batch_flops(model, b) == published

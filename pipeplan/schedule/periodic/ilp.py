@@ -395,6 +395,13 @@ def _in_a_thread(model: Any) -> None:
 _SOLVERS = {"cbc": _cbc, "highs": _highs}
 
 
+def refuse_lacking(solver: Solver) -> None:
+    """Raise PipeplanError where a solver doesn't run on this machine."""
+    import pulp
+
+    _SOLVERS[solver](pulp, SolverLimits())
+
+
 def _height_bounds(graph: StageGraph, low: int, high: int) -> dict[tuple[int, int], tuple[int, int]]:
     """Return the least and most value of each height K_uv that a shortest pattern with a period in [low, high] needs.
 

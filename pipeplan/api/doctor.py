@@ -1,0 +1,75 @@
+"""What has this machine for planning and training, in which version, and what lacks?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from ..errors import PipeplanError
+from ..runtime.surroundings import Finding, findings
+from ..version import __version__
+
+OLDEST = (3, 11)
+NEEDED = ("click", "msgspec", "networkx", "numpy", "pulp", "rich")
+EXTRAS = {  # package -> (extra that brings it, what it is for)
+    "transformers": ("models", "models named hf:CONFIG"),
+    "matplotlib": ("plots", "pictures, -o x.png"),
+}
+
+
+def examined() -> list[Finding]:
+    """Return what there is, in the order in which it is needed, torch and its GPUs last."""
+    return [*_python(), *_packages(), *_solvers(), *_extras(), *findings()]
+
+
+def _python() -> Iterator[Finding]:
+    said = f"{platform.python_version()}, {os.cpu_count()} CPUs, {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] < OLDEST:
+        yield Finding("Python", "broken", said, f"at least {'.'.join(map(str, OLDEST))} is needed")
+    else:
+        yield Finding("Python", "good", said)
+    yield Finding("pipeplan", "good", __version__)
+
+
+def _packages() -> Iterator[Finding]:
+    for name in NEEDED:
+        found = _version(name)
+        yield Finding(name, "good", found) if found else Finding(name, "broken", "lacks", f"pip install {name}")
+
+
+def _solvers() -> Iterator[Finding]:
+    from ..schedule.periodic.ilp import refuse_lacking
+
+    try:
+        refuse_lacking("cbc")
+        yield Finding("CBC", "good", "runs: --solver cbc")
+    except PipeplanError as error:
+        yield Finding("CBC", "broken", str(error), "--solver highs")
+    found = _version("highspy")
+    if found is None:
+        yield Finding("HiGHS", "absent", "not installed: --solver highs needs it", "pip install 'pipeplan[highs]'")
+        return
+    try:
+        refuse_lacking("highs")
+        yield Finding("HiGHS", "good", found)
+    except PipeplanError as error:
+        yield Finding("HiGHS", "broken", str(error), "pip install --force-reinstall highspy")
+
+
+def _extras() -> Iterator[Finding]:
+    for name, (extra, use) in EXTRAS.items():
+        found = _version(name)
+        if found:
+            yield Finding(name, "good", found)
+        else:
+            yield Finding(name, "absent", f"not installed: {use} need it", f"pip install 'pipeplan[{extra}]'")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

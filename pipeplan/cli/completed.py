@@ -1,0 +1,73 @@
+"""Which names does a shell complete: GPUs, models, schedules, algorithms and what they have?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import click
+from click.shell_completion import CompletionItem
+
+
+class Named(click.ParamType[str]):
+    """A text that is one of ``names``, or with ``files`` a file; none is refused here. ``lists``: several by commas."""
+
+    name = "text"
+
+    def __init__(self, names: Callable[[], Iterable[str]], *, files: bool = False, lists: bool = False) -> None:
+        self.names, self.files, self.lists = names, files, lists
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return what ``incomplete`` may become: names where any begin so, else a file."""
+        before, comma, last = incomplete.rpartition(",") if self.lists else ("", "", incomplete)
+        if last or not self.files:
+            found = [CompletionItem(f"{before}{comma}{name}") for name in self.names() if name.startswith(last)]
+            if found or not self.files:
+                return found
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _gpus() -> Iterable[str]:
+    from ..files.accelerators import accelerators
+
+    return accelerators()
+
+
+def _models() -> Iterable[str]:
+    from ..zoo import MODELS, ZOO
+
+    return (f"{ZOO}{name}" for name in MODELS)
+
+
+def _transformers() -> Iterable[str]:
+    from ..zoo.sizes import TRANSFORMERS
+
+    return TRANSFORMERS
+
+
+def _schedules() -> Iterable[str]:
+    from ..schedule.registry import schedules
+
+    return schedules()
+
+
+def _algorithms() -> Iterable[str]:
+    from ..api.comparing import NAMES
+
+    return NAMES
+
+
+def _knobs() -> Iterable[str]:
+    from ..partition import ALGORITHMS
+
+    knobs = {(name, str(value).lower()) for x in ALGORITHMS.values() for name, of in x.options.items() for value in of}
+    return (f"{name}={value}" for name, value in sorted(knobs))
+
+
+GPU = Named(_gpus, files=True)
+MODEL = Named(_models)
+PROFILE = Named(_models, files=True)
+TRANSFORMER = Named(_transformers)
+SCHEDULE = Named(_schedules)
+WRITTEN = Named(lambda: (*_schedules(), "all"), files=True)
+ALGORITHMS_LIST = Named(_algorithms, lists=True)
+KNOB = Named(_knobs)

@@ -1,0 +1,200 @@
+"""Help under headings, one meaning for each option's name, lists, completion, and what the doctor finds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import click
+import pytest
+from conftest import Command
+
+from pipeplan.cli import COMMANDS, FORMER, group
+from pipeplan.cli.grouped import GROUPS, OURS, OWN, GroupedCommand
+
+CONTEXT = click.Context(group, info_name="pipeplan", **group.context_settings)
+FOUND = {name: group.get_command(CONTEXT, name) for name in (*COMMANDS, *FORMER)}
+OPTIONS = [
+    (name, option)
+    for name, command in FOUND.items()
+    for option in command.params
+    if isinstance(option, click.Option) and not option.hidden
+]
+DIFFER = {  # option -> why it isn't the same everywhere
+    "--gpus": "compare takes several numbers; --inter and --data-parallel may say it for estimate",
+    "--mem": "compare takes several",
+    "--schedule": "plans have some, runs one other, and simulations and judgements read them from files",
+    "--optimizer": "profiles and plans know what state it has, runs are by torch's name",
+    "--microbatch": "grids choose among several",
+    "--data-parallel": "estimate has no search for auto",
+    "--batch": "grids need it",
+    "--microbatches": "timeprest's table takes a range",
+    "--zero": "",
+    "--offload": "estimate has no other default than no",
+    "--vertical-sync": "timeprest's paper has it",
+    "--output": "report must have a file",
+    "--links": "one draws them by default",
+    "--device": "",
+    "--limit": "",
+    "--model": "",
+    "--bandwidth": "",
+    "--gpu": "estimate takes a file by the same name",
+    "--trace": "",
+}
+
+
+def shape(option: click.Option) -> tuple[object, ...]:
+    choices = tuple(option.type.choices) if isinstance(option.type, click.Choice) else None
+    return option.metavar, option.is_flag, option.multiple, choices
+
+
+def test_an_options_name_means_one_thing_in_all_commands() -> None:
+    shapes = defaultdict(set)
+    for _, option in OPTIONS:
+        shapes[option.opts[-1]].add(shape(option))
+    assert {name for name, found in shapes.items() if len(found) > 1} <= set(DIFFER)
+
+
+def test_all_commands_have_headings_that_name_what_there_is() -> None:
+    names = {name.lstrip("-") for _, option in OPTIONS for name in option.opts}
+    assert [name for name, command in FOUND.items() if not isinstance(command, GroupedCommand)] == []
+    listed = [name for text in GROUPS.values() for name in text.split()]
+    assert len(listed) == len(set(listed))
+    assert {*listed, *" ".join(OURS.values()).split()} - names == {"help"}
+    assert set(OWN.values()) <= set(GROUPS)
+    assert {*OWN, *OURS} <= set(COMMANDS)
+
+
+def test_help_has_headings_defaults_and_what_is_required(pipeplan: Command) -> None:
+    out = pipeplan("plan", "--help")[1]
+    places = [out.index(f"\n{title}:\n") for title in ("Model", "Platform", "Training", "Search", "Output")]
+    assert places == sorted(places)
+    assert out.index("Platform:") < out.index("--gpus N|N") < out.index("Training:")
+    assert "--straight" not in out
+    assert "INTEGER RANGE" not in out
+    assert "<=x<=1000000" not in out
+    assert "[default: 0; 0<=x<=1]" in pipeplan("grid", "--help")[1]
+    assert "[required]" in pipeplan("report", "--help")[1]
+    assert "[default: 0]" in pipeplan("simulate", "--help")[1]  # of --seed
+    assert "Options:\n" in pipeplan("list", "--help")[1]  # few need no headings
+
+
+def test_what_has_a_name_is_listed(pipeplan: Command) -> None:
+    known = {"gpus": "h100", "models": "zoo:llama3-8b", "schedules": "zbv", "algorithms": "pipedream"}
+    for what, name in known.items():
+        code, out, _ = pipeplan("list", what)
+        assert (code, f"\n{name} " in out) == (0, True)
+        rows = json.loads(pipeplan("list", what, "--json")[1])
+        assert name in {row["name"] for row in rows}
+    assert "-O mode=paper|released" in pipeplan("list", "algorithms")[1]
+    assert pipeplan("algorithms") == pipeplan("list", "algorithms")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("plan zoo:gpt2-x", ["zoo:gpt2-xl"]),
+        ("plan p.json --gpu h1", ["h100"]),
+        ("plan p.json --algorithm madp", ["madpipe", "madpipe-paper"]),
+        ("plan p.json -O mode=r", ["mode=released"]),
+        ("simulate p.json --schedule zb", ["zb1p", "zb2p", "zbv"]),
+        ("compare p.json --algorithms auto,gp", ["auto,gpipe"]),
+        ("profile zoo:llama3", ["zoo:llama3-8b"]),
+        ("estimate --model llama-7", ["llama-7b"]),
+        ("list sch", ["schedules"]),
+        ("doc", ["doctor"]),
+        ("plan my", ["my"]),  # a file, which the shell looks for itself
+    ],
+)
+def test_a_shell_completes_names(words: str, wanted: list[str]) -> None:
+    from click.shell_completion import ShellComplete
+
+    *before, last = words.split()
+    found = ShellComplete(group, {}, "pipeplan", "_PIPEPLAN_COMPLETE").get_completions(before, last)
+    assert [item.value for item in found] == wanted
+
+
+def test_completion_is_installed_once_by_one_command(tmp_path, monkeypatch, pipeplan: Command) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    monkeypatch.setenv("SHELL", "/bin/zsh")
+    (tmp_path / ".zshrc").write_text("autoload -U compinit; compinit")
+    for _ in range(2):
+        assert pipeplan("completion", "--install")[0] == 0
+    assert (tmp_path / ".zshrc").read_text().count("\neval") == 1
+    for shell, text in {"bash": "COMP_WORDBREAKS//:", "fish": "complete --no-files --command pipeplan"}.items():
+        code, out, _ = pipeplan("completion", shell, "--install")
+        assert code == 0
+        assert text in Path(out.split()[2].rstrip(";")).read_text()
+        assert text in pipeplan("completion", shell)[1]
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert "name one" in pipeplan("completion")[2]
+
+
+def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Command) -> None:
+    monkeypatch.setattr("pipeplan.runtime.surroundings._driven", list)
+    torch = fake_torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
+    code, out, err = pipeplan("doctor")
+    assert (code, err) == (0, "")
+    assert "ok  CBC" in out
+    monkeypatch.setattr("pipeplan.api.doctor.version", missing)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, _ = pipeplan("doctor", "--json")
+    found = {row["name"]: row for row in json.loads(out)["findings"]}
+    assert (code, json.loads(out)["good"]) == (1, False)
+    assert found["numpy"]["state"] == "broken"
+    assert found["torch"] == {
+        "name": "torch",
+        "state": "absent",
+        "told": "not installed: profile and run need it",
+        "help": "pip install 'pipeplan[torch]'",
+    }
+
+
+def test_the_doctor_looks_at_gpus_nccl_and_links(monkeypatch) -> None:
+    from pipeplan.runtime.surroundings import findings
+
+    def found(torch, driven=()):
+        monkeypatch.setattr("pipeplan.runtime.surroundings._driven", lambda: list(driven))
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
+        return {x.name: (x.state, x.told) for x in findings()}
+
+    some = found(fake_torch(gpus=3, apart={(0, 2), (2, 0)}), ["H100"] * 3)
+    assert some["GPU 2"] == ("good", "H100, 80.0 GB, compute 9.0")
+    assert some["NCCL"] == ("good", "2.27.3")
+    assert some["links"][1] == "2 of 6 pairs go through host memory, such as 0 to 2"
+    assert found(fake_torch(gpus=2))["links"][1] == "all 2 pairs of GPUs reach each other directly"
+    assert found(fake_torch(gpus=1, nccl=False))["NCCL"][0] == "broken"
+    assert found(fake_torch(cuda=None), ["H100"])["GPUs"] == (
+        "broken",
+        "the driver has 1 (H100), torch is a build for CPUs alone",
+    )
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def fake_torch(gpus=0, apart=(), nccl=True, cuda="12.8"):
+    """What the doctor asks of torch, on a machine with GPUs."""
+    torch = ModuleType("torch")
+    torch.__version__ = "2.13.0"
+    torch.version = SimpleNamespace(cuda=cuda)
+    torch.distributed = ModuleType("torch.distributed")
+    torch.distributed.is_available = torch.distributed.is_gloo_available = lambda: True
+    torch.distributed.is_nccl_available = lambda: nccl
+    torch.cuda = SimpleNamespace(
+        is_available=lambda: gpus > 0,
+        device_count=lambda: gpus,
+        get_device_properties=lambda i: SimpleNamespace(name="H100", total_memory=80 * 10**9, major=9, minor=0),
+        can_device_access_peer=lambda a, b: (a, b) not in apart,
+        nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
+    )
+    return torch
