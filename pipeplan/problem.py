@@ -106,6 +106,12 @@ class Chain:
     def __len__(self) -> int:
         return len(self.layers)
 
+    @property
+    def modules(self) -> int:
+        """Number of layers that are the model's own: without a last one that is the loss."""
+        count, last = len(self.layers), self.layers[-1]
+        return count - (count > 1 and last.name == LOSS and not last.weight_bytes)
+
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Readers of each tensor in order: entry 0 for the network's input, entry i + 1 for the output of layer i."""
@@ -426,6 +432,8 @@ Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
 Checkpointing = Literal["none", "stages", "segments"]
 Zero = Literal[0, 1]
+Engine = Literal["torch", "torchtitan"]
+LOSS = "loss"  # how profiles name what comes behind the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +452,8 @@ class Policy:
     With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
     keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
     looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
+    ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
+    to receive every microbatch of a mini-batch, and its outputs to the end; torchtitan's is the same without those.
     """
 
     weights: Weights = "2bw"
@@ -456,6 +466,7 @@ class Policy:
     coarsening: int | None = None
     bytes_per_parameter: int | None = None
     zero: Zero = 0
+    engine: Engine | None = None
     pipelines: int = 1
 
     def sharers(self, replicas: int) -> int:

@@ -16,7 +16,7 @@ from typing import Literal
 from ..errors import PipeplanError
 from ..names import shown
 from ..plan import Plan, ScheduleKind, Stage
-from ..problem import Chain
+from ..problem import Chain, Engine
 
 Ranges = tuple[tuple[int, int], ...]
 Rule = Literal["none", "first", "every"]
@@ -24,7 +24,6 @@ BLOCK = re.compile(
     r"((?:.*\.)?(?:(?:blocks?|layers?|decoder|h)\.\d+|(?:blocks?|layers?|decoder|h)_?\d+(?:\.\d+)?))(?:\..*)?"
 )
 MTP = re.compile(r"(?:.*\.)?mtp(?:_layers?)?[._]?\d*")
-LOSS = "loss"  # how profiles name what comes behind the model
 
 
 class CannotExpress(PipeplanError):
@@ -93,7 +92,7 @@ class Target:
     ``kinds`` of schedules it runs; ``units(chain)`` are what it doesn't cut (CannotExpress says why there are none);
     ``recomputes(unit)`` says which of them it can, under one of the ``rules``, in segments of ``longest`` at most.
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
-    the gradients of weights that stages share.
+    the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
     """
 
     what: str
@@ -105,6 +104,7 @@ class Target:
     refuses: Callable[[ScheduleKind, Shape, int], str | None]
     longest: int | None = None
     ties: bool = False
+    engine: Engine | None = None
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
         """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
@@ -221,9 +221,8 @@ def _shape(name: str, stages: Sequence[Stage]) -> Shape:
 def whole_blocks(chain: Chain) -> tuple[Unit, ...]:
     """Return the layers with those of one repeated block together, and the loss with what comes before it."""
     count = len(chain)
-    modules = count - (count > 1 and chain.layers[-1].name == LOSS and not chain.layers[-1].weight_bytes)
     units: list[Unit] = []
-    for i, layer in enumerate(chain.layers[:modules]):
+    for i, layer in enumerate(chain.layers[: chain.modules]):
         found = None if ".." in layer.name else BLOCK.fullmatch(layer.name)
         if units and found and units[-1].block and units[-1].name == found[1]:
             units[-1] = replace(units[-1], stop=i + 1, modules_stop=i + 1)
@@ -334,6 +333,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: unit.block,
         refuses=_torch,
         longest=1,
+        engine="torchtitan",
     ),
     "deepspeed": Target(
         what="DeepSpeed",
@@ -353,6 +353,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         rules=("none", "every"),
         recomputes=lambda unit: True,
         refuses=_torch,
+        engine="torch",
     ),
 }
 

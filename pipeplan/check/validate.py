@@ -113,6 +113,8 @@ def schedule_violations(plan: Plan) -> list[str]:
     schedule, policy = plan.schedule, plan.policy
     if policy.coarsening is not None and policy.weights != "flush":
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
+    if policy.engine is not None and policy.weights != "flush":
+        return [f"{policy.engine} drains every mini-batch, for weights flush; the policy is {policy.weights}"]
     kind, found = kind_of(plan), []
     if policy.weights not in kind.weights:
         return [kind.refusal.format(weights=policy.weights)]

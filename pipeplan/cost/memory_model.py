@@ -164,17 +164,61 @@ def held_bytes(kept: IntLike, peak: IntLike, in_flight: IntLike) -> IntLike:
     return (in_flight - 1) * kept + peak
 
 
-def activations(chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+def message_bytes(
+    policy: Policy, entering: IntLike, leaving: IntLike, returned: IntLike = 0, replicas: int = 1
+) -> IntLike:
+    """Return the bytes of buffers for what a stage exchanges with its neighbours, ``entering`` and ``leaving`` bytes of
+    a microbatch: two of each, half of them for gradients.
+
+    An engine of torch has one to receive each microbatch of a mini-batch, and its gradient, beside gradients that are
+    made and sent; and to the end what the model has ``returned``, for each.
+    """
+    if policy.engine is None:
+        return 2 * entering + 2 * leaving
+    count = ceil_div(policy.accumulate or 1, replicas)
+    return (count + 2) * entering + count * leaving + count * returned
+
+
+def split_message_bytes(policy: Policy, entering: IntLike, replicas: int = 1) -> IntLike:
+    """Return the bytes that are held beside :func:`message_bytes` where backwards come in two parts: with an engine of
+    torch the gradients of what was received, to the end."""
+    return 0 if policy.engine is None else ceil_div(policy.accumulate or 1, replicas) * entering
+
+
+def returned_bytes(policy: Policy, chain: Chain) -> int:
+    """Return the bytes of what the model returns for a microbatch, where an engine keeps that."""
+    if policy.engine != "torch":
+        return 0
+    return chain.cut_bytes[chain.modules] or chain.layers[chain.modules - 1].output_bytes
+
+
+def stage_activations(
+    policy: Policy, chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]
+) -> tuple[int, int, int]:
+    """Return the :func:`activations` of a stage as the policy's engine holds them.
+
+    Those of torch have the input in a receive buffer, and hold the output until its gradient is there.
+    """
+    if policy.engine is None:
+        return activations(chain, start, stop, checkpoint)
+    kept, peak, recompute = activations(chain, start, stop, checkpoint, received=start > 0)
+    sent = chain.cut_bytes[stop]
+    return kept + sent, peak + sent, recompute
+
+
+def activations(
+    chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[int, int]], received: bool = False
+) -> tuple[int, int, int]:
     """Return (kept, peak, recompute_ns) of one microbatch of ``layers[start:stop]`` with recomputed segments.
 
     ``checkpoint`` lists the half-open recomputed segments in order; the layers between them are stored. A recomputed
     segment keeps its input and, while it is recomputed and run backward, the transient; release is segment by segment,
     so ``peak`` is the largest of (kept up to and with a segment) + its transient. In a chain the parts keep each
     storage once: a stored run may keep its output, which is what the part behind it would keep as its input. In a DAG
-    each part counts all it keeps.
+    each part counts all it keeps. What was ``received`` in a buffer that is there anyway is not counted in a chain.
     """
     kept = peak = recompute = 0
-    position, held = start, False
+    position, held = start, received
     for first, last in (*checkpoint, (stop, stop)):
         if position < first:
             kept += int(stored(chain, position, first, held, position > start))

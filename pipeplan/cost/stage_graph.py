@@ -37,7 +37,7 @@ class StageCost:
     ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
     optimizer's step where it overlaps with that instead of being charged to backwards.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
-    microbatch (recomputed ones too) from the backward's start until then.
+    microbatch (recomputed ones too) from the backward's start until then, and ``split_buffer_bytes`` of more buffers.
     """
 
     forward_ns: int
@@ -54,6 +54,7 @@ class StageCost:
     saved_bytes: int = 0
     update_ns: int = 0
     update_share_ns: int = 0
+    split_buffer_bytes: int = 0
     waiting_bytes: int = 0
     lent: tuple[tuple[int, int], ...] = ()
 
@@ -370,7 +371,7 @@ def _stage_cost(
 ) -> StageCost:
     """Return what a stage costs that finds the weights ``borrowed`` (of ``chain.shared``) on its devices."""
     start, stop, r = stage.start, stage.stop, stage.replicas
-    kept, peak, recompute = memory_model.activations(chain, start, stop, stage.checkpoint)
+    kept, peak, recompute = memory_model.stage_activations(policy, chain, start, stop, stage.checkpoint)
     slowest = platform.slowest(stage.devices)
     speed, timed = slowest.speed, chain.timed(slowest.times)
     if timed is not chain:
@@ -386,6 +387,7 @@ def _stage_cost(
     if policy.coarsening is not None:
         step = time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)
         update = time_model.overlapped_ns(policy, update, step, parameters)
+    everywhere = policy.engine is not None  # which has buffers also between stages of one device
     share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
@@ -394,12 +396,21 @@ def _stage_cost(
         parameters=parameters,
         kept_bytes=kept,
         peak_bytes=peak,
-        buffer_bytes=2 * chain.cut_bytes[start] * receives + 2 * chain.cut_bytes[stop] * sends,
+        buffer_bytes=int(
+            memory_model.message_bytes(
+                policy,
+                chain.cut_bytes[start] * (receives or (everywhere and start > 0)),
+                chain.cut_bytes[stop] * (sends or everywhere),
+                memory_model.returned_bytes(policy, chain) * (stop == len(chain)),
+                r,
+            )
+        ),
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
         backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed, elsewhere),
         saved_bytes=max(peak, saved_bytes(chain, start, stop)),
+        split_buffer_bytes=int(memory_model.split_message_bytes(policy, chain.cut_bytes[start] * (start > 0), r)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
     )

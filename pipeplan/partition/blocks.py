@@ -47,7 +47,7 @@ class Activations:
             problem.deadline.check()
             for j in range(i + 1, size):
                 segments = () if rule is None else rule(cuts[i], cuts[j])
-                found = memory_model.activations(problem.chain, cuts[i], cuts[j], segments)
+                found = memory_model.stage_activations(problem.policy, problem.chain, cuts[i], cuts[j], segments)
                 kept[i, j], peak[i, j], again[i, j] = found
         return Activations(kept, peak, again)
 
@@ -152,11 +152,14 @@ class Pipe:
         """The same, NEVER also where the stage doesn't fit the memory."""
         problem, costs = self.costs.problem, self.costs
         weight_bytes, parameters = memory_model.weights_of(problem.chain, *costs.ends)
-        buffers = 2 * (costs.crossing[:, None] + costs.crossing[None, :])
+        returned = np.zeros(len(costs.cuts), dtype=np.int64)
+        returned[-1] = memory_model.returned_bytes(problem.policy, problem.chain)
+        entering, leaving = costs.crossing[:, None], costs.crossing[None, :]
         found = []
         for group, count, table in zip(self.groups, self.in_flight, self.times, strict=True):
             weights = memory_model.weights_bytes(problem.policy, weight_bytes, parameters, count, len(group))
             held = memory_model.held_bytes(self.activations.kept, self.activations.peak, count)
+            buffers = memory_model.message_bytes(problem.policy, entering, leaving, returned, len(group))
             room = problem.platform.slowest(group).memory_bytes // self.share
             found.append(np.where(weights + held + buffers <= room, table, NEVER))
         return found

@@ -13,7 +13,7 @@ from ..problem import Problem
 from ..version import __version__
 from .incumbent import Settings
 from .plan import Planned
-from .restricted import make_target_plan
+from .restricted import as_run_by, make_target_plan
 
 IMPORTED = "imported"
 
@@ -39,6 +39,7 @@ def judge(
 
     Both have the bounds of the target's class. InvalidPlan says where today's breaks a rule, memory first of all.
     """
+    problem = as_run_by(problem, name)
     plan = Plan(
         chain=problem.chain,
         platform=problem.platform,

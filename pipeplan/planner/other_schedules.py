@@ -117,7 +117,8 @@ def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2
     weights = entry.weights or plan.policy.weights
     accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
     synced = plan.policy.vertical_sync and schedule == own_schedule(plan)
-    policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=synced)
+    engine = plan.policy.engine if weights == "flush" else None
+    policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=synced, engine=engine)
     return stage_graph(plan.chain, plan.platform, policy, schedule_stages(plan, schedule, chunks))
 
 

@@ -76,6 +76,7 @@ def make_target_plan(
     if problem.policy.accumulate is None:
         every = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=every))
+    problem = as_run_by(problem, name)
     all_kinds = TARGETS[name].kinds
     search = _Search(problem, name, kinds or all_kinds, settings or Settings())
     stopped = search.run(EFFORTS[effort])
@@ -100,6 +101,11 @@ def make_target_plan(
     return Planned(plan, check(plan))
 
 
+def as_run_by(problem: Problem, name: str) -> Problem:
+    """Return the problem in whose memory is what the target ``name`` holds."""
+    return problem.with_policy(replace(problem.policy, engine=TARGETS[name].engine))
+
+
 def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) -> int | None:
     """Return a period (ns) below which the target ``name`` has no plan of a problem, None where nothing fits; with
     ``kind`` none under that schedule."""
@@ -115,7 +121,7 @@ def with_price(planned: Planned, problem: Problem, settings: Settings | None = N
     updates, in ``provenance.options["price"]``; nothing of what the deadline cuts off or doesn't fit."""
     plan, price = planned.plan, {}
     for weights in PRICED:
-        policy = replace(problem.policy, weights=weights, accumulate=plan.policy.accumulate)
+        policy = replace(problem.policy, weights=weights, accumulate=plan.policy.accumulate, engine=None)
         with suppress(OutOfTime, Infeasible, BadInput):
             problem.deadline.check()
             free = make_plan(problem.with_policy(policy), settings=settings, effort=effort)

@@ -117,7 +117,9 @@ class Program:
 
     def buffer_bytes(self, stage: int) -> int:
         """Return the send and receive buffers of ``stage``, half for gradients: those of a batch are one message."""
-        return self.graph.stages[stage].buffer_bytes // 2 * (1 + self.batch)
+        cost = self.graph.stages[stage]
+        more = cost.split_buffer_bytes if self.split else 0
+        return cost.buffer_bytes + cost.buffer_bytes // 2 * (self.batch - 1) + more
 
     def stages_of(self, lane: int) -> list[int]:
         """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""

@@ -1,11 +1,12 @@
 """One rank that runs exported stages on stock torch: ``torch_csv_worker.py RANK RANKS STORE FILES OUT``.
 
 FILES lists exported Python modules with commas; the model has four layers. For each module, OUT gets the losses that
-the rank saw and the gradients of its stages by the names of the model.
+the rank saw, the gradients of its stages by the names of the model, and the bytes that are held behind the step.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import sys
@@ -27,6 +28,15 @@ def model():
     return layers, inputs, targets
 
 
+def held():
+    """The bytes of all tensors that there are, but for numbers and what views share."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter) and x.dim()]
+    found += [x.grad for x in found if x.is_leaf and x.grad is not None]
+    storages = [x.untyped_storage() for x in found if x.device.type == "cpu"]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 def step(path):
     """Run one mini-batch by the exported module in a file."""
     spec = importlib.util.spec_from_file_location("exported", path)
@@ -40,14 +50,17 @@ def step(path):
     last = max(map(max, exported.RANKS))
     losses: list[torch.Tensor] = []
     arguments = (inputs,) if 0 in mine else ()
+    before = held()
     if last in mine:
         run.step(*arguments, target=targets, losses=losses)
     else:
         run.step(*arguments)
-    held = run._stage.submod if traced else layers
+    trained = run._stage.submod if traced else layers
+    gradients = sum(p.grad.untyped_storage().nbytes() for p in trained.parameters() if p.grad is not None)
     return {
+        "held": held() - before - gradients,
         "losses": [loss.item() for loss in losses],
-        "gradients": {n: p.grad.flatten().tolist() for n, p in held.named_parameters() if p.grad is not None},
+        "gradients": {n: p.grad.flatten().tolist() for n, p in trained.named_parameters() if p.grad is not None},
     }
 
 

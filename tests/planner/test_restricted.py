@@ -15,8 +15,9 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.partition.cuts import legal_cuts
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.derived import derived
-from pipeplan.planner.restricted import MOST_CHUNKS, make_target_plan, with_price
+from pipeplan.planner.restricted import MOST_CHUNKS, as_run_by, make_target_plan, with_price
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+from pipeplan.report.tables import restriction
 
 NAMES = ["embedding", *(f"layers.{i}" for i in range(4)), "norm", "head", "loss"]
 
@@ -61,12 +62,12 @@ def every_plan(problem, name):
 
 @pytest.mark.parametrize(
     ("name", "memory"),
-    [("megatron", 1000), ("torchtitan", 1300), ("deepspeed", 1000), ("torch", 900)],
+    [("megatron", 1000), ("torchtitan", 1700), ("deepspeed", 1000), ("torch", 1700), ("torch", 900)],
 )
 def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound(name, memory):
     chain = network(memory)
     problem = Problem(chain, Platform.flat(3, memory, 10**10), Policy("flush", accumulate=6), checkpointing="segments")
-    best = min(every_plan(problem, name), default=None)
+    best = min(every_plan(as_run_by(problem, name), name), default=None)
     if best is None:
         with pytest.raises(Infeasible, match=f"no plan that {name} can express fits: .* more than there is"):
             make_target_plan(problem, name)
@@ -90,6 +91,24 @@ def test_a_bound_on_a_class_is_checked_like_others():
     assert any("runs 1f1b; the schedule is message-driven" in x for x in violations(
         replace(plan, schedule=Schedule("message-driven", 4, 2))
     ))  # fmt: skip
+
+
+def test_memory_is_what_the_target_s_runtime_holds():
+    """Torch has M buffers for what comes in and M for its gradients, and M outputs; a microbatch keeps its output."""
+    problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4), replicas=False)
+    plans = {name: make_target_plan(problem, name, kinds=("1f1b",)) for name in ("megatron", "torchtitan", "torch")}
+    for name, planned in plans.items():
+        plan, use = planned.plan, planned.evaluation.devices
+        cut = plan.chain.cut_bytes[plan.allocation.stages[0].stop]
+        returned = plan.chain.cut_bytes[plan.chain.modules]
+        buffers = {"megatron": [2 * cut, 2 * cut], "torchtitan": [4 * cut, 6 * cut]}
+        buffers["torch"] = [4 * cut, 6 * cut + 4 * returned]
+        assert [one.buffer_bytes for one in use] == buffers[name]
+        line = "\n".join(restriction(plan, planned.evaluation))
+        assert ("all outputs of the model" in line) == (name == "torch")
+        assert ("buffers for all microbatches" in line) == (name != "megatron")
+    delayed = replace(plans["torch"].plan, policy=Policy("2bw", accumulate=4, engine="torch"), schedule=Schedule())
+    assert "torch drains every mini-batch, for weights flush; the policy is 2bw" in violations(delayed)[0]
 
 
 def test_servers_tied_weights_and_what_nobody_can_do():

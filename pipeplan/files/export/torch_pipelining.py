@@ -100,7 +100,7 @@ def schedule(layers, device, loss_fn, mesh=None):
     for number in RANKS[dist.get_rank(group)]:
         module = stage_module(layers, number).to(device)
         if PIPELINES > 1:
-            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
         stages.append(PipelineStage(module, number, len(STAGES), device, group=group))
 '''
 
@@ -115,7 +115,8 @@ def schedule(model, microbatch, device, loss_fn, mesh=None):
     for number in RANKS[dist.get_rank(group)]:
         stage = pipe.build_stage(number, device, group)
         if PIPELINES > 1:
-            stage.submod = DistributedDataParallel(stage.submod, process_group=mesh.get_group("dp"))
+            same = mesh.get_group("dp")
+            stage.submod = DistributedDataParallel(stage.submod, process_group=same, gradient_as_bucket_view=True)
         stages.append(stage)
 '''
 
