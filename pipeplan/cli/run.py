@@ -143,8 +143,13 @@ def _told_of_signal(number: int) -> PipeplanError | None:
     show_default=True,
     help="auto: GPUs if torch sees any, unless the plan's profile is of a CPU.",
 )
-@click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict (torch.save).")
-@click.option("--load", metavar="FILE", type=PATH, help="Start from a state_dict, unless a checkpoint is found.")
+@click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict: .safetensors, or torch.save.")
+@click.option(
+    "--load",
+    metavar="PATH",
+    type=PATH,
+    help="Start from a state_dict, unless a checkpoint is found: a file of torch's or safetensors, or a folder.",
+)
 @click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
 @click.option(
     "--checkpoint-every",

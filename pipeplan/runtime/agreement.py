@@ -47,6 +47,8 @@ INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of libraries, whose versions tell enough
 STANDARD: Final = Path(sysconfig.get_path("stdlib"))
 CHUNK: Final = 2**20  # bytes that are read at once
+SAMPLES: Final = 256  # pieces of a state that are compared, so much apart
+STATES: Final = (".safetensors", ".json", ".bin", ".pt")
 _VARYING = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+")  # in the words for equal objects of different processes
 
 
@@ -134,7 +136,7 @@ def run_items(plan: Plan, model: ModelSpec, options: RunOptions) -> dict[str, st
     asked = [field.name for field in fields(RunOptions) if field.name not in OWN]
     items |= {f"the option {name.removesuffix('_s').replace('_', ' ')}": repr(getattr(options, name)) for name in asked}
     items["the option checkpoint"] = "not given" if options.checkpoint is None else "a folder"
-    items["the file of weights to load"] = "none" if options.load is None else _file_sum(options.load)
+    items["the file of weights to load"] = "none" if options.load is None else _state_sum(options.load)
     return _shown(items)
 
 
@@ -202,13 +204,27 @@ def _digest(text: str) -> str:
     return sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
 
 
-def _file_sum(path: Path) -> str:
-    """Return the checksum of a file; what cannot be read is said so, as others say better what that means."""
-    crc = 0
+def _state_sum(path: Path) -> str:
+    """Return the checksum of a file, or of a folder's files by name; of long ones of a part, as each rank reads its."""
+    if not path.is_dir():
+        return _file_sum(path, SAMPLES)
+    names = sorted(x for x in path.iterdir() if x.suffix in STATES)
+    return f"of checksum {_digest(repr([(x.name, _file_sum(x, SAMPLES)) for x in names]))}"
+
+
+def _file_sum(path: Path, samples: int | None = None) -> str:
+    """Return the checksum of a file; what cannot be read is said so, as others say better what that means.
+
+    Of one longer than ``samples`` pieces that of its length and so many pieces of it.
+    """
     try:
+        size = path.stat().st_size
+        crc = zlib.crc32(str(size).encode())
+        step = CHUNK if samples is None else max(CHUNK, size // samples)
         with path.open("rb") as file:
-            while block := file.read(CHUNK):
-                crc = zlib.crc32(block, crc)
+            for start in range(0, size, step):
+                file.seek(start)
+                crc = zlib.crc32(file.read(CHUNK), crc)
     except OSError as error:
         return f"unreadable ({error.strerror})"
     return f"of checksum {crc:08x}"

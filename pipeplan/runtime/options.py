@@ -49,9 +49,9 @@ class RunOptions:
     coarsening: int | None = None
     """Buckets that replicas sum at once while those before are stepped; None: as serves, 0: all."""
     save: Path | None = None
-    """File for the trained model's ``state_dict``."""
+    """File for the trained model's ``state_dict``: safetensors by its name's end, else torch's."""
     load: Path | None = None
-    """File with a ``state_dict`` to start from, unless a checkpoint is resumed."""
+    """File, index or folder with a ``state_dict`` to start from, unless a checkpoint is resumed."""
     checkpoint: Path | None = None
     """Folder for checkpoints."""
     every: int | None = None

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..files.text import replaced
 from .arrival_order import arrival_order
 from .device import begin_peak, label, moved, peak_bytes
-from .exchange.collective import barrier, gathered, pipeline_group, together
+from .exchange.collective import barrier, gathered, pipeline_group
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
@@ -34,6 +33,7 @@ from .model.structure import mapped
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
 from .training.draws import DATA, begin_draws
 from .training.rank import Rank
+from .training.saved_model import save_model
 from .training.state import trained_state
 
 
@@ -158,11 +158,7 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
         for runner in runners.values():
             runner.versions.assemble()
         trained = trained_state(rank, rank.first_of, runners)
-        whole = together(rank.number, trained)
-        if whole is not None:
-            again = {name: whole[first] for name, first in rank.model.first_names.items()}
-            with replaced(str(job.options.save)) as file:
-                torch.save(again | whole, file)
+        save_model(rank.number, trained, rank.model.first_names, job.options.save)
     dist.destroy_process_group()
     if measurements is None:
         return None

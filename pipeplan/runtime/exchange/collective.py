@@ -23,6 +23,8 @@ from .transport import exchanging
 
 PINGS = 10
 PATIENCE: Final = timedelta(hours=4)  # for a turn to give what was trained; ranks that have gone show at once
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and types by name
+Take = Callable[[str, Tensor], None]
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
 
 
@@ -172,10 +174,11 @@ def gathered(rank: int, value: Any) -> list[Any] | None:
     return values
 
 
-def together(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return everybody's ``tensors`` in host memory on rank 0, of equal names the last rank's; None elsewhere.
+def handed_over(rank: int, tensors: Mapping[str, Tensor], begin: Callable[[Specs], Take]) -> None:
+    """Give rank 0 everybody's ``tensors`` in host memory: there ``begin(specs)`` returns what takes each of them.
 
-    One after the other, so that nothing is there twice, and however long all of them take.
+    They come one after the other, so that no more than one is there twice, however long all of them take; of equal
+    names the last rank's comes last.
     """
     named = gathered(rank, [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
     with exchanging("the gathering of the trained model"):
@@ -185,11 +188,14 @@ def together(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | No
             for tensor in tensors.values():
                 if tensor.numel():
                     dist.send(tensor.cpu().contiguous(), 0, group=group)
-            return None
-        found = {name: tensor.cpu() for name, tensor in tensors.items()}
-        for other, those in enumerate(named[1:], 1):
-            for name, shape, dtype in those:
-                found[name] = torch.empty(shape, dtype=dtype)
-                if found[name].numel():
-                    dist.recv(found[name], other, group=group)
-        return found
+            return
+    take = begin({name: (shape, dtype) for those in named for name, shape, dtype in those})
+    for name, tensor in tensors.items():
+        take(name, tensor.cpu())
+    for other, those in enumerate(named[1:], 1):
+        for name, shape, dtype in those:
+            tensor = torch.empty(shape, dtype=dtype)
+            if tensor.numel():
+                with exchanging("the gathering of the trained model"):
+                    dist.recv(tensor, other, group=group)
+            take(name, tensor)

@@ -10,8 +10,10 @@ program looks at a value, that one is made for it. (The idea of deferred initial
 from __future__ import annotations
 
 import gc
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -102,6 +104,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._small = small
         self.fake = _Fake(allow_non_fake_inputs=True)
+        self._warnings = ExitStack()
         self._blanks: set[int] = set()
         self._calls: list[_Call] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other gets the place of one
@@ -110,6 +113,16 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def promises(self) -> bool:
         """Whether anything is promised."""
         return bool(self._storages)
+
+    def __enter__(self) -> Deferred:
+        self._warnings.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # as copies do
+        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        self._warnings.close()
 
     def holds(self, x: Tensor) -> bool:
         """Whether ``x`` is promised."""
@@ -167,6 +180,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         objects = gc.get_objects()
         alive = [x for x in objects if issubclass(type(x), FakeTensor) and id(x) not in kept and self.holds(x)]
         del objects
+        alive = [x for x in alive if any(other is not alive for other in gc.get_referrers(x))]  # none: bases of views
         value = self.values(alive)
         for x in alive:
             _become(x, value(x))

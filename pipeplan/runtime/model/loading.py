@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import BadInput
 from ..device import CPU
@@ -16,8 +17,9 @@ from .adapted import compiled_lines
 from .contract import boundaries_of, built_by, example_of, is_whole
 from .deferred import Deferred
 from .loaded import LoadedModel, ModelLayer
-from .network import Loss, chain_network, loss_layer
+from .network import Loss, chain_network, kind_of, loss_layer
 from .spec import Data, ModelSpec, brings_data, builder_of, data_of
+from .state_file import read_state
 from .structure import leaves_in, tensors_in, tensors_of
 
 
@@ -91,19 +93,32 @@ def _first_names(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
 
 
 def load_weights(model: LoadedModel, path: str | Path) -> None:
-    """Give ``model`` the state in a file that ``run --save`` or ``torch.save(model.state_dict())`` wrote."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        left = dict(state)
-        for prefix, module in model.roots:
-            own = {name: left.pop(f"{prefix}{name}") for name in module.state_dict()}
-            module.load_state_dict(own)
-    except KeyError as error:
-        raise BadInput(f"{path}: has no {error.args[0]!r}, which the model has") from error
-    except Exception as error:  # whatever unpickling another file raises
-        raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
-    if left:
-        raise BadInput(f"{path}: has {next(iter(left))!r}, which the model has not")
-    for name, first in model.first_names.items():
-        if not torch.equal(state[name], state[first]):
-            raise BadInput(f"{path}: {first!r} and {name!r} differ, and are one weight in the model")
+    """Give ``model`` the state in a file, an index of files, or a folder (:mod:`.state_file`), by its names.
+
+    What ``model`` has no values of is passed over. BadInput names the first tensor that is missing, too many, of
+    another shape, or, of those that are one weight in the model, unlike the other.
+    """
+    state = read_state(path)
+    wanted = {f"{prefix}{name}": x for prefix, module in model.roots for name, x in module.state_dict().items()}
+    first = {name: model.first_names.get(name, name) for name in wanted}
+    there = {first.get(name, name): name for name in reversed(list(state))}  # files may leave out what is there already
+    for name in wanted:
+        if name not in state and first[name] not in there:
+            raise BadInput(f"{path}: has no {name!r}, which the model has")
+    extra = next((name for name in state if name not in wanted), None)
+    if extra is not None:
+        raise BadInput(f"{path}: has {extra!r}, which the model has not")
+    state |= {name: state[there[first[name]]] for name in wanted.keys() - state.keys()}
+    for name, x in wanted.items():
+        found = state[name]
+        if isinstance(x, Tensor) and (not isinstance(found, Tensor) or found.shape != x.shape):
+            shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(found)
+            raise BadInput(f"{path}: {name!r} has {shape}; the model's has shape {tuple(x.shape)}")
+    for name, other in model.first_names.items():
+        if not isinstance(wanted[name], FakeTensor) and not torch.equal(state[name], state[other]):
+            raise BadInput(f"{path}: {other!r} and {name!r} differ, and are one weight in the model")
+    for prefix, module in model.roots:
+        try:
+            module.load_state_dict({name: state[f"{prefix}{name}"] for name in module.state_dict()})
+        except Exception as error:  # whatever a module's own way to load raises
+            raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error

@@ -112,7 +112,5 @@ def _name_of(model: LoadedModel, blank: Tensor) -> str:
     modules = [layer.module for layer in model.layers]
     name = next((name for name, x in _state_of(model, modules).items() if x is blank), None)
     if name is None:
-        return (
-            f"a tensor of shape {tuple(blank.shape)} is made on meta, so it has no values, and is no part of the state"
-        )
+        return f"a tensor of shape {tuple(blank.shape)} is on meta, without values, and in no file, as it is no state"
     return f"{name} is on meta, without values; name a file that has them by --load"

@@ -1,0 +1,127 @@
+"""States in files: torch's, safetensors, several with an index; and what is said of those that don't fit."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from pipeplan.errors import BadInput
+from pipeplan.runtime.model.loading import chain_model, load_weights
+from pipeplan.runtime.model.state_file import SafetensorsWriter, read_state
+
+STATE = {
+    "a": torch.arange(12.0).view(3, 4),
+    "b": torch.arange(5).to(torch.bfloat16),
+    "c": torch.tensor(7),
+    "d": torch.tensor([True, False, True]),
+    "e": torch.zeros(0, 3),
+}
+
+
+def written(path, state=STATE):
+    with path.open("wb") as file:
+        writer = SafetensorsWriter(file, {name: (x.shape, x.dtype) for name, x in state.items()})
+        for name, x in reversed(state.items()):  # in whichever order they come
+            writer.put([name], x)
+    return path
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        x.dtype == other[k].dtype and torch.equal(x, other[k]) for k, x in one.items()
+    )
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = written(tmp_path / "x.safetensors")
+    assert same(read_state(path), STATE)
+    torch.save(STATE, tmp_path / "x.pt")
+    assert same(read_state(tmp_path / "x.pt"), STATE)
+    torch.save(STATE, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert same(read_state(tmp_path / "old.pt"), STATE)
+
+
+def test_the_safetensors_library_agrees(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    assert same(library.load_file(written(tmp_path / "x.safetensors")), STATE)
+    library.save_file(STATE, tmp_path / "y.safetensors")
+    assert same(read_state(tmp_path / "y.safetensors"), STATE)
+
+
+def test_several_files_have_an_index(tmp_path):
+    parts = {"model-1.safetensors": ["a", "b"], "model-2.safetensors": ["c", "d", "e"]}
+    for file, names in parts.items():
+        written(tmp_path / file, {name: STATE[name] for name in names})
+    index = tmp_path / "model.safetensors.index.json"
+    places = {name: file for file, names in parts.items() for name in names}
+    index.write_text(json.dumps({"weight_map": places}))
+    assert same(read_state(index), STATE)
+    assert same(read_state(tmp_path), STATE)
+    index.write_text(json.dumps({"weight_map": places | {"f": "model-1.safetensors"}}))
+    with pytest.raises(BadInput, match=r"says that 'f' is in model-1\.safetensors, which hasn't got it"):
+        read_state(index)
+    index.write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+    with pytest.raises(BadInput, match="is no index of a state: it names files elsewhere"):
+        read_state(index)
+    index.unlink()
+    with pytest.raises(BadInput, match=r"has model-1\.safetensors, model-2\.safetensors; name the file"):
+        read_state(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(BadInput, match=r"has neither \*.index.json nor \*.safetensors"):
+        read_state(empty)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: data[:-1], "are said to be"),
+        (lambda data: b"no header at all", "is no safetensors file, or not whole: a header of"),
+        (lambda data: data[:8] + b"[" + data[9:], "is no safetensors file, or not whole"),
+        (lambda data: data.replace(b"BF16", b"BX16"), "type 'BX16' is unknown"),
+        (lambda data: data.replace(b"[3,4]", b"[9,4]"), "are said to be F32 \\[9, 4\\]"),
+        (lambda data: data.replace(b"[3,4]", b'["a"]'), "is no safetensors file, or not whole"),
+        (lambda data: b"", "a header of 0 bytes in 0"),
+    ],
+)
+def test_damaged_files_are_refused(damage, words, tmp_path):
+    path = written(tmp_path / "x.safetensors")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(BadInput, match=words) as told:
+        read_state(path)
+    assert str(path) in str(told.value)
+
+
+def model():
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers[1].weight = layers[0].weight
+    return chain_model(layers, torch.zeros(1, 3), nn.functional.mse_loss, None), layers
+
+
+def test_what_is_one_weight_may_be_there_once(tmp_path):
+    loaded, layers = model()
+    state = {"0.weight": torch.eye(3), "0.bias": torch.zeros(3), "1.bias": torch.ones(3)}
+    load_weights(loaded, written(tmp_path / "x.safetensors", state))
+    assert torch.equal(layers[1].weight, torch.eye(3))
+    renamed = {"1.weight" if name == "0.weight" else name: x + 1 for name, x in state.items()}
+    load_weights(loaded, written(tmp_path / "y.safetensors", renamed))
+    assert torch.equal(layers[0].weight, torch.eye(3) + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"1.bias": None}, "has no '1.bias', which the model has"),
+        ({"2.bias": torch.zeros(1)}, "has '2.bias', which the model has not"),
+        ({"1.bias": torch.zeros(4)}, r"'1.bias' has shape \(4,\); the model's has shape \(3,\)"),
+        ({"1.weight": torch.ones(3, 3)}, "'0.weight' and '1.weight' differ, and are one weight in the model"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_in_a_sentence(change, words, tmp_path):
+    loaded, layers = model()
+    state = {name: x for name, x in {**layers.state_dict(), **change}.items() if x is not None}
+    with pytest.raises(BadInput, match=words):
+        load_weights(loaded, written(tmp_path / "x.safetensors", state))
