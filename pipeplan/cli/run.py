@@ -82,10 +82,14 @@ def _told_of_signal(number: int) -> PipeplanError | None:
     metavar="MODEL",
     help="zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]",
 )
-@click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target).  [default: the zoo's]")
+@click.option(
+    "--data",
+    metavar="MODULE:FUNCTION",
+    help="data(index, seed) -> (input, target), or what is or returns a DataLoader or a Dataset.  [default: the zoo's]",
+)
 @click.option("--steps", type=Count(), help="Weight updates, those of a resumed run included.  [default: 50]")
 @click.option("--epochs", type=Count(), help="Instead of --steps: passes over the data, of whole updates.")
-@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: len(data)]")
+@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: those that the data have]")
 @click.option("--evaluate", "evaluates", is_flag=True, help="Run forward alone; options for updates do nothing.")
 @click.option("--lr", type=Number(), default=0.1, show_default=True, help="Learning rate.")
 @click.option(
