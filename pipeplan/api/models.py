@@ -13,7 +13,7 @@ from ..zoo import ZOO
 
 
 def data_to_read(data: Any, batch: int) -> Callable[[int, int], Any]:
-    """Return ``data``, or what it names, as data(index, seed): as it is, or a loader's microbatches of ``batch`` samples.
+    """Return ``data``, or what it names, as data(index, seed); that of a loader gives ``batch`` samples.
 
     Names are looked up from the working folder too.
     """

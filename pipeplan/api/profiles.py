@@ -161,8 +161,8 @@ def profile(
     ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
     as it is. ``microbatch`` are samples: of a live module those of its inputs, by default the length of the first
-    tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is one of
-    torch's, by name. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
+    tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is
+    one of torch's, by name. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..partition.granularity import merge_zero_time
