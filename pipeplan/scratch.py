@@ -25,13 +25,14 @@ YOUNG_S = 60.0  # a younger folder may still be about to be locked
 def scratch_folder() -> Iterator[Path]:
     """Make a folder in ``TMPDIR`` that is there within the ``with`` alone."""
     _sweep(tempfile.gettempdir())
-    name = tempfile.mkdtemp(prefix=PREFIX)
+    name, owner = tempfile.mkdtemp(prefix=PREFIX), os.getpid()
     try:
         with open(Path(name, LOCK), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield Path(name)
     finally:
-        shutil.rmtree(name, ignore_errors=True)
+        if os.getpid() == owner:  # one that is forked from it leaves the with, too, when it forgets about that
+            shutil.rmtree(name, ignore_errors=True)
 
 
 @cache

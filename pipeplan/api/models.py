@@ -12,14 +12,18 @@ from ..errors import BadInput
 from ..zoo import ZOO
 
 
-def named_function(text: str, what: str) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names, looked up from the working folder too."""
-    from ..runtime.model.spec import find
+def data_to_read(data: Any, batch: int) -> Callable[[int, int], Any]:
+    """Return ``data``, or what it names, as data(index, seed); that of a loader gives ``batch`` samples.
+
+    Names are looked up from the working folder too.
+    """
+    from ..runtime.model.loader import data_from
+    from ..runtime.model.spec import named_data
 
     try:
-        return find(text)  # type: ignore[no-any-return]  # it makes sure that it can be called
+        return named_data(data, batch) if isinstance(data, str) else data_from(data, "data", batch)
     except BadInput as error:
-        raise BadInput(f"{what}: {error}") from error
+        raise BadInput(f"--data: {error}") from error
 
 
 def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:

@@ -20,7 +20,7 @@ from ..partition.merging import merging
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
 from ..zoo import ZOO
-from .models import named_function, named_model
+from .models import data_to_read, named_model
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
@@ -147,7 +147,7 @@ def profile(
     *,
     gpu: str | None = None,
     microbatch: int | None = None,
-    data: Callable[[int, int], Any] | str | None = None,
+    data: Any = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: str | None = None,
     optimizer: str = "sgd",
@@ -161,8 +161,8 @@ def profile(
     ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
     as it is. ``microbatch`` are samples: of a live module those of its inputs, by default the length of the first
-    tensor's first dimension. ``data(index, seed)`` gives inputs and targets to measure with. ``dtype`` is one of
-    torch's, by name. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
+    tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is
+    one of torch's, by name. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..partition.granularity import merge_zero_time
@@ -183,7 +183,7 @@ def profile(
         build, batches = builder_of_live(model, inputs, loss, fake=gpu is not None), None
         called = type(model).__name__
     if data is not None:
-        batches = named_function(data, "--data") if isinstance(data, str) else data
+        batches = data_to_read(data, batch)
     options = MeasureOptions(
         dtype=None if dtype is None else dtype_of(dtype),
         optimizer=optimizer_of(optimizer, foreach=None if gpu is None else True),

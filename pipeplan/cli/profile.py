@@ -19,7 +19,9 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 @click.argument("model", metavar="MODEL", type=completed.MODEL)
 @click.option("--microbatch", type=Count(), default=8, show_default=True, help="Samples that run together.")
 @click.option("--batch", "old_batch", type=Count(), hidden=True)
-@click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target) to measure with.")
+@click.option(
+    "--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target), or a loader, to measure with."
+)
 @click.option("--steps", type=Count(), default=10, show_default=True, help="Measured steps after warm-up.")
 @click.option(
     "--seconds",

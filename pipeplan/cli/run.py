@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,10 @@ from . import completed
 from .grouped import GroupedCommand
 from .model import trained_model
 from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
+
+if TYPE_CHECKING:
+    from ..runtime.measure.progress import StepProgress
+    from ..runtime.scalars import Scalars
 
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
@@ -77,6 +81,14 @@ def _told_of_signal(number: int) -> PipeplanError | None:
     return told_of_signal(number)
 
 
+def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
+    if folder is None:
+        return nullcontext()
+    from ..runtime.scalars import Scalars
+
+    return closing(Scalars(folder))
+
+
 @click.command(cls=RankCommand)
 @PLAN
 @click.option(
@@ -85,10 +97,14 @@ def _told_of_signal(number: int) -> PipeplanError | None:
     type=completed.MODEL,
     help="zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]",
 )
-@click.option("--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target).  [default: the zoo's]")
+@click.option(
+    "--data",
+    metavar="MODULE:FUNCTION",
+    help="data(index, seed) -> (input, target), or what is or returns a DataLoader or a Dataset.  [default: the zoo's]",
+)
 @click.option("--steps", type=Count(), help="Weight updates, those of a resumed run included.  [default: 50]")
 @click.option("--epochs", type=Count(), help="Instead of --steps: passes over the data, of whole updates.")
-@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: len(data)]")
+@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: those that the data have]")
 @click.option("--evaluate", "evaluates", is_flag=True, help="Run forward alone; options for updates do nothing.")
 @click.option("--lr", type=Number(), default=0.1, show_default=True, help="Learning rate.")
 @click.option(
@@ -167,6 +183,9 @@ def _told_of_signal(number: int) -> PipeplanError | None:
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint, if there is one.")
 @click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")
+@click.option(
+    "--log-dir", metavar="DIR", type=PATH, help="Write loss, time per microbatch and memory here, for TensorBoard."
+)
 @click.option("--trace", type=Output(), help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
 @click.option(
     "--engine",
@@ -192,6 +211,7 @@ def command(
     link_delay: int | None,
     optimizer: str | None,
     scheduler: str | None,
+    log_dir: Path | None,
     trace: str | None,
     half: Any,
     loss_scale: float | None,
@@ -214,6 +234,8 @@ def command(
         raise click.UsageError("--epoch-length goes with --epochs")
     if trace is not None and given["engine"] == "torch":
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
+    if log_dir is not None and given["evaluates"]:
+        raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
     refuse_two_documents(as_json, trace=trace)
     from ..files.plans import load_plan
     from ..files.text import write_text
@@ -258,13 +280,20 @@ def command(
     note = sharing(kind_of(options.device, loaded.chain), ranks, by_threads)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)
-    report = run_plan(
-        loaded,
-        spec,
-        options,
-        progress_printer(loaded, as_json),
-        lambda words: click.echo(f"note: {shown(words, SENTENCE)}", err=True),
-    )
+    listeners = [progress_printer(loaded, as_json)]
+    with _scalars(log_dir) as scalars:
+        if scalars is not None:
+            listeners.append(scalars.hear)
+
+        def hear(step: StepProgress) -> None:
+            for listener in listeners:
+                listener(step)
+
+        report = run_plan(
+            loaded, spec, options, hear, lambda words: click.echo(f"note: {shown(words, SENTENCE)}", err=True)
+        )
+        if report is not None and scalars is not None:
+            scalars.finish(report, options.steps)
     if report is None:  # another rank under torchrun reports
         return
     for words in () if as_json else report.notes:

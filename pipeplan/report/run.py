@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
 from .tables import console, make_table
 
+WAITS = 0.02  # of a period; what is waited for less is noise
 QUICK_NS = 10**9  # a line of progress at most so often
 _EXCHANGES = {  # of messages, and of sums
     ("nccl", "nccl"): "tensors travelled over NCCL",
@@ -141,6 +142,8 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
+    for line in _reading(report):
+        out.print(line)
     if report.exchange != "gloo":
         out.print(
             f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange, report.sums]}"
@@ -170,6 +173,20 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         out.print(line)
     if report.loss_scale is not None:
         out.print(f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow")
+
+
+def _reading(report: RunReport) -> Iterator[str]:
+    """Yield how long reading takes, and what of that stages wait for: then it is in the prediction, too."""
+    for read in (read for read in report.reading if read.workers):
+        several = f"each of {read.workers} workers" if read.workers > 1 else "a worker"
+        yield f"GPU {read.device}: {several} reads a microbatch in {format_ns(read.read_ns)}"
+    period = report.measured_period_ns or 0
+    for stage in report.stages:
+        if stage.data_ns:
+            yield f"stage {stage.stage} spends {format_ns(stage.data_ns)} of each microbatch on reading it"
+        if stage.data_wait_ns > WAITS * period:
+            wait = format_ns(stage.data_wait_ns)
+            yield f"stage {stage.stage} waits {wait} for each microbatch to be read; more workers may help"
 
 
 def _span(times_ns: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from .lowering.instructions import (
 )
 from .lowering.repeats import Repeated
 from .measure.recorder import HostRecorder, Recorder, Times
+from .measure.times import Activity
 from .model.user_code import RAISED
 from .training.stage import StageModule
 from .training.update import StageUpdate
@@ -48,10 +50,10 @@ class RankWork:
     """All that one rank needs to walk its instructions.
 
     ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
-    and target, ``updates`` make the stages' updates, after ``agree(version)`` where all ranks must agree on them, and
-    after ``reduce_tied(stages, version)`` where stages share weights,
-    ``progress`` hears the index of each instruction before it is carried out. Microbatches below ``counted`` are
-    counted. ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin, and
+    and target, which is noted as ``reading``; ``updates`` make the stages' updates, after ``agree(version)`` where all
+    ranks must agree on them, and after ``reduce_tied(stages, version)`` where stages share weights; ``progress`` hears
+    the index of each instruction before it is carried out. Microbatches below ``counted`` are counted.
+    ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin, and
     ``over(instruction)`` True where it will be, of those behind it too; ``save(step)`` writes a checkpoint and
     ``updated(stage, version)`` hears of updates. ``recorder`` notes when all this happens.
     """
@@ -59,7 +61,7 @@ class RankWork:
     stages: Mapping[int, StageModule]
     last: int
     transport: Transport
-    data: Callable[[int], tuple[Tensor, Tensor]]
+    data: Callable[[int], tuple[Any, Any]]
     updates: Mapping[int, StageUpdate]
     agree: Callable[[int], None]
     progress: Callable[[int], None]
@@ -69,6 +71,7 @@ class RankWork:
     save: Callable[[int], None]
     updated: Callable[[int, int], None]
     evaluates: bool = False
+    reading: Activity = "DATA"
     reduce_tied: Callable[[tuple[int, ...], int], None] = _nothing_tied
     recorder: Recorder = field(default_factory=HostRecorder)
 
@@ -94,10 +97,10 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
         transport.look_ahead(edge)
         return tensor
 
-    def sample(stage: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    def sample(stage: int, microbatch: int) -> tuple[Any, Any]:
         start = recorder.mark()
         pair = work.data(microbatch)
-        recorder.note("DATA", stage, microbatch, start)
+        recorder.note(work.reading, stage, microbatch, start)
         return pair
 
     def carry_out(instruction: Instruction) -> None:

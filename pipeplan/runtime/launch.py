@@ -5,7 +5,6 @@ Whatever goes wrong on any rank ends the run on all of them, with one sentence a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -38,6 +37,7 @@ from .own_processes import (
     QuietWatch,
     StopWatch,
     context_of,
+    follow_parent,
     give_back_semaphores,
     is_stopped,
     our_imports_alone,
@@ -252,7 +252,7 @@ def _rank_main(
     for signum in ENDING:  # they may reach all of our processes; the parent ends us
         signal.signal(signum, signal.SIG_IGN)
     settle_in()
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     code = 0
 
     def open_store() -> Any:
@@ -283,11 +283,3 @@ def _rank_main(
     give_back_semaphores()
     # exchanges that never ended would hold up an orderly exit for ever
     os._exit(code)
-
-
-def _follow_parent() -> None:
-    """End this process when the one that started it has gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "ranks are started by a parent"
-    parent.join()
-    os._exit(1)

@@ -12,6 +12,7 @@ from ..files.text import check_writable
 from ..plan import Plan
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run, message_driven_plan
+from .model.loader import Loader
 from .model.spec import ModelSpec, data_of
 from .model.user_code import user_code
 from .training.half import AS_PROFILED, HalfOptions
@@ -124,9 +125,10 @@ def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, le
     ``length`` is the number of microbatches in an epoch, by default the length of the data.
     """
     interval = lower_run(plan, 1).interval
-    epoch = (_epoch_length(plan, model) if length is None else length) // interval * interval
+    has = _epoch_length(plan, model) if length is None else length
+    epoch = has // interval * interval
     if not epoch:
-        raise BadInput(f"--epochs: the data has fewer than the {interval} microbatches of one update")
+        raise BadInput(f"--epochs: an epoch has {has} microbatches, fewer than the {interval} of one update")
     every = options.every
     if options.checkpoint is not None and every is None:
         every = epoch // interval
@@ -135,7 +137,10 @@ def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, le
 
 def _epoch_length(plan: Plan, model: ModelSpec) -> int:
     data = data_of(model, plan.chain.microbatch)
-    if not hasattr(data, "__len__"):
+    length = data.batches if isinstance(data, Loader) else None
+    if hasattr(data, "__len__"):
+        with user_code(f"len({model.data})"):
+            length = len(data)
+    if length is None:
         raise BadInput("--epochs: the data has no length; say --epoch-length")
-    with user_code(f"len({model.data})"):
-        return len(data)
+    return length

@@ -91,6 +91,14 @@ def settle_in() -> None:
     listen_here()
 
 
+def follow_parent() -> None:
+    """End this process when the one that started it has gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it has been started by one"
+    parent.join()
+    os._exit(1)
+
+
 def listen_here() -> None:
     """Let what connects ranks listen at the loopback, where the user named no interface: not at the host's address."""
     for _, name in socket.if_nameindex():

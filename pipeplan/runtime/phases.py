@@ -9,15 +9,14 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from ..errors import BadInput
 from .arrival_order import arrival_order
-from .device import begin_peak, label, moved, peak_bytes
-from .exchange.collective import barrier, gathered, pipeline_group
+from .device import begin_peak, label, peak_bytes
+from .exchange.collective import barrier, gathered, pipeline_group, told_by_all
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
@@ -25,13 +24,12 @@ from .launcher import Launcher
 from .measure.drift import straightened
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
-from .measure.times import GpuBytes, RankMeasurement
+from .measure.times import GpuBytes, RankMeasurement, Reading
 from .minibatch_end import MiniBatchEnd
 from .model.adapted import run_uncompiled
-from .model.loaded import LoadedModel
-from .model.structure import mapped
+from .model.loader import Loader
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
-from .training.draws import DATA, begin_draws
+from .reading import Reader, differing, reader_of
 from .training.rank import Rank
 from .training.saved_model import save_model
 from .training.state import trained_state
@@ -41,22 +39,37 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     """Play rank ``number`` in the run of ``job``; return the report on rank 0, None elsewhere."""
     torch.set_num_threads(job.options.threads)
     rank, ties, masters = build_model(job, number, launcher)
+    reader = reader_of(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
     with run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
-        times = train(job, rank, meeting, stages, launcher)
-    return report(job, rank, meeting, stages, times)
+        times, reading = train(job, rank, meeting, stages, launcher, reader)
+    return report(job, rank, meeting, stages, times, reading)
 
 
 # --- the training ---------------------------------------------------------------------------------------------------
 
 
-def train(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: Launcher) -> Times:
-    """Walk the rank's instructions; return when everything happened."""
+def train(
+    job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: Launcher, reader: Reader
+) -> tuple[Times, Reading | None]:
+    """Walk the rank's instructions; return when everything happened, and how reading went."""
+    try:
+        if isinstance(rank.model.data.source, Loader):
+            wrong = differing(told_by_all(reader.begin()))
+            if wrong is not None:
+                raise BadInput(wrong)
+        times = _walk(job, rank, meeting, stages, launcher, reader)
+    finally:
+        reading = reader.close()
+    return times, reading
+
+
+def _walk(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: Launcher, reader: Reader) -> Times:
     lowered = rank.lowered
     end = MiniBatchEnd(job, rank, meeting, stages, launcher)
     inbox = _inbox(job, rank, meeting) if by_threads(job, lowered) else None
-    work = _work(job, rank, meeting, stages, end, inbox, launcher.at)
+    work = _work(job, rank, meeting, stages, end, inbox, launcher.at, reader)
     end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
@@ -84,6 +97,7 @@ def _work(
     end: MiniBatchEnd,
     inbox: ThreadedTransport | None,
     progress: Callable[[int], None],
+    reader: Reader,
 ) -> RankWork:
     lowered, links, depth = rank.lowered, meeting.links, len(rank.lowered.plan.allocation.stages)
     if inbox is None:
@@ -94,7 +108,7 @@ def _work(
         stages=stages.runners,
         last=depth - 1,
         transport=transport,
-        data=lambda microbatch: _sample(rank.model, job, microbatch, rank.device),
+        data=reader.take,
         updates=stages.updates,
         agree=end.agree,
         progress=progress,
@@ -105,6 +119,7 @@ def _work(
         save=end.save,
         updated=end.updated,
         evaluates=job.options.evaluates,
+        reading=reader.activity,
         reduce_tied=stages.tied_sums.reduce,
         recorder=meeting.recorder,
     )
@@ -119,18 +134,12 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
     return ThreadedTransport(instructions, meeting.specs, room, timeout_s, job.options.link_delay_ns, group)
 
 
-def _sample(model: LoadedModel, job: Job, microbatch: int, device: torch.device) -> tuple[Tensor, Any]:
-    length, seed = job.options.epoch, job.options.seed
-    epoch, index = divmod(microbatch, length) if length else (0, microbatch)
-    begin_draws(seed, microbatch, DATA)
-    x, target = model.data(index, seed + epoch)
-    return moved(x, device), mapped(lambda tensor: moved(tensor, device), target)
-
-
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times) -> RunReport | None:
+def report(
+    job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times, reading: Reading | None
+) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
     runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
     clock = compared_clocks(rank.number)
@@ -152,6 +161,7 @@ def report(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Tim
             skipped=() if scaling is None else tuple(scaling.skipped),
             loss_scale=None if scaling is None else scaling.current.scale,
             forgotten=times.forgotten,
+            reading=reading,
         ),
     )
     if job.options.save is not None:

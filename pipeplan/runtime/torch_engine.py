@@ -7,6 +7,7 @@ knows no weight versions, replicas or recomputation, and counts nothing. Weights
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def refuse_for_torch(lowered: LoweredRun) -> None:
 def execute_on_torch(
     rank: Rank,
     runners: Mapping[int, StageModule],
-    data: Callable[[int], tuple[Tensor, Tensor]],
+    data: Callable[[int], tuple[Any, Any]],
     updated: Callable[[int, int], None],
     links: Links,
     recorder: Recorder,

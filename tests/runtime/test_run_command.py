@@ -1,7 +1,10 @@
 """``pipeplan run`` and ``pipeplan diff`` of a plan and its run, as typed."""
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -73,11 +76,41 @@ def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):
     assert "update" in shown.stdout
 
 
-def test_epochs_are_whole_updates(plan):
-    done = run(plan, *MODEL, "--epochs", 2, "--epoch-length", 3, "--json")
-    assert json.loads(done.stdout)["microbatches"] == 6
+class Writer:
+    """What TensorBoard's does, as far as it is told."""
+
+    def __init__(self, folder):
+        self.file = Path(folder, "events")
+        self.scalars = []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def close(self):
+        self.file.write_text(json.dumps(self.scalars))
+
+
+def test_epochs_are_whole_updates_and_told_to_tensorboard(plan, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    done = run(plan, *MODEL, "--epochs", 2, "--epoch-length", 3, "--json", "--log-dir", tmp_path / "new" / "logs")
+    figures = json.loads(done.stdout)
+    assert figures["microbatches"] == 6
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    told = json.loads((tmp_path / "new" / "logs" / "events").read_text())
+    assert [x for x in told if x[0] == "loss"] == [["loss", line["loss"], line["step"]] for line in lines]
+    times = [(step, ms) for name, ms, step in told if name == "ms per microbatch"]
+    assert times == [(line["step"], line["period_ns"] / 1e6) for line in lines[1:]]
+    memory = {name: (value, step) for name, value, step in told if name.startswith("memory")}
+    held = figures["activations"][1]
+    assert memory["memory in MB/activations of GPU 1"] == (held["measured_bytes"] / 1e6, 6)
+    assert len(memory) == 4
     with pytest.raises(BadInput, match="the data has no length; say --epoch-length"):
         run(plan, *MODEL, "--epochs", 2)
+    with pytest.raises(BadInput, match=r"--log-dir: .* cannot be made: Not a directory|File exists"):
+        run(plan, *MODEL, "--log-dir", f"{plan}/logs")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(BadInput, match=r"--log-dir: TensorBoard cannot be imported .*; pip install 'pipeplan\[tensor"):
+        run(plan, *MODEL, "--log-dir", tmp_path)
 
 
 def test_a_dry_run_starts_nothing(plan):
@@ -94,6 +127,7 @@ def test_usage_errors(plan):
         (["run", plan, "--epoch-length", "5"], "--epoch-length goes with --epochs"),
         (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven"),
         (["run", plan, "--trace", "x.json", "--engine", "torch"], "--trace: torch's engine"),
+        (["run", plan, "--log-dir", "x", "--evaluate"], "--log-dir is told of updates, and an evaluation makes none"),
         (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),
     ):
         done = CliRunner().invoke(group, arguments)

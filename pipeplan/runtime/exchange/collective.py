@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,10 @@ from .links import Group, Links, in_hosts_order
 from .transport import exchanging
 
 PINGS = 10
-PATIENCE: Final = timedelta(hours=4)  # for a turn to give what was trained; ranks that have gone show at once
+PATIENCE: Final = timedelta(hours=4)  # to read a sample, or for a turn to give what was trained; who has gone shows
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and types by name
 Take = Callable[[str, Tensor], None]
+T = TypeVar("T")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
 
 
@@ -164,6 +165,14 @@ def barrier() -> None:
     """Wait for all ranks."""
     with exchanging("the barrier before the run"):
         dist.barrier()
+
+
+def told_by_all(value: T) -> list[T]:
+    """Return everybody's ``value``, in rank order, to all; wait for it as long as it takes to read the first sample."""
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    with exchanging("the comparison of the first samples"):
+        dist.all_gather_object(everybodys, value, dist.new_group(timeout=PATIENCE, backend="gloo"))
+    return everybodys
 
 
 def gathered(rank: int, value: Any) -> list[Any] | None:

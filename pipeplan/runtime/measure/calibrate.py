@@ -125,7 +125,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
         for t, following in zip_longest(x.times, x.times[1:]):
             until = t.end_ns if following is None else max(t.end_ns, following.start_ns)  # a sum may have begun before
             match t.activity:
-                case "WAIT_F" | "WAIT_B":
+                case "WAIT_F" | "WAIT_B" | "WAIT_DATA":
                     before += until - t.end_ns
                 case "DATA":
                     before += until - t.start_ns

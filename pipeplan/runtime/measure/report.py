@@ -17,7 +17,7 @@ from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, waits_at_updates
-from .times import Activity, OpTime, RankMeasurement, medians
+from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, medians
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,9 @@ class StageTimes:
 
     Backwards are without the microbatch's share of the update, planned and measured. ``exchange_ns`` is what its
     process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
-    ``versions`` of the weights were live at once, ``planned_versions`` follow from the order.
+    ``versions`` of the weights were live at once, ``planned_versions`` follow from the order. Making a microbatch's
+    data took the stage ``data_ns``, and where a loader's workers do that it waited ``data_wait_ns`` for them (the
+    mean).
     """
 
     stage: int
@@ -39,6 +41,7 @@ class StageTimes:
     exchange_ns: int
     versions: int
     planned_versions: int
+    data_wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,19 @@ class DeviceState:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadingTime:
+    """How long a loader took to read a microbatch for a rank's stages (the mean), in each of so many ``workers``.
+
+    Without workers the rank reads by itself.
+    """
+
+    device: int
+    rank: int
+    workers: int
+    read_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferTime:
     """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
 
@@ -109,7 +125,8 @@ class RunReport:
     messages travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``sums`` how those of gradients
     did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
     one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
-    operations are left out. ``notes`` say what the author's module gave up to be run by stages.
+    operations are left out. ``notes`` say what the author's module gave up to be run by stages, ``reading`` is that of
+    loaders. What stages wait for it is in ``calibrated_period_ns``.
     """
 
     steps: int
@@ -134,6 +151,7 @@ class RunReport:
     loss_scale: float | None = None
     forgotten: int = 0
     notes: tuple[str, ...] = ()
+    reading: tuple[ReadingTime, ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -157,6 +175,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     durations = _durations(lowered, measurements)
     busy = occupied(lowered, measurements)
     handed = handed_over(lowered, measurements)
+    waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     stages = tuple(
         StageTimes(
@@ -170,6 +189,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
+            data_wait_ns=waits[s],
         )
         for s, cost in enumerate(graph.stages)
     )
@@ -180,6 +200,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     assert everything, "a run has operations"
     passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
+    busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
     again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
     return RunReport(
         steps=steps,
@@ -243,6 +264,11 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         skipped=measurements[0].skipped,
         loss_scale=measurements[0].loss_scale,
         forgotten=sum(x.forgotten for x in measurements),
+        reading=tuple(
+            ReadingTime(device, rank, read.workers, read.read_ns)
+            for rank, device in enumerate(lowered.devices)
+            if (read := measurements[rank].reading) is not None
+        ),
     )
 
 

@@ -11,7 +11,20 @@ from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 
 Activity = Literal[
-    "F", "B", "DATA", "WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B", "SEND_F", "SEND_B", "REDUCE", "UPDATE", "AGREE", "SAVE"
+    "F",
+    "B",
+    "DATA",
+    "WAIT_DATA",
+    "WAIT_F",
+    "WAIT_B",
+    "ROOM_F",
+    "ROOM_B",
+    "SEND_F",
+    "SEND_B",
+    "REDUCE",
+    "UPDATE",
+    "AGREE",
+    "SAVE",
 ]
 
 
@@ -19,11 +32,12 @@ Activity = Literal[
 class OpTime:
     """When a rank did something, in ns of the monotonic clock of rank 0.
 
-    DATA is making the input or target of a microbatch, SEND_F (SEND_B) a process's own work to send what a stage's
-    forward (backward) made, ROOM_F (ROOM_B) the wait before it until what was sent last along the edge is through,
-    WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank sends. Of
-    REDUCE and UPDATE, of which there is one for each chunk of the gradient, and of AGREE ``microbatch`` is the version
-    that is made, of SAVE the updates of a checkpoint; AGREE and SAVE are of no stage. A REDUCE goes on beside others.
+    DATA is making the input or target of a microbatch, WAIT_DATA the wait for workers that do, SEND_F (SEND_B) a
+    process's own work to send what a stage's forward (backward) made, ROOM_F (ROOM_B) the wait before it until what was
+    sent last along the edge is through, WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank
+    sends. Of REDUCE and UPDATE, of which there is one for each chunk of the gradient, and of AGREE ``microbatch`` is
+    the version that is made, of SAVE the updates of a checkpoint; AGREE and SAVE are of no stage. A REDUCE goes on
+    beside others.
     """
 
     activity: Activity
@@ -51,6 +65,16 @@ class GpuBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How a rank's loader read ``count`` microbatches: by so many ``workers`` (0: the rank itself), which took
+    ``read_ns`` for one, each for itself."""
+
+    workers: int
+    read_ns: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankMeasurement:
     """What one rank reports: its operations, losses by microbatch, and peak activations.
 
@@ -59,7 +83,7 @@ class RankMeasurement:
     of gradients travelled; ``gpu`` is what it took of a GPU, None on a CPU. ``state_bytes`` is the most that weights,
     gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
     the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
-    run are not among ``times``.
+    run are not among ``times``. ``reading`` is None where no loader reads.
     """
 
     rank: int
@@ -77,6 +101,7 @@ class RankMeasurement:
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
     forgotten: int = 0
+    reading: Reading | None = None
 
 
 def covers(lowered: LoweredRun, activity: Activity) -> int:
@@ -93,6 +118,13 @@ def median(values: Iterable[int]) -> int:
     """Return the median in whole ns, 0 of nothing."""
     values = list(values)
     return round(statistics.median(values)) if values else 0
+
+
+def mean_wait_for_data(lowered: LoweredRun, measurements: Iterable[RankMeasurement], stage: int) -> int:
+    """Return how long ``stage`` waits for a microbatch to be read, in ns: the mean, as workers give several at once."""
+    waits = [t for x in measurements for t in x.times if t.activity == "WAIT_DATA" and t.stage == stage]
+    late = [t for t in waits if t.microbatch >= settled(lowered)] or waits
+    return round(statistics.fmean(t.duration_ns for t in late)) if late else 0
 
 
 def medians(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...plan import Stage
 from .network import TARGET, LayerCode, Loss, TensorSpec
 from .pieces import Cut, Piece, pieces_of
-from .spec import Data
+from .spec import Samples
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LoadedModel:
     layers: tuple[ModelLayer, ...]
     specs: Mapping[int, TensorSpec]
     loss: Loss
-    data: Data
+    data: Samples
     roots: tuple[tuple[str, nn.Module], ...]
     first_names: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)

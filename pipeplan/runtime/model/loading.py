@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import BadInput
 from ..device import CPU
 from .adapted import compiled_lines
-from .contract import boundaries_of, built_by, example_of, is_whole
+from .contract import boundaries_of, built_by, example_of, is_whole, sample_of
 from .deferred import Deferred
 from .loaded import LoadedModel, ModelLayer
 from .network import Loss, chain_network, kind_of, loss_layer
-from .spec import Data, ModelSpec, brings_data, builder_of, data_of
+from .spec import Data, ModelSpec, Samples, brings_data, builder_of, data_of
 from .state_file import read_state
 from .structure import leaves_in, tensors_in, tensors_of
 
@@ -70,7 +70,7 @@ def chain_model(layers: Any, example_input: Any, loss: Loss, data: Data, device:
         layers=(*own, ModelLayer(last.name, last.module, (last,))),
         specs=dict(enumerate(boundaries)),
         loss=loss,
-        data=data,
+        data=Samples(data, lambda _, given: sample_of(given, loss)),
         roots=roots,
         first_names=_first_names(roots),
         notes=tuple(notes),

@@ -17,7 +17,24 @@ from ...zoo import ZOO, load
 from .user_code import said, user_code
 
 HUGGING_FACE = "hf:"  # begins the name of a transformers model
-Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
+Data = Callable[[int, int], Any]  # (microbatch index, seed) -> what a model trains on, often (input, target)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a model trains on: what ``source(index, seed)`` gives, as ``enter(index, given)`` makes input and target of
+    it."""
+
+    source: Data
+    enter: Callable[[int, Any], tuple[Tensor, Any]]
+
+    def __call__(self, index: int, seed: int) -> tuple[Tensor, Any]:
+        """Return input and target of a microbatch."""
+        return self.enter(index, self.source(index, seed))
+
+    def then(self, change: Callable[[Tensor, Any], tuple[Tensor, Any]]) -> Samples:
+        """Return the same with input and target changed."""
+        return Samples(self.source, lambda index, given: change(*self.enter(index, given)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +85,24 @@ def brings_data(build: Any) -> bool:
 def data_of(spec: ModelSpec, batch: int) -> Data:
     """Return the data of ``spec`` in microbatches of ``batch`` samples; BadInput when nothing names any."""
     if spec.data is not None:
-        return find(spec.data)  # type: ignore[no-any-return]  # callable, as find checks
+        return named_data(spec.data, batch)
     spec.check()
     build = builder_of(spec)
     assert brings_data(build), "any other model needs data of its own"
     return build.data(batch)  # type: ignore[no-any-return]  # as the zoo's and transformers' models do
 
 
-def find(text: str) -> Any:
+def named_data(text: str, batch: int) -> Data:
+    """Return what the user's ``text`` names: data(index, seed), or a loader of microbatches of ``batch`` samples."""
+    from .loader import data_from, is_data
+
+    return data_from(find(text, is_data), text, batch)
+
+
+def find(text: str, serves: Callable[[Any], bool] = callable) -> Any:
     """Import what ``module:function`` names, from the working folder first; BadInput if there is no such function.
+
+    What can't be called is refused unless it ``serves``.
 
     CodeFailed when the module cannot be imported for what is in it.
     """
@@ -90,7 +116,7 @@ def find(text: str) -> Any:
             if not hasattr(found, part):
                 raise BadInput(f"{text}: module {module.__name__} has no {attribute!r}")
             found = getattr(found, part)
-    if not callable(found):
+    if not (callable(found) or serves(found)):
         raise BadInput(f"{text}: is a {type(found).__name__}, which cannot be called")
     return found
 

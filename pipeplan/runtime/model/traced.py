@@ -17,7 +17,7 @@ from .deferred import mode_of
 from .loaded import LoadedModel, ModelLayer
 from .network import LayerCode, Loss, TensorSpec, loss_layer, own_loss
 from .pieces import packed
-from .spec import Data
+from .spec import Data, Samples
 from .structure import mapped, places_in, tensors_in, tensors_of
 from .trace import trace_module
 
@@ -38,13 +38,20 @@ def traced_model(
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(compared, network.outputs, network.structure))
     model = LoadedModel(
-        False, len(network.inputs), (), network.shapes, compared, data, (("", module),), notes=network.notes
+        False,
+        len(network.inputs),
+        (),
+        network.shapes,
+        compared,
+        Samples(data, lambda _, given: sample_of(given, loss)),
+        (("", module),),
+        notes=network.notes,
     )
     model = grouped(model, [(code,) for code in codes])
     inputs, wanted = model.cut(0), places_in(example_input)
 
-    def entering(index: int, seed: int) -> tuple[Tensor, Any]:
-        x, target = sample_of(data(index, seed), loss)
+    def entering(index: int, given: Any) -> tuple[Tensor, Any]:
+        x, target = sample_of(given, loss)
         tensors = _in_order(f"data: microbatch {index}", x, wanted)
         chosen = [tensors[value] for value in inputs.values]
         for tensor, spec in zip(chosen, inputs.specs, strict=True):
@@ -53,7 +60,7 @@ def traced_model(
                 raise BadInput(f"data: microbatch {index} has an input of {found}; the example input has {spec}")
         return packed(chosen), target
 
-    return replace(model, data=entering)
+    return replace(model, data=Samples(data, entering))
 
 
 def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:

@@ -6,22 +6,18 @@ another plan. That costs seeding a generator before each pass of a layer that dr
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from hashlib import blake2b
 
 import torch
 
 from ..device import CPU, random_state
-
-DATA = -1  # in the place of a layer: what a sample is drawn by
+from ..model.randomness import key_of
 
 
 def begin_draws(seed: int, microbatch: int, layer: int) -> None:
     """Let the random numbers to come, on all devices, be those of ``layer`` (a value that it makes) or of DATA."""
-    key = blake2b(struct.pack("<3q", seed, microbatch, layer), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(key, "little", signed=True))
+    torch.manual_seed(key_of(seed, microbatch, layer))
 
 
 class Draws:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +93,8 @@ def halved(
     kind = dtype if first.dtype.is_floating_point else first.dtype
     example = torch.zeros(first.shape, dtype=kind, device=device)
 
-    def data(index: int, seed: int) -> tuple[Tensor, Tensor]:
-        x, target = model.data(index, seed)
+    def entering(x: Tensor, target: Any) -> tuple[Tensor, Any]:
         return x.to(dtype) if x.is_floating_point() else x, target
 
-    return replace(model, specs=dict(enumerate(boundaries_of(modules, example))), data=data), masters
+    specs = dict(enumerate(boundaries_of(modules, example)))
+    return replace(model, specs=specs, data=model.data.then(entering)), masters

@@ -54,7 +54,7 @@ AMOUNTS = {
                                "SGD,lr=", ","],
     "--backward-time": ["2N", "1", "N", "0.5", "0", "-1", "N/2", "nan"],
     "ARGUMENTS": ["run.sh", "flags.sh", "even.json", "missing.sh", "bad.json", "empty.json"],
-    "DIR": ["checkpoints", "even.json", "", "/dev/null/x"],
+    "DIR": ["checkpoints", "even.json", "/dev/null/x"],
 }  # fmt: skip
 NEEDED = {"grid": ["--batch", "--gpus", "--mem"], "plan": ["--gpus", "--mem"], "compare": ["--gpus", "--mem"],
           "import": ["--gpus", "--mem"],

@@ -1,0 +1,126 @@
+"""Loaders and datasets as users write them, for microbatches of 4 vectors."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+
+
+class Vectors(Dataset):
+    """Samples that all three kinds of random numbers change."""
+
+    def __init__(self, count=22):
+        self.count, self.epoch = count, None
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        drawn = torch.rand(16) + random.random() + float(np.random.rand())
+        return drawn + index, drawn
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class Numbers(Vectors):
+    """Their numbers alone, and the pass in which they are asked for."""
+
+    def __getitem__(self, index):
+        return index, self.epoch
+
+
+class Backwards(Sampler):
+    """An order that draws by Python's random numbers, a part at a time."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        for first in range(0, self.count, 2):
+            yield from random.sample(range(first, min(first + 2, self.count)), min(2, self.count - first))
+
+
+class Lines(IterableDataset):
+    """A stream that workers share out."""
+
+    def __init__(self, count=22, sized=False):
+        self.count = count
+        if sized:
+            self.__class__ = SizedLines
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(first, self.count, step):
+            yield torch.full((16,), float(index)), torch.rand(16)
+
+
+class Numbered(Lines):
+    """The same without chance."""
+
+    def __iter__(self):
+        return ((x, -x) for x, _ in super().__iter__())
+
+
+class SizedLines(Lines):
+    def __len__(self):
+        return self.count
+
+
+class Failing(Vectors):
+    def __getitem__(self, index):
+        if index == 13:
+            raise ValueError(f"sample 13 is torn for {' '.join(map(str, children(os.getppid())))}")
+        return super().__getitem__(index)
+
+
+def children(pid):
+    """The processes that another one has started, on Linux."""
+    listed = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return sorted(map(int, " ".join(listed).split()))
+
+
+def shuffled(batch):
+    return DataLoader(Vectors(), batch, shuffle=True, num_workers=2)
+
+
+def here(batch):
+    return DataLoader(Vectors(), batch, shuffle=True)
+
+
+def lines(batch):
+    return DataLoader(Numbered(), batch, num_workers=2)
+
+
+def _begin(worker):
+    assert isinstance(get_worker_info().dataset, Failing)
+
+
+def failing():
+    return DataLoader(Failing(), 4, num_workers=2, worker_init_fn=_begin)
+
+
+def shared_out(batch):
+    return DataLoader(Vectors(), batch, sampler=DistributedSampler(Vectors(), num_replicas=2, rank=0))
+
+
+def by_chance(batch):
+    """Data that nothing fixes: every process has its own."""
+    return DataLoader([(torch.rand(16) + os.getpid() % 1000, torch.zeros(16))] * 22, batch)
+
+
+few = DataLoader(Vectors(3), 4)
+eight = DataLoader(Vectors(), 8)
+
+
+def a_pair(batch):
+    return torch.zeros(batch, 16), torch.zeros(batch, 16)

@@ -1,0 +1,117 @@
+"""Runs that read by a loader's workers: the same to all stages, and after a resume; nobody is left behind."""
+
+import re
+import shutil
+import time
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases import loaders
+from cases import runtime as runtime_cases
+from cases.patience import SECONDS
+from cases.runtime import chain_of, plan_of
+
+from pipeplan.errors import BadInput, RunFailed
+from pipeplan.report.run import print_run
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.loader import Loader, Span
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions, in_epochs
+from pipeplan.runtime.own_processes import has_gone
+from pipeplan.runtime.reading import _Feed, differing
+from pipeplan.runtime.training.checkpoint import folder_of
+
+MODEL = "cases.runtime:healthy"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2,))], weights="flush", accumulate=2)
+
+
+def losses(samples):
+    """Those of a model that doesn't learn."""
+    layers, _, loss = runtime_cases.healthy(4)
+    net = torch.nn.Sequential(*layers)
+    with torch.no_grad():
+        return [float(loss(net(x), y)) for x, y in samples]
+
+
+def test_workers_read_what_one_process_would_and_a_resumed_run_goes_on_with_it(plan, tmp_path, capsys):
+    """Replicas have every other microbatch; inputs go to other ranks than targets. Five are cut to two updates."""
+    model = ModelSpec(MODEL, "cases.loaders:shuffled")
+    options = RunOptions(steps=1, lr=1e-12, seed=3, checkpoint=tmp_path / "c")
+    options = in_epochs(options, plan, model, 2, None)
+    assert (options.steps, options.epoch, options.every) == (4, 4, 2)
+    whole = run_plan(plan, model, options)
+    here = Loader("m:f", loaders.here, 4).here(Span(3, 0, 8, epoch=4))
+    assert whole.losses == pytest.approx(losses(read.given for read in here), rel=1e-5)
+    shutil.rmtree(tmp_path / "c" / folder_of(4))
+    again = run_plan(
+        plan, model, RunOptions(steps=4, lr=1e-12, seed=3, epoch=4, checkpoint=tmp_path / "c", resume=True)
+    )
+    assert again.losses == whole.losses[4:]
+    assert [(read.rank, read.workers) for read in whole.reading] == [(0, 2), (1, 2), (2, 2)]
+    assert all(read.read_ns > 0 for read in whole.reading)
+    assert [stage.data_ns for stage in whole.stages] == [0, 0]
+    assert all(stage.data_wait_ns > 0 for stage in whole.stages)
+    print_run(plan, whole, width=120)
+    assert "GPU 2: each of 2 workers reads a microbatch in" in capsys.readouterr().out
+
+
+def test_a_stream_that_workers_share_out_is_read_again_and_again(plan):
+    """Of 11 samples each worker makes two microbatches; they take turns."""
+    found = run_plan(plan, ModelSpec(MODEL, "cases.loaders:lines"), RunOptions(steps=4, lr=1e-12))
+    numbers = [[worker + 2 * (4 * turn + k) for k in range(4)] for turn in range(2) for worker in range(2)]
+    passes = [torch.tensor(x, dtype=torch.float32)[:, None].expand(4, 16) for x in numbers + numbers]
+    assert found.losses == pytest.approx(losses((x, -x) for x in passes), rel=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
+def test_a_sample_that_fails_in_a_worker_is_told_and_no_worker_stays(plan):
+    words = r"cases.loaders:failing: ValueError: sample 13 is torn for ([\d ]+) \(.*loaders.py:\d+\)"
+    with pytest.raises(RunFailed, match=words) as caught:
+        run_plan(plan, ModelSpec(MODEL, "cases.loaders:failing"), RunOptions(steps=4, lr=0.1))
+    pids = [int(pid) for pid in re.search(words, str(caught.value))[1].split()]
+    assert len(pids) == 2
+    until = time.monotonic() + SECONDS
+    while not all(map(has_gone, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert all(map(has_gone, pids))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        ("eight", {}, "cases.loaders:eight: its DataLoader has batches of 8 samples, the profile microbatches of 4"),
+        ("by_chance", {}, "ranks 0 and 2 read different samples for microbatch 0"),
+    ],
+)
+def test_what_no_run_can_read_ends_it(plan, data, options, words):
+    with pytest.raises(BadInput, match=words):
+        run_plan(plan, ModelSpec(MODEL, f"cases.loaders:{data}"), RunOptions(steps=2, lr=0.1, **options))
+
+
+def test_an_epoch_shorter_than_an_update_is_refused(plan):
+    with pytest.raises(BadInput, match="--epochs: an epoch has 1 microbatches, fewer than the 2 of one update"):
+        in_epochs(RunOptions(steps=1, lr=0.1), plan, ModelSpec(MODEL, "cases.loaders:few"), 2, 1)
+    with pytest.raises(BadInput, match=r"cases.loaders:few: has fewer samples than the 4 of one microbatch"):
+        in_epochs(RunOptions(steps=1, lr=0.1), plan, ModelSpec(MODEL, "cases.loaders:few"), 2, None)
+
+
+def test_workers_end_with_who_reads_whatever_they_do():
+    feed = _Feed(Loader("m:f", loaders.shuffled, 4), Span(0, 0, 10**6), lambda read: read)
+    assert [feed.get().microbatch for _ in range(3)] == [0, 1, 2]
+    workers = active_children()
+    assert len(workers) == 2
+    feed.close()
+    assert not active_children()
+
+
+def test_ranks_that_read_otherwise_are_named():
+    assert differing([(0, "a"), (1, "b"), None, (0, "a")]) is None
+    assert "ranks 1 and 3 read different samples for microbatch 1" in differing([None, (1, "b"), (0, "a"), (1, "c")])
