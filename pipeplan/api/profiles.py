@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
-from ..files.accelerators import accelerator
+from ..files.accelerators import accelerator, constants_of
 from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
@@ -146,6 +146,8 @@ def profile(
     loss: Callable[..., Any] | None = None,
     *,
     gpu: str | None = None,
+    engine: str | None = None,
+    host_time: str | None = None,
     microbatch: int | None = None,
     data: Any = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -157,6 +159,9 @@ def profile(
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
+
+    Of an estimate, ``engine`` (``"eager"``, ``"compiled"``, ``"graphs"``) or ``host_time`` (``"20us"``, or
+    ``"60us,35us"`` forward and backward) says what an operation takes the host.
 
     ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
@@ -174,6 +179,8 @@ def profile(
     merge = merging(granularity, blocks)
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto"):
         raise BadInput("--estimate needs no device; leave out --device and --hold")
+    if gpu is None and (engine or host_time) is not None:
+        raise BadInput(f"{'--engine' if engine else '--host-time'} goes with --estimate")
     if isinstance(model, str):
         batch = microbatch or MICROBATCH
         build, batches = named_model(model, batch)
@@ -196,7 +203,9 @@ def profile(
         "data": batches,
     }
     if gpu is not None:
-        measured = estimate_model(build, batch, accelerator(gpu), options, **about)
+        target = accelerator(gpu)
+        constants = constants_of(target, engine, host_time)
+        measured = estimate_model(build, batch, target, options, **about, constants=constants)
     else:
         measured = measure_model(build, batch, options, **about)
     chain = measured.chain
