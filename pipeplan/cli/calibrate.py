@@ -9,6 +9,8 @@ import click
 
 from ..errors import BadInput
 from ..names import SENTENCE, shown
+from . import completed
+from .grouped import GroupedCommand
 from .options import DEBUG, JSON, Output
 
 if TYPE_CHECKING:
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
     from ..problem import Chain
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("profiles", metavar="PROFILE...", nargs=-1, required=True)
 @click.option("--measured", metavar="FILE.csv", help="Measured iterations, one in a row.")
 @click.option("--trace", "traces", nargs=2, multiple=True, metavar="PLAN TRACE", help="A run's own times; repeatable.")
-@click.option("--gpu", required=True, metavar="NAME", help="The GPU estimated for (a100, .. or FILE.json).")
+@click.option(
+    "--gpu", required=True, metavar="NAME", type=completed.GPU, help="The GPU estimated for (a100, .. or FILE.json)."
+)
 @click.option("--bandwidth", metavar="RATE", help="Between two GPUs.  [default: the GPU's links, or 12GB/s]")
 @click.option("--network", metavar="RATE", help="Between servers of --per-server GPUs.")
 @click.option("--per-server", type=click.IntRange(1, 4096), help="GPUs in a server, where there are several.")

@@ -114,7 +114,9 @@ def command(
         named = "" if host_time or (engine is None and gpu.host_time) else f"{engine or 'eager'}: "
         click.echo(f"{named}{said_host_time(constants_of(gpu, engine, host_time))} (--engine, --host-time)", err=True)
     options["microbatch"] = old_batch or options["microbatch"]
-    found = profile(model, gpu=estimate, engine=engine, host_time=host_time, say=_ignore if quiet else _progress, **options)
+    found = profile(
+        model, gpu=estimate, engine=engine, host_time=host_time, say=_ignore if quiet else _progress, **options
+    )
     if not quiet and found.measured is not None:
         from ..report.measurements import print_measurements
 
