@@ -58,6 +58,12 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         f"{format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch), "
         f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
     )
+    if simulation.span_ns is not None:
+        out.print(
+            f"span     {format_ns(simulation.span_ns)} of one GPU at most "
+            f"({format_ns(simulation.span_ns / figures['microbatches'])} per microbatch): what a batch takes without a "
+            "barrier between updates"
+        )
     reached = figures["period_ns"]
     steady = simulation.steady
     planned = f", {format_ns(plan.pattern.period_ns)} planned" if simulation.own and plan.pattern else ""
@@ -92,9 +98,11 @@ def print_schedules(
     """Print schedules side by side, best first: time per microbatch, makespan, bubble, in flight, memory, links."""
     out = console(width)
     count = runs[0].timeline.program.microbatches if runs else 0
+    barrier = all(run.barrier for run in runs)
     out.print(headline(plan))
     out.print(
-        f"{count} microbatches; time per microbatch in ms: a drained run's share with its weight synchronisation, else "
+        f"{count} microbatches; time per microbatch in ms: a drained run's share "
+        f"{'with its weight synchronisation' if barrier else 'of the longest span of a GPU, without a barrier'}, else "
         "the steady period"
     )
     out.print(
