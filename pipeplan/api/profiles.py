@@ -146,7 +146,6 @@ def profile(
     loss: Callable[..., Any] | None = None,
     *,
     gpu: str | None = None,
-    engine: str | None = None,
     host_time: str | None = None,
     microbatch: int | None = None,
     data: Any = None,
@@ -160,8 +159,8 @@ def profile(
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
 
-    Of an estimate, ``engine`` (``"eager"``, ``"compiled"``, ``"graphs"``) or ``host_time`` (``"20us"``, or
-    ``"60us,35us"`` forward and backward) says what an operation takes the host.
+    Of an estimate, ``host_time`` says what an operation takes the host: ``"20us"``, ``"60us,35us"`` forward and
+    backward, or what issues it, ``"eager"``, ``"compiled"`` or ``"graphs"``.
 
     ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
@@ -179,8 +178,8 @@ def profile(
     merge = merging(granularity, blocks)
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto"):
         raise BadInput("--estimate needs no device; leave out --device and --hold")
-    if gpu is None and (engine or host_time) is not None:
-        raise BadInput(f"{'--engine' if engine else '--host-time'} goes with --estimate")
+    if gpu is None and host_time is not None:
+        raise BadInput("--host-time goes with --estimate")
     if isinstance(model, str):
         batch = microbatch or MICROBATCH
         build, batches = named_model(model, batch)
@@ -204,7 +203,7 @@ def profile(
     }
     if gpu is not None:
         target = accelerator(gpu)
-        constants = constants_of(target, engine, host_time)
+        constants = constants_of(target, host_time)
         measured = estimate_model(build, batch, target, options, **about, constants=constants)
     else:
         measured = measure_model(build, batch, options, **about)

@@ -18,7 +18,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort gap solver schedule limit time-limit",
     "A plan that is stated": "split split-at replicas on recompute",
-    "Measuring": "engine host-time",
+    "Measuring": "host-time",
     "Simulation": "",
     "Run": "",
     "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",

@@ -45,15 +45,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     help="Estimate for a GPU instead (a100, h100, v100, rtx4090, .. or FILE.json): no GPU and no memory needed.",
 )
 @click.option(
-    "--engine",
-    type=click.Choice(list(ENGINES)),
-    help="With --estimate: what issues operations, which decides what each of them takes the host.  [default: eager, "
-    "or the host time in FILE.json]",
-)
-@click.option(
     "--host-time",
-    metavar="TIME[,TIME]",
-    help="With --estimate: what an operation takes the host, such as 20us, or 60us,35us forward and backward.",
+    metavar="TIME[,TIME]|NAME",
+    help="With --estimate: what an operation takes the host, such as 20us, or 60us,35us forward and backward; or what "
+    f"issues it: {', '.join(ENGINES)}.  [default: eager, or what FILE.json says]",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="Convert the model and its input.  [default: as built]")
 @click.option(
@@ -88,7 +83,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def command(
     model: str,
     estimate: str | None,
-    engine: str | None,
     host_time: str | None,
     output: str,
     quiet: bool,
@@ -104,19 +98,18 @@ def command(
     from ..api.profiles import profile
 
     if estimate is not None and not quiet:
-        from ..files.accelerators import accelerator, constants_of
+        from ..files.accelerators import USUAL_ENGINE, accelerator, constants_of
         from ..runtime.profiler.estimate import said_host_time
 
         gpu = accelerator(estimate)
         link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
         limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
         click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
-        named = "" if host_time or (engine is None and gpu.host_time) else f"{engine or 'eager'}: "
-        click.echo(f"{named}{said_host_time(constants_of(gpu, engine, host_time))} (--engine, --host-time)", err=True)
+        named = host_time or gpu.host_time or USUAL_ENGINE
+        said = said_host_time(constants_of(gpu, host_time))
+        click.echo(f"{named}: {said} (--host-time)" if named in ENGINES else said, err=True)
     options["microbatch"] = old_batch or options["microbatch"]
-    found = profile(
-        model, gpu=estimate, engine=engine, host_time=host_time, say=_ignore if quiet else _progress, **options
-    )
+    found = profile(model, gpu=estimate, host_time=host_time, say=_ignore if quiet else _progress, **options)
     if not quiet and found.measured is not None:
         from ..report.measurements import print_measurements
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Annotated
@@ -21,6 +20,7 @@ ENGINES = {  # host time of an operation, forward and backward
     "compiled": "3us",  # an operation's part of fused kernels
     "graphs": "0us",  # the host launches a whole graph
 }
+USUAL_ENGINE = "eager"
 RATES = {"convolution": 0.8, "convolution-1x1": 0.8, "convolution-3x3": 0.8}  # of the shares, where none are said
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Units = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
@@ -28,10 +28,13 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 def parse_host_time(text: str, place: str) -> tuple[int, int]:
-    """Return the nanoseconds forward and backward that ``20us,10us`` names, or ``20us`` for both."""
-    parts = text.split(",")
-    if len(parts) > 2:
-        raise BadInput(f"{place}: '{shown(text)}' is not a time, or one forward and one backward, such as 20us,10us")
+    """Return the nanoseconds forward and backward that ``20us,10us`` names, ``20us`` for both, or an engine's name."""
+    parts = ENGINES.get(text, text).split(",")
+    if len(parts) > 2 or not text[:1].isdigit() | (text in ENGINES):
+        raise BadInput(
+            f"{place}: '{shown(text)}' is no time such as 20us, none forward and backward such as 20us,10us, and none "
+            f"of {', '.join(ENGINES)}"
+        )
     forward, backward = (parse_time(part, place) for part in (parts[0], parts[-1]))
     return forward, backward
 
@@ -75,10 +78,9 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The least time of one operation."""
         return parse_time(self.launch, "$.launch")
 
-    def constants(self, engine: str | None = None) -> Constants:
-        """Return what turns work into time: with the host's times of its own, or of an ``engine`` (None: eager)."""
-        host_time = self.host_time if engine is None and self.host_time is not None else ENGINES[engine or "eager"]
-        forward, backward = parse_host_time(host_time, "$.host_time")
+    def constants(self, host_time: str | None = None) -> Constants:
+        """Return what turns work into time, with a ``host_time`` for :func:`parse_host_time` (None: its own)."""
+        forward, backward = parse_host_time(host_time or self.host_time or USUAL_ENGINE, "$.host_time")
         return Constants(self.compute_share, self.bandwidth_share, self.launch_ns, forward, backward)
 
     def rate(self, kind: str) -> float:
@@ -133,14 +135,8 @@ def with_constants(device: Accelerator, constants: Constants, source: str) -> Ac
     )
 
 
-def constants_of(device: Accelerator, engine: str | None = None, host_time: str | None = None) -> Constants:
-    """Return what turns work into time on ``device`` with an ``engine``'s host times, or with those that are said."""
-    if engine is not None and host_time is not None:
-        raise BadInput("say either --engine or --host-time")
-    if engine is not None and engine not in ENGINES:
-        raise BadInput(f"--engine: '{shown(engine)}' is none of {', '.join(ENGINES)}")
-    constants = device.constants(engine)
-    if host_time is None:
-        return constants
-    forward, backward = parse_host_time(host_time, "--host-time")
-    return replace(constants, forward_host_ns=forward, backward_host_ns=backward)
+def constants_of(device: Accelerator, host_time: str | None = None) -> Constants:
+    """Return what turns work into time on ``device``, with the ``--host-time`` that is said."""
+    if host_time is not None:
+        parse_host_time(host_time, "--host-time")
+    return device.constants(host_time)

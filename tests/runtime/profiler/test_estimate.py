@@ -34,8 +34,8 @@ def mean_square(output, target):
     return (output - target).square().mean()
 
 
-def estimate(build, batch=4, device=ROUND, data=None, engine=None, **options):
-    about = {"name": "model", "date": "today", "data": data, "constants": device.constants(engine)}
+def estimate(build, batch=4, device=ROUND, data=None, host_time=None, **options):
+    about = {"name": "model", "date": "today", "data": data, "constants": device.constants(host_time)}
     return estimate_model(build, batch, device, MeasureOptions(**options), **about).chain
 
 
@@ -190,7 +190,7 @@ def test_resnet50_as_one_module_and_as_its_hand_written_layers_give_the_same_pla
         layers, x, loss = model(batch)
         return Whole(layers), x, loss
 
-    graphs = {"data": model.data(4), "device": accelerator("v100"), "engine": "graphs"}  # which add up
+    graphs = {"data": model.data(4), "device": accelerator("v100"), "host_time": "graphs"}  # which add up
     chain, dag = estimate(model, **graphs), estimate(build, **graphs)
     assert dag.edges is not None
     merged = merge_articulation(dag)
