@@ -83,12 +83,13 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     model = fitted(model, plan.chain)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
-    given = options.load is not None or job.resume is not None
+    source = options.load or model.source
+    given = source is not None or job.resume is not None
     model = part.filled(
         model, lambda found: _own_modules(lowered, number, found), lambda found: fitted(found, plan.chain), given
     )
-    if options.load is not None:
-        load_weights(model, options.load)
+    if source is not None:
+        load_weights(model, source)
     model = separated(lowered, number, model)
     masters: Masters = {}
     half = half_type(plan, options.half)

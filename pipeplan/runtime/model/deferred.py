@@ -10,6 +10,7 @@ program looks at a value, that one is made for it. (The idea of deferred initial
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -108,6 +109,11 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._blanks: set[int] = set()
         self._calls: list[_Call] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other gets the place of one
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether there is anything that it would promise."""
+        return self._small < sys.maxsize
 
     @property
     def promises(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...errors import BadInput
+from ...errors import BadInput, PipeplanError
 from ..device import CPU
 from .deferred import SMALL, Deferred, NotDeferred, parameter
 from .loaded import LoadedModel
@@ -37,9 +37,9 @@ class OwnPart:
         try:
             return self._load(self._promised)
         except Exception as error:
-            if not self._promised.promises:
+            if not self._promised.promises and not isinstance(error, NotDeferred):
                 raise  # as it does without promises
-            why = said(error)
+            why = str(error) if isinstance(error, PipeplanError | NotDeferred) else said(error)
         return self._whole(why)
 
     def _whole(self, why: str) -> LoadedModel:

@@ -16,10 +16,11 @@ from pipeplan import zoo
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.deferred import Deferred
+from pipeplan.runtime.model.hugging_face import named
 from pipeplan.runtime.model.loading import load_model, load_weights
 from pipeplan.runtime.model.own_part import OwnPart
 from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.state_file import read_state
+from pipeplan.runtime.model.state_file import SafetensorsWriter, read_state
 from pipeplan.runtime.model.structure import tensors_of
 from pipeplan.runtime.options import RunOptions
 from pipeplan.zoo.data import corpus
@@ -76,6 +77,31 @@ def test_a_transformers_model_initialises_after_its_construction():
     whole = load_model(spec, 2, 3)
     middle = len(whole.layers) // 2
     assert_same(whole, part_of(spec, middle, len(whole.layers)), middle, len(whole.layers))
+
+
+def test_a_transformers_folder_is_read_by_name(tmp_path):
+    """Its head, which is tied, is in no file."""
+    pytest.importorskip("transformers")
+    small = "GPT2LMHeadModel,n_layer=1,n_embd=8,n_head=2,vocab_size=11,n_positions=16,sequence=4"
+    model, _ = named(small)(1, seed=5)
+    model.save_pretrained(tmp_path)
+    spec = ModelSpec(f"hf:{tmp_path},sequence=4")
+    whole = load_model(spec, 2, 3)
+    middle = len(whole.layers) // 2
+    part = part_of(spec, middle, len(whole.layers), given=True)
+    assert part.source == tmp_path
+    load_weights(part, part.source)
+    assert_same(whole, part, middle, len(whole.layers))
+    state = read_state(tmp_path)
+    other = {f"old.{name}": x.clone() for name, x in state.items()}
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        writer = SafetensorsWriter(file, {name: (x.shape, x.dtype) for name, x in other.items()})
+        for name, x in other.items():
+            writer.put([name], x)
+    part = part_of(spec, middle, len(whole.layers))
+    assert part.source is None
+    assert "is built whole on every rank" in part.notes[-1]
+    assert "which the model has" in part.notes[-1]
 
 
 def test_memory_is_that_of_the_own_layers_and_of_one_more():
