@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -120,6 +122,15 @@ def print_schedules(
     out.print(table)
     for refusal in refused:
         out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
+
+
+@contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Give what is to be called after each of ``total`` steps, which a terminal shows on standard error meanwhile."""
+    out = console(stderr=True)
+    with Progress(console=out, transient=True, disable=not total or not out.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 def schedule_cells(run: Simulation) -> dict[str, str]:
