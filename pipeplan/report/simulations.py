@@ -18,6 +18,7 @@ from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .tables import console, groups_line, headline, make_table
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "time", "makespan", "bubble", "held", "peak", "links")
 WIDE = 100  # columns from which a comparison under jitter shows everything
 SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
 
@@ -107,7 +108,7 @@ def print_schedules(
     out.print()
     jitter = any(run.jitter_ns for run in runs)
     spread = ("median", "p95") if jitter else ()
-    shown = ["schedule", "stages", "weights", "time", *spread, "makespan", "bubble", "held", "peak", "links"]
+    shown = [*SCHEDULE_COLUMNS[:4], *spread, *SCHEDULE_COLUMNS[4:]]
     if jitter and out.width < WIDE:
         shown = [name for name in shown if name not in ("stages", "weights", "links")]
     table = make_table(*shown, left=("schedule", "weights"))
@@ -137,17 +138,18 @@ def schedule_cells(run: Simulation) -> dict[str, str]:
     """Return a run's row in a table of schedules: times in ms, the peak in GB, with ! where that is too much."""
     program, figures = run.timeline.program, run.figures()
     peak = max(row["peak_bytes"] for row in figures["devices"])
-    return {
-        "schedule": run.schedule,
-        "stages": str(len(program.graph.stages)),
-        "weights": program.graph.policy.weights,
-        "time": f"{run.per_microbatch_ns / 1e6:.2f}",
-        "makespan": f"{run.makespan_ns / 1e6:.2f}",
-        "bubble": f"{figures['longest_stage_bubble']:.1%}",
-        "held": str(max(row["most_held"] for row in figures["devices"])),
-        "peak": f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
-        "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
-    }
+    cells = (
+        run.schedule,
+        str(len(program.graph.stages)),
+        program.graph.policy.weights,
+        f"{run.per_microbatch_ns / 1e6:.2f}",
+        f"{run.makespan_ns / 1e6:.2f}",
+        f"{figures['longest_stage_bubble']:.1%}",
+        str(max(row["most_held"] for row in figures["devices"])),
+        f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
+        f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+    )
+    return dict(zip(SCHEDULE_COLUMNS, cells, strict=True))
 
 
 def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:
