@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
 from ..files.accelerators import accelerator
-from ..files.profiles import profile_text
 from ..files.examples import PREFIX, located
+from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
 from ..names import shown

@@ -18,8 +18,8 @@ KINDS = ("gpus", "models", "profiles", "schedules", "algorithms")
 @click.argument("what", metavar="[gpus|models|profiles|schedules|algorithms]", type=click.Choice(KINDS), required=False)
 @JSON
 def command(what: str | None, as_json: bool) -> None:
-    """List what has a name: GPUs for --gpu, models of the zoo, profiles that come with pipeplan, schedules, and algorithms
-    with their -O options.
+    """List what has a name: GPUs for --gpu, models of the zoo, profiles that come along, schedules, and algorithms with
+    their -O options.
 
     \b
     Example: pipeplan list gpus

@@ -50,4 +50,6 @@ def test_commands_take_them(pipeplan, tmp_path):
     assert pipeplan("plan", *tiny, "-o", str(plan))[0] == 0
     code, _, err = pipeplan("diff", str(PROFILES / "gpt-tiny-b8-cpu.json"), "example:gpt-tiny", "--plan", str(plan))
     assert code == 0, err
-    assert "example:gpt-tiny" in json.loads(pipeplan("list", "--json")[1])["profiles"][1]
+    listed = json.loads(pipeplan("list", "profiles", "--json")[1])
+    assert [row["name"] for row in listed] == [f"example:{name}" for name in examples()]
+    assert "profiles:\n  example:densenet121-1000-b8-v100 " in pipeplan("list")[1]
