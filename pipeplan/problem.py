@@ -179,11 +179,15 @@ class Chain:
 
 def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
     """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
-    found: list[set[int]] = []
-    for one in map(set, sets):
-        whole = one.union(*(other for other in found if other & one))
-        found = [other for other in found if not other & whole] + [whole]
-    return found
+    several = [set(one) for one in sets]
+    if len(several) < 2:
+        return several
+    from networkx.utils import UnionFind  # not for one set: it takes longer to load than most plans to find
+
+    found = UnionFind()
+    for one in several:
+        found.union(*one)
+    return list(found.to_sets())
 
 
 @dataclass(frozen=True)

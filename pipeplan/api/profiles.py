@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
 from ..files.accelerators import accelerator
+from ..files.examples import PREFIX, located
 from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
@@ -95,9 +96,12 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Return the profile in a file: this project's JSON, or PipeDream's ``graph.txt``; ``-`` is standard input."""
+    """Return the profile in a file: this project's JSON, or PipeDream's ``graph.txt``; ``-`` is standard input.
+
+    ``"example:resnet50"`` is one that comes with the program.
+    """
     chain = read_chain(str(path))
-    unsaid = chain.microbatch == 1 and not str(path).endswith(".json")
+    unsaid = chain.microbatch == 1 and not located(str(path)).endswith(".json")
     said = "the profile doesn't say its microbatch size; throughput counts microbatches"
     return Profile(chain, (said,) if unsaid else ())
 
@@ -133,7 +137,7 @@ def as_profile(
 
 def is_name(given: object) -> bool:
     """Whether it names a model, as ``zoo:NAME``, ``hf:CONFIG`` or ``module:function``, and no file."""
-    if not isinstance(given, str):
+    if not isinstance(given, str) or given.startswith(PREFIX):
         return False
     if given.startswith((ZOO, HUGGING_FACE)):
         return True

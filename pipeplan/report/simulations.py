@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +19,7 @@ from .looks import console, make_table, print_fitted
 from .tables import groups_line, headline
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")
 WIDE = 100  # columns from which a comparison under jitter shows everything
 SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
 
@@ -116,7 +119,7 @@ def print_schedules(
     out.print()
     jitter = any(run.jitter_ns for run in runs)
     spread = ("median", "p95") if jitter else ()
-    shown = ["schedule", "stages", "weights", "period", *spread, "makespan", "bubble", "held", "peak", "links"]
+    shown = [*SCHEDULE_COLUMNS[:4], *spread, *SCHEDULE_COLUMNS[4:]]
     if jitter and out.width < WIDE:
         shown = [name for name in shown if name not in ("stages", "weights", "links")]
     table = make_table(*shown, left=("schedule", "weights"))
@@ -133,21 +136,31 @@ def print_schedules(
         out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
 
 
+@contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Give what is to be called after each of ``total`` steps, which a terminal shows on standard error meanwhile."""
+    out = console(stderr=True)
+    with Progress(console=out, transient=True, disable=not total or not out.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
 def schedule_cells(run: Simulation) -> dict[str, str]:
     """Return a run's row in a table of schedules: times in ms, the peak in GB, with ! where that is too much."""
     program, figures = run.timeline.program, run.figures()
     peak = max(row["peak_bytes"] for row in figures["devices"])
-    return {
-        "schedule": run.schedule,
-        "stages": str(len(program.graph.stages)),
-        "weights": program.graph.policy.weights,
-        "period": f"{run.per_microbatch_ns / 1e6:.2f}",
-        "makespan": f"{run.makespan_ns / 1e6:.2f}",
-        "bubble": f"{figures['longest_stage_bubble']:.1%}",
-        "held": str(max(row["most_held"] for row in figures["devices"])),
-        "peak": f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
-        "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
-    }
+    cells = (
+        run.schedule,
+        str(len(program.graph.stages)),
+        program.graph.policy.weights,
+        f"{run.per_microbatch_ns / 1e6:.2f}",
+        f"{run.makespan_ns / 1e6:.2f}",
+        f"{figures['longest_stage_bubble']:.1%}",
+        str(max(row["most_held"] for row in figures["devices"])),
+        f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
+        f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+    )
+    return dict(zip(SCHEDULE_COLUMNS, cells, strict=True))
 
 
 def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:

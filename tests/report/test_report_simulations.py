@@ -151,7 +151,7 @@ def test_simulate_compares_schedules_in_one_table(pipeplan, plan_file):
     found = json.loads(out)
     assert [row["schedule"] for row in found["schedules"]] == ["zb1p", "gpipe"]
     assert all(row["jitter"]["runs"] == 3 for row in found["schedules"])
-    assert "jitter" in err
+    assert err == ""  # only a terminal shows how far it is
 
 
 def test_the_same_seed_prints_the_same(pipeplan, plan_file):
