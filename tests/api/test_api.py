@@ -79,6 +79,18 @@ def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
     assert "def " in (tmp_path / "plan.py").read_text()
 
 
+def test_old_spellings_say_what_dash_o_says(path, pipeplan):
+    given = ["plan", path, *SMALL, "--algorithm", "pipedream", "--json"]
+    texts = [
+        json.loads(pipeplan(*given, *more)[1])
+        for more in (["-O", "straight=true", "-O", "mode=released"], ["--straight", "--algorithm-mode", "released"])
+    ]
+    assert texts[0]["provenance"]["options"] == {"straight": True, "mode": "released"}
+    assert texts[0]["stages"] == texts[1]["stages"]
+    assert texts[0]["provenance"]["options"] == texts[1]["provenance"]["options"]
+    assert "'straight' is not of the form KEY=VALUE" in pipeplan(*given, "-O", "straight")[2]
+
+
 def test_everything_reads_as_one_line_and_as_html(path):
     found = pp.plan(path, **GIVEN, split="4,4")
     compared = pp.compare(path, gpus="1,2", mem="1GB", algorithms=["balance", "gpipe"])

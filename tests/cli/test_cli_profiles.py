@@ -171,6 +171,8 @@ def test_diff_shows_what_moved_and_whether_a_plan_holds(pipeplan: Command) -> No
     assert "rank correlation of the layers' times: 1.000" in out
     assert "the plan holds for B: period" in out
     assert "(+0.0%), same stages, same order, within memory" in out
+    code, out, _ = pipeplan("diff", "a.json", "same.json", "--gpus", "2x1", "--mem", "1GB")
+    assert (code, "the plan holds for B: period" in out) == (0, True)
 
     code, out, _ = pipeplan("diff", "a.json", "large.json", "--plan", "plan.json")
     assert code == 1

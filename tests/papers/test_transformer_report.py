@@ -96,7 +96,7 @@ def test_own_sizes_override_and_one_gpu_is_the_default(pipeplan: Command) -> Non
     assert untied["model"]["parameters"] - figures["model"]["parameters"] == 100 * 64
     longer = json.loads(pipeplan("estimate", "--model", "gpt2-xl", "--sequence", "2048", "--json")[1])
     assert (longer["model"]["sequence"], longer["model"]["layers"]) == (2048, 48)
-    for arguments in (["--gpus", "8", "--data", "2"], ["--inter", "4", "--data", "2"]):
+    for arguments in (["--gpus", "2x4", "--data-parallel", "2"], ["--inter", "4", "--data", "2"]):
         grid = json.loads(pipeplan("estimate", "--model", "gpt2-xl", *arguments, "--json")[1])["grid"]
         assert (grid["gpus"], grid["inter"], grid["data"], grid["batch"]) == (8, 4, 2, 32)
     code, out, _ = pipeplan("estimate", *OWN, "--ac", "none")

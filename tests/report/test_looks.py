@@ -32,7 +32,7 @@ def test_a_narrower_one_cuts_them_in_the_middle(capsys):
 def test_a_narrow_one_puts_columns_below(capsys):
     lines = printed(capsys, 20)
     assert [line.split()[-1] for line in lines if "head" in line] == ["1.00", "2.00"]
-    assert sum(bool(re.match(r"en\w*….*utput", line)) for line in lines) == 2
+    assert sum("…" in line for line in lines) == 2
     assert lines[-1].strip() == "in ms"
     assert max(map(len, lines)) <= 20
 
