@@ -64,7 +64,7 @@ def report_html(
     others = [chart for _, chart in runs]
     shown_charts, parts = [], []
     for charts, html in (
-        _steady(plan, timeline.program.batch),
+        _steady(plan),
         _run(simulation, measured, others),
         (others, [*_schedules(beside, refused), *(_titled(x.name, x.makespan_ns, chart) for x, chart in runs)]),
     ):
@@ -101,11 +101,12 @@ def report_html(
 Section = tuple[list[Chart], list[str]]  # the charts in it, and its HTML
 
 
-def _steady(plan: Plan, batch: int) -> Section:
+def _steady(plan: Plan) -> Section:
     """Return a period of a plan that has a steady state, nothing of another."""
     if plan.pattern is None and kind_of(plan).steady is None:
         return [], []
     window = plan_window(plan)
+    batch = 1 if plan.pattern is not None else plan.schedule.mini_batch
     chart = Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, batch)
     return [chart], [
         f"<h2>Steady state: {escape(window.title)}</h2>",
@@ -278,8 +279,9 @@ def _memory(simulation: Simulation) -> str:
     figures = []
     lanes = working_devices(timeline)
     uses = [simulation.uses[device] for _, device in lanes]
-    peaks, limits = (max((getattr(use, name) for use in uses), default=1) for name in ("peak_bytes", "memory_bytes"))
-    top = 1.05 * (max(peaks, limits) if limits < FAR * peaks else peaks)
+    highest = max((use.peak_bytes for use in uses), default=1)
+    limits = max((use.memory_bytes for use in uses), default=1)
+    top = 1.05 * (highest if 0 < FAR * highest <= limits else max(highest, limits))
     span = max(1, timeline.makespan_ns)
     for (i, device), use in zip(lanes, uses, strict=True):
         static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes

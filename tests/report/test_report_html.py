@@ -115,6 +115,20 @@ def test_memory_over_the_limit_is_marked():
     assert 'class="over"' in report_html(simulate_plan(small, 200, "gpipe"))
 
 
+def test_memory_that_is_far_off_leaves_room_for_what_is_held_and_none_held_is_drawn_too():
+    def top_of(plan):
+        """Where the highest edge of what is held is, of 1000 from the top."""
+        page = report_html(simulate_plan(plan, 12))
+        return min(
+            float(y) for path in re.findall(r'class="held" d="([^"]*)"', page) for y in re.findall(r" (\S+?)[LZ]", path)
+        )
+
+    plan = straight()
+    assert top_of(plan) < 100
+    nothing = tuple(replace(x, weight_bytes=0, output_bytes=0, saved_bytes=0, saves=None) for x in plan.chain.layers)
+    assert top_of(replace(plan, chain=replace(plan.chain, layers=nothing, input_bytes=0))) == 1000
+
+
 def test_a_page_never_has_too_many_operations():
     assert microbatches_shown(straight(), 12) == 12
     assert microbatches_shown(straight(), 10**6) * 2 * 4 <= MOST_OPERATIONS
