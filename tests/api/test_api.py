@@ -71,6 +71,9 @@ def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
     assert (second.forward_ns, second.layers[-1], second.memory_bytes) == (6 * 10**6, "l7", 10**9)
     run = found.simulate("gpipe", 8)
     assert (run.schedule, run.timeline.program.microbatches) == ("gpipe", 8)
+    runs = found.schedules("gpipe", "1f1b", microbatches=8)
+    assert {run.schedule for run in runs} == {"gpipe", "1f1b"}
+    assert runs[0].per_microbatch_ns <= runs[1].per_microbatch_ns
     assert len(found.simulate(jitter=0.1, runs=3, seed=1).jitter_ns) == 3
     assert found.report(tmp_path / "report.html", microbatches=4) == 4
     assert "<svg" in (tmp_path / "report.html").read_text()
@@ -141,5 +144,30 @@ def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
         pp.plan(path, gpus=1, mem="1MB")
     with pytest.raises(pp.PipeplanError, match="--schedule: 'zigzag' is not one of"):
         pp.plan(path, **GIVEN, split="4,4").simulate("zigzag")
+    with pytest.raises(pp.PipeplanError, match="'all' is not one of"):
+        pp.plan(path, **GIVEN, split="4,4").simulate("all")
     with pytest.raises(TypeError, match="gpu_count"):
         pp.plan(path, gpu_count=2)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"weights": "1bw"}, "--weights: '1bw' is not one of flush, 2bw, stash, latest"),
+        ({"optimizer": "lion"}, "--optimizer: 'lion' is not one of sgd, momentum, adam"),
+        ({"precision": "fp8"}, "--precision: 'fp8' is not one of fp32, mixed"),
+        ({"checkpointing": "all"}, "--checkpointing: 'all' is not one of none, stages, segments"),
+        ({"zero": 3}, "--zero: '3' is not one of 0, 1"),
+        ({"effort": "some"}, "--effort: 'some' is not one of quick, normal, high"),
+        ({"solver": "glpk"}, "--solver: 'glpk' is not one of cbc, highs"),
+        ({"schedule": "zbv"}, "--schedule: 'zbv' is not one of"),
+        ({"algorithm": "best"}, "--algorithm: 'best' is not one of auto"),
+        ({"for_": "jax"}, "--for: 'jax' is not one of megatron"),
+        ({"batch": 0}, "--batch: 0 is not positive"),
+        ({"accumulate": -1}, "--accumulate: -1 is not positive"),
+    ],
+)
+def test_what_the_command_line_would_not_take_is_refused_here_too(more, sentence, path):
+    with pytest.raises(pp.BadInput) as caught:
+        pp.plan(path, **{**GIVEN, **more})
+    assert str(caught.value).startswith(sentence)
