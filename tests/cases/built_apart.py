@@ -1,6 +1,7 @@
 """Models whose builds do what is hard to put off, and data for them."""
 
 from functools import cache
+from threading import Thread
 
 import torch
 from torch import nn
@@ -86,6 +87,21 @@ def looking(batch):
     """Layers whose build reads memory itself, which nothing can be put off for."""
     layers = [Cached(), nn.Linear(WIDTH, WIDTH)]
     layers[1].weight.data.copy_(torch.from_numpy(layers[0].linear.weight.detach().numpy() * 2))
+    return layers, torch.zeros(batch, WIDTH), mean_square
+
+
+def in_threads(batch):
+    layers, x, loss = cached(batch)
+    drawing = Thread(target=nn.init.ones_, args=(layers[1].weight,))
+    drawing.start()
+    drawing.join()
+    return layers, x, loss
+
+
+def with_statistics(batch):
+    """Layers whose build runs them, to see what comes out."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    nn.Sequential(*layers)(torch.ones(2, WIDTH))
     return layers, torch.zeros(batch, WIDTH), mean_square
 
 

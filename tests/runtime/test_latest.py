@@ -137,12 +137,23 @@ def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     assert all(x.forward_ns > 0 and x.backward_ns > 0 for x in report.stages)
 
 
-@pytest.mark.parametrize("vertical_sync", [False, True])
-def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
-    """1F1B with a backward for each microbatch: those of one mini-batch may be taken at several versions."""
+@pytest.mark.parametrize(
+    ("devices", "vertical_sync"),
+    [
+        (((0,), (1,), (2,)), False),
+        (((0,), (1,), (2,)), True),
+        (((0,), (1,), (0,)), False),
+        (((0,), (1, 2), (3,)), False),
+    ],
+)
+def test_newest_weights_in_a_periodic_pattern_too(devices, vertical_sync, tmp_path):
+    """1F1B with a backward for each microbatch: those of one mini-batch may be taken at several versions.
+
+    Stages may have replicas, or share a device, which nF1B doesn't.
+    """
     plan = plan_of(
         chain_of(images, 4),
-        [(start, stop, (s,)) for s, (start, stop) in enumerate(THREE)],
+        [(*cut, own) for cut, own in zip(THREE, devices, strict=True)],
         weights="latest",
         accumulate=2,
         optimizer="momentum",

@@ -131,13 +131,22 @@ def test_what_others_keep_has_values():
     assert torch.equal(model.layers[0].module(x), model.layers[0].module.linear(x) + torch.arange(8.0) / 8)
 
 
-def test_a_model_that_cannot_be_put_off_is_built_whole_and_says_so():
-    spec = ModelSpec("cases.built_apart:looking", "cases.built_apart:vectors")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        ("looking", "built_apart.py:"),
+        ("with_statistics", "it runs a norm in training while it is built"),
+        ("in_threads", "it is built by several threads"),
+    ],
+)
+def test_a_model_that_cannot_be_put_off_is_built_whole_and_says_so(build, why):
+    spec = ModelSpec(f"cases.built_apart:{build}", "cases.built_apart:vectors")
     built_apart.shared_table.cache_clear()
     model = part_of(spec, 0, 1)
     (note,) = model.notes
-    assert note.startswith("cases.built_apart:looking is built whole on every rank, which takes host memory for all")
-    assert "built_apart.py:" in note
+    assert note.startswith(f"{spec.build} is built whole on every rank, which takes host memory for all of it: ")
+    assert why in note
     whole = load_model(spec, 2, 3)
     pairs = zip(tensors_of(x.module for x in whole.layers), tensors_of(x.module for x in model.layers), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
