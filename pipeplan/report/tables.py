@@ -214,6 +214,8 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
     if target is None:
         return []
     lines = [f"for         {target.what}: whole units, equal pipelines, {' or '.join(target.kinds)}"]
+    if any(bound.schedule == "interleaved" and bound.period_ns < result.period_ns for bound in plan.lower_bounds):
+        lines.append("leaves out  the bound for interleaved: how evenly whole units fill ranks, and waits between them")
     if plan.policy.engine is not None:
         most = max(use.buffer_bytes for use in result.devices)
         outputs = " and all outputs of the model to its end" if plan.policy.engine == "torch" else ""

@@ -63,6 +63,34 @@ def _passes(devices: int, chunks: int, microbatches: int) -> dict[int, list[Pass
     return passes
 
 
+def fullest(devices: int, chunks: int, microbatches: int) -> list[int]:
+    """Return how many microbatches of each stage a device holds when it holds most in all."""
+    found = [0] * (devices * chunks)
+    for order in _passes(devices, chunks, microbatches).values():
+        held = dict.fromkeys({stage for _, stage, _ in order}, 0)
+        most: dict[int, int] = dict(held)
+        for kind, stage, _ in order:
+            held[stage] += 1 if kind == "F" else -1
+            if sum(held.values()) > sum(most.values()):
+                most = dict(held)
+        for stage, count in most.items():
+            found[stage] = count
+    return found
+
+
+def left_behind(devices: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
+    """Return how many forwards and backwards of each stage a device still has to run when all are over of one of its
+    stages."""
+    found = [(0, 0)] * (devices * chunks)
+    for order in _passes(devices, chunks, microbatches).values():
+        last = {stage: at for at, (_, stage, _) in enumerate(order)}
+        rest = order[min(last.values()) + 1 :]
+        for stage in last:
+            kinds = [kind for kind, other, _ in rest if other == stage]
+            found[stage] = kinds.count("F"), kinds.count("B")
+    return found
+
+
 def most_held(devices: int, chunks: int, microbatches: int) -> list[int]:
     """Return how many microbatches of each stage a device holds at most, when ``microbatches`` run in all."""
     found = [0] * (devices * chunks)

@@ -233,6 +233,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         "null is the default; sums of so few parameters are one chunk",
     ),
     r"policy\.bytes_per_parameter": (r"left out", "null is the default"),
+    r"policy\.engine": (r"left out", "null is the default"),
     r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",
