@@ -436,7 +436,7 @@ Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
 Checkpointing = Literal["none", "stages", "segments"]
 Zero = Literal[0, 1]
-Engine = Literal["torch", "torchtitan"]
+Engine = Literal["torch"]
 LOSS = "loss"  # how profiles name what comes behind the model
 
 
@@ -457,7 +457,7 @@ class Policy:
     keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
     looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
     ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
-    to receive every microbatch of a mini-batch, and its outputs to the end; torchtitan's is the same without those.
+    to receive every microbatch of a mini-batch.
     """
 
     weights: Weights = "2bw"

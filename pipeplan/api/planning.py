@@ -62,7 +62,7 @@ def plan(
     """
     from ..planner.alternatives import with_alternatives
     from ..planner.plan import make_plan
-    from ..planner.restricted import make_target_plan, with_price
+    from ..planner.restricted import make_target_plan, unrestricted, with_price
     from ..planner.stated import STATED
 
     deadline = deadline_of(time_limit)
@@ -84,7 +84,8 @@ def plan(
     effort, began = effort or "normal", time.perf_counter()
     if for_ is not None:
         found = make_target_plan(problem, for_, settings, effort, () if schedule is None else (schedule,))
-        found = with_price(found, problem, settings, effort)
+        same = problem.with_policy(replace(problem.policy, accumulate=found.plan.policy.accumulate))
+        found = with_price(found, unrestricted(same, settings, effort))
     elif stated is not None:  # other stages than the stated ones are no alternatives
         found = make_plan(problem, STATED, stated, settings, effort, schedule, limit)
     else:

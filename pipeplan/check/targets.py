@@ -333,7 +333,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: unit.block,
         refuses=_torch,
         longest=1,
-        engine="torchtitan",
+        engine="torch",
     ),
     "deepspeed": Target(
         what="DeepSpeed",

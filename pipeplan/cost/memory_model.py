@@ -164,32 +164,23 @@ def held_bytes(kept: IntLike, peak: IntLike, in_flight: IntLike) -> IntLike:
     return (in_flight - 1) * kept + peak
 
 
-def message_bytes(
-    policy: Policy, entering: IntLike, leaving: IntLike, returned: IntLike = 0, replicas: int = 1
-) -> IntLike:
+def message_bytes(policy: Policy, entering: IntLike, leaving: IntLike, replicas: int = 1) -> IntLike:
     """Return the bytes of buffers for what a stage exchanges with its neighbours, ``entering`` and ``leaving`` bytes of
     a microbatch: two of each, half of them for gradients.
 
     An engine of torch has one to receive each microbatch of a mini-batch, and its gradient, beside gradients that are
-    made and sent; and to the end what the model has ``returned``, for each.
+    made and sent.
     """
     if policy.engine is None:
         return 2 * entering + 2 * leaving
     count = ceil_div(policy.accumulate or 1, replicas)
-    return (count + 2) * entering + count * leaving + count * returned
+    return (count + 2) * entering + count * leaving
 
 
 def split_message_bytes(policy: Policy, entering: IntLike, replicas: int = 1) -> IntLike:
     """Return the bytes that are held beside :func:`message_bytes` where backwards come in two parts: with an engine of
     torch the gradients of what was received, to the end."""
     return 0 if policy.engine is None else ceil_div(policy.accumulate or 1, replicas) * entering
-
-
-def returned_bytes(policy: Policy, chain: Chain) -> int:
-    """Return the bytes of what the model returns for a microbatch, where an engine keeps that."""
-    if policy.engine != "torch":
-        return 0
-    return chain.cut_bytes[chain.modules] or chain.layers[chain.modules - 1].output_bytes
 
 
 def stage_activations(

@@ -401,7 +401,6 @@ def _stage_cost(
                 policy,
                 chain.cut_bytes[start] * (receives or (everywhere and start > 0)),
                 chain.cut_bytes[stop] * (sends or everywhere),
-                memory_model.returned_bytes(policy, chain) * (stop == len(chain)),
                 r,
             )
         ),

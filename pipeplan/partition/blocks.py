@@ -19,7 +19,7 @@ from ..integers import Ints, ceil_div, smallest
 from ..plan import Stage
 from ..problem import Device, Problem
 from .contiguous.options import NEVER
-from .contiguous.split_paths import least_longest, shortest_split, up_to, walked
+from .contiguous.split_paths import first_split, least_longest, shortest_split, up_to, walked
 from .cuts import crossing_bytes, waits_ns
 
 _PRECISION = 4096  # a bound is found to this part
@@ -168,14 +168,12 @@ class Pipe:
         """Yield the bytes of each stage, shape (cuts, cuts), one of its microbatches in its ``backward`` or none."""
         problem, costs = self.costs.problem, self.costs
         weight_bytes, parameters = memory_model.weights_of(problem.chain, *costs.ends)
-        returned = np.zeros(len(costs.cuts), dtype=np.int64)
-        returned[-1] = memory_model.returned_bytes(problem.policy, problem.chain)
         entering, leaving = costs.crossing[:, None], costs.crossing[None, :]
         kept = self.activations.kept
         for group, count in zip(self.groups, in_flight, strict=True):
             weights = memory_model.weights_bytes(problem.policy, weight_bytes, parameters, count, len(group))
             held = memory_model.held_bytes(kept, self.activations.peak if backward else kept, count)
-            buffers = memory_model.message_bytes(problem.policy, entering, leaving, returned, len(group))
+            buffers = memory_model.message_bytes(problem.policy, entering, leaving, len(group))
             yield np.asarray(weights + held + buffers)
 
     @cached_property
@@ -186,6 +184,14 @@ class Pipe:
             found.append(int(self._bare[min(s, len(self._bare) - 1)]) + moved_ns)
             moved_ns += int(self.trips[s][1:-1].min(initial=NEVER)) if s < len(self.trips) else 0
         return found
+
+    def last_ns(self, stages: int) -> int:
+        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages."""
+        table = self.times[-1]
+        units = np.diagonal(table, 1)
+        least = int(units.min())
+        own = int(units[-1]) if units[-1] < NEVER else 0
+        return own + (stages - 1) * least * (least < NEVER)
 
     def summing(self, left: Sequence[tuple[int, int]]) -> list[Ints]:
         """Return the time of each stage's microbatches and the sum of its gradients, without the forwards and backwards
@@ -284,10 +290,14 @@ class Pipe:
         seen = set()
         for slack in _SLACK:
             longest = worst + worst * slack // 256
-            found = shortest_split([up_to(longest, table) for table in self.fitting], self.trips)
-            if found is not None and found not in seen:
-                seen.add(found)
-                yield found
+            allowed = [up_to(longest, table) for table in self.fitting]
+            found = [shortest_split(allowed, self.trips)]
+            if self.share > 1:  # where it also counts which stages of a device are the long ones
+                found += [first_split(allowed, True), first_split(allowed, False)]
+            for split in found:
+                if split is not None and split not in seen:
+                    seen.add(split)
+                    yield split
 
     def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
         """Return the stages of a split."""

@@ -188,8 +188,8 @@ class BlockSearch:
         each, and has done M microbatches in all its stages before the last goes back through those. Summed over p
         ranks, p times the makespan is at least M times the work of all stages and what is before each of them. And the
         sums of a rank's gradients begin when the first of its stages is over, with the passes that its order then has
-        left. That is with the least recomputation under which the stages fit the memory of all ranks together, as they
-        hold it when each rank has most.
+        left. The last rank has the last unit, and one more in each other stage at least. That is with the least
+        recomputation under which the stages fit the memory of all ranks together, as they hold it when each has most.
         """
         shape, count = config.shape, (self.problem.policy.accumulate or 1) // config.shape.pipelines
         held = fullest(shape.ranks, shape.chunks, count)
@@ -209,7 +209,7 @@ class BlockSearch:
             assert work is not None, "there is a split that fits"
             assert summed is not None, "there is one"
             total = max(count * work + sum(pipe.before[: shape.ranks]), summed - sums) - steps
-            total = ceil_div(total, shape.ranks)
+            total = max(ceil_div(total, shape.ranks), count * pipe.last_ns(shape.chunks) + pipe.before[shape.ranks - 1])
             least = total if least is None else min(least, total)
             if way.rule == "none":
                 break

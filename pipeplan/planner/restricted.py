@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -80,20 +80,25 @@ def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) 
     return ceil_div(search.bound_ns(kind), problem.policy.accumulate or 1)
 
 
-def with_price(planned: Planned, problem: Problem, settings: Settings | None = None, effort: str = "normal") -> Planned:
-    """Return the plan with what is found without its target's restriction (ns), drained and under 2bw, for the same
-    updates, in ``provenance.options["price"]``; nothing of what the deadline cuts off or doesn't fit.
+def unrestricted(problem: Problem, settings: Settings | None = None, effort: str = "normal") -> dict[Weights, int]:
+    """Return the periods (ns) of what is found without a target's restriction, drained and under 2bw, for the same
+    updates; nothing of what the deadline cuts off or doesn't fit."""
+    found: dict[Weights, int] = {}
+    for weights in PRICED:
+        with suppress(OutOfTime, Infeasible, BadInput):
+            problem.deadline.check()
+            free = problem.with_policy(replace(problem.policy, weights=weights, engine=None))
+            found[weights] = make_plan(free, settings=settings, effort=effort).evaluation.period_ns
+    return found
+
+
+def with_price(planned: Planned, free: Mapping[Weights, int]) -> Planned:
+    """Return the plan with what was found :func:`unrestricted` in ``provenance.options["price"]``.
 
     Where that is no shorter it is the plan's own period: all may run it that has no restriction.
     """
-    plan, price = planned.plan, {}
-    for weights in PRICED:
-        policy = replace(problem.policy, weights=weights, accumulate=plan.policy.accumulate, engine=None)
-        with suppress(OutOfTime, Infeasible, BadInput):
-            problem.deadline.check()
-            free = make_plan(problem.with_policy(policy), settings=settings, effort=effort)
-            price[weights] = min(free.evaluation.period_ns, planned.evaluation.period_ns)
-    options = {**plan.provenance.options, "price": price}
+    plan, own = planned.plan, planned.evaluation.period_ns
+    options = {**plan.provenance.options, "price": {weights: min(period, own) for weights, period in free.items()}}
     return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
 
 

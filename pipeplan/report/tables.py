@@ -186,10 +186,7 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
         lines.append("leaves out  the bound for interleaved: how evenly whole units fill ranks, and waits between them")
     if plan.policy.engine is not None:
         most = max(use.buffer_bytes for use in result.devices)
-        outputs = " and all outputs of the model to its end" if plan.policy.engine == "torch" else ""
-        lines.append(
-            f"holds       buffers for all microbatches of a step{outputs}: up to {format_bytes(most)} of a GPU"
-        )
+        lines.append(f"holds       buffers for all microbatches of a step: up to {format_bytes(most)} of a GPU")
     if isinstance(price, dict) and price:
         found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
         lines.append(f"price       without that restriction {', '.join(found)}")

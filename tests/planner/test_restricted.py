@@ -17,7 +17,7 @@ from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.block_search import MOST_CHUNKS
 from pipeplan.planner.derived import derived
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, with_price
+from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, unrestricted, with_price
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.report.tables import restriction
 
@@ -101,18 +101,15 @@ def test_a_bound_on_a_class_is_checked_like_others():
 
 
 def test_memory_is_what_the_target_s_runtime_holds():
-    """Torch has M buffers for what comes in and M for its gradients, and M outputs; a microbatch keeps its output."""
+    """Torch has M buffers for what comes in and M for its gradients; a microbatch keeps its output."""
     problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4), replicas=False)
     plans = {name: make_target_plan(problem, name, kinds=("1f1b",)) for name in ("megatron", "torchtitan", "torch")}
     for name, planned in plans.items():
         plan, use = planned.plan, planned.evaluation.devices
         cut = plan.chain.cut_bytes[plan.allocation.stages[0].stop]
-        returned = plan.chain.cut_bytes[plan.chain.modules]
-        buffers = {"megatron": [2 * cut, 2 * cut], "torchtitan": [4 * cut, 6 * cut]}
-        buffers["torch"] = [4 * cut, 6 * cut + 4 * returned]
-        assert [one.buffer_bytes for one in use] == buffers[name]
+        buffers = [2 * cut, 2 * cut] if name == "megatron" else [4 * cut, 6 * cut]
+        assert [one.buffer_bytes for one in use] == buffers
         line = "\n".join(restriction(plan, planned.evaluation))
-        assert ("all outputs of the model" in line) == (name == "torch")
         assert ("buffers for all microbatches" in line) == (name != "megatron")
     delayed = replace(plans["torch"].plan, policy=Policy("2bw", accumulate=4, engine="torch"), schedule=Schedule())
     assert "torch drains every mini-batch, for weights flush; the policy is 2bw" in violations(delayed)[0]
@@ -136,7 +133,7 @@ def test_servers_tied_weights_and_what_nobody_can_do():
 
 def test_the_price_is_that_of_the_same_updates():
     problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4))
-    plan = with_price(make_target_plan(problem, "torch"), problem, effort="quick").plan
+    plan = with_price(make_target_plan(problem, "torch"), unrestricted(problem, effort="quick")).plan
     price = plan.provenance.options["price"]
     assert set(price) == {"flush", "2bw"}
     assert all(0 < value <= check(plan).period_ns for value in price.values())
@@ -151,5 +148,5 @@ def test_drained_plans_without_restriction_are_no_longer_than_grids():
     assert free.plan.schedule.kind == "interleaved"
     assert violations(free.plan) == []
     assert free.evaluation.period_ns <= target.evaluation.period_ns < patterns.evaluation.period_ns
-    price = with_price(target, problem, effort="quick").plan.provenance.options["price"]
+    price = with_price(target, unrestricted(problem, effort="quick")).plan.provenance.options["price"]
     assert price["flush"] == target.evaluation.period_ns
