@@ -20,13 +20,12 @@ from ..names import shown
 from ..partition.merging import merging
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
-from ..zoo import ZOO
+from ..zoo import HUGGING_FACE, ZOO
 from .models import data_to_read, named_model
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
 
-HUGGING_FACE = "hf:"
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0

@@ -155,8 +155,7 @@ def command(
 
 
 def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Transformer:
-    from ..api.profiles import HUGGING_FACE
-    from ..zoo import ZOO
+    from ..zoo import HUGGING_FACE, ZOO
     from ..zoo.sizes import TRANSFORMERS, Llama, Transformer
 
     given = {key: value for key, value in sizes.items() if value is not None}
