@@ -105,6 +105,15 @@ def test_everything_reads_as_one_line_and_as_html(path):
     assert [row.gpus for row in compared.rows] == [1, 2]
 
 
+def test_what_names_a_model_is_no_file_and_no_shipped_profile(path, tmp_path, monkeypatch):
+    from pipeplan.api.profiles import is_name
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").write_text("{}")
+    names = ["zoo:gpt-tiny", "hf:LlamaForCausalLM", "mymodel:build", "package.mymodel:build"]
+    assert [name for name in (*names, path, "a:b", "example:resnet50", "-", "C:/x.json") if is_name(name)] == names
+
+
 def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
     found = pp.grid(path, gpus=2, mem="1GB", batch=16, microbatches=[4])
     assert "bound: no grid of up to 2 GPUs" in str(found)
