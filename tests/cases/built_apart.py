@@ -149,6 +149,11 @@ def wide(batch):
     return Wide(), torch.zeros(batch, LARGE), mean_square
 
 
+def wide_on_meta(batch):
+    with torch.device("meta"):
+        return Wide(), torch.zeros(batch, LARGE, device="cpu"), mean_square
+
+
 def wide_vectors(index, seed):
     generator = torch.Generator().manual_seed(1000 * seed + index)
     return torch.randn(4, LARGE, generator=generator), torch.zeros(4, LARGE)

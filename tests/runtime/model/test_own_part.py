@@ -1,6 +1,7 @@
 """Each rank makes its own layers alone, to the bit as they are in the whole model, and takes memory for no others."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -230,5 +231,8 @@ def test_two_ranks_train_as_the_whole_model(kind, tmp_path):
     assert report.losses == pytest.approx(losses, abs=1e-5)
     assert largest_difference(read_state(path), state) < 1e-5
     if kind == "traced":
-        again = run_plan(plan, spec, RunOptions(steps=1, lr=0.1, load=path))
+        on_meta = replace(spec, build="cases.built_apart:wide_on_meta")
+        again = run_plan(plan, on_meta, RunOptions(steps=1, lr=0.1, load=path, save=tmp_path / "again.safetensors"))
+        assert again.notes == ()
+        assert read_state(tmp_path / "again.safetensors")["unused"].equal(state["unused"])
         assert again.losses[0] == pytest.approx(loss(model(data(0, 0)[0]), data(0, 0)[1]).item(), abs=1e-5)
