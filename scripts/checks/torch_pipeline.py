@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_map
 from scripts.checks.models import ACCUMULATE, BATCH, RATE, STEPS, Task, _built, names, plainly, task
 
 LONGEST_S = 300.0  # for one model
+EQUAL = 1e-6  # differences up to here are of rounding
 
 
 @dataclass
@@ -171,16 +173,22 @@ def split_up(given: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """Return the table of ``rows``."""
-    lines = ["| model | split before | loss | state |", "|---|---|--:|--:|"]
+    """Return the table of ``rows``: what comes out, of which models."""
+    groups: dict[str, list[str]] = {}
     for row in rows:
+        difference = max(float(row["loss_difference"]), float(row["state_difference"]))
         if row["failure"]:
-            words = row["failure"].replace("|", "\\|").replace("`", "'")
-            lines.append(f"| {row['model']} | {row['split']} | {words} | |")
-            continue
-        found = [f"{float(row[name]):.0e}" for name in ("loss_difference", "state_difference")]
-        lines.append(f"| {row['model']} | {row['split']} | {found[0]} | {found[1]} |")
-    return "\n".join(lines)
+            words = re.sub(r"[|`]", "'", row["failure"].partition(": ")[2] or row["failure"])
+            what = f"*{re.sub(r'[0-9]+', 'N', words)}*"
+        elif difference > EQUAL:
+            what = "trained otherwise"
+        else:
+            what = "trained as plain torch does"
+        name = row["model"].partition(",")[0]
+        groups.setdefault(what, []).append(f"{name} ({difference:.0e})" if what == "trained otherwise" else name)
+    ordered = sorted(groups.items(), key=lambda group: (group[0].startswith("*"), -len(group[1]), group[0]))
+    lines = ["| what comes out | models | which |", "|---|--:|---|"]
+    return "\n".join([*lines, *(f"| {what} | {len(models)} | {', '.join(models)} |" for what, models in ordered)])
 
 
 def main() -> None:
