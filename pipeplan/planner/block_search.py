@@ -22,7 +22,7 @@ from ..partition.blocks import Activations, Costs, Pipe, Rule, moved
 from ..partition.cuts import legal_cuts
 from ..plan import Schedule, ScheduleKind, Stage
 from ..problem import Problem
-from ..schedule.interleaved import fullest, left_behind, most_held
+from ..schedule.interleaved import occupancy
 from ..schedule.kinds import too_long
 from ..units import format_bytes, format_ns
 from .incumbent import Settings
@@ -192,24 +192,26 @@ class BlockSearch:
         recomputation under which the stages fit the memory of all ranks together, as they hold it when each has most.
         """
         shape, count = config.shape, (self.problem.policy.accumulate or 1) // config.shape.pipelines
-        held = fullest(shape.ranks, shape.chunks, count)
+        have = occupancy(shape.ranks, shape.chunks, count)
         room = shape.ranks * max(device.memory_bytes for device in self.problem.platform.devices)
-        left, (shared, steps, sums) = left_behind(shape.ranks, shape.chunks, count), self._shared(shape)
+        shared, steps, sums = self._shared(shape)
         least: int | None = None
         enough: str | None = None  # a rule that recomputes more and more, and is enough already
         for way in self._ways(config):
+            self.problem.deadline.check()
             if way.rule == enough:
                 continue
             pipe = self._pipe(config, way)
-            needed = pipe.least_sum(pipe.holding(held))  # weights that stages of a GPU share counted once for each
+            needed = pipe.least_sum(pipe.holding(have.all))  # weights that stages of a GPU share counted once for each
             if needed is None or needed - shared > room:
                 continue
             work = pipe.least_sum(pipe.times)
-            summed = pipe.least_sum(pipe.summing(left))
+            summed = pipe.least_sum(pipe.summing(have.left))
             assert work is not None, "there is a split that fits"
             assert summed is not None, "there is one"
             total = max(count * work + sum(pipe.before[: shape.ranks]), summed - sums) - steps
-            total = max(ceil_div(total, shape.ranks), count * pipe.last_ns(shape.chunks) + pipe.before[shape.ranks - 1])
+            last = count * pipe.last_ns(shape.chunks) - steps + pipe.before[shape.ranks - 1]
+            total = max(ceil_div(total, shape.ranks), last)
             least = total if least is None else min(least, total)
             if way.rule == "none":
                 break
@@ -255,7 +257,7 @@ class BlockSearch:
         if config.kind == "1f1b":
             held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
             return Pipe(self._costs, self._activations[way], groups, count, held, ahead=True)
-        held = tuple(most_held(shape.ranks, shape.chunks, count))
+        held = occupancy(shape.ranks, shape.chunks, count).most
         return Pipe(self._costs, self._activations[way], groups, count, held, share=shape.chunks)
 
     def _try(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> Found | None:
