@@ -117,6 +117,11 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     metavar="NAME[,OPTION=VALUE...]",
     help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10, or module:function; steps after each update.",
 )
+@click.option(
+    "--clip-norm",
+    type=Number(above=True),
+    help="Clip gradients to this total norm over all stages; with weights flush and 2bw.",
+)
 @click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
 @click.option(
     "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
@@ -245,11 +250,12 @@ def command(
     if limit is not None and schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..report.run import print_dry_run, print_report, progress_printer
-    from ..runtime.options import RunOptions, in_epochs, run_otherwise
+    from ..runtime.options import RunOptions, clipping, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
     loaded = run_otherwise(loaded, vertical_sync, schedule is not None or limit is not None, limit)
+    loaded = clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
     spec = trained_model(model, data, plan, loaded.chain.name)
     options = RunOptions(
         steps=steps or STEPS,

@@ -10,6 +10,10 @@ from ..check.validate import check
 from ..errors import BadInput
 from ..files.text import check_writable
 from ..plan import Plan
+from ..problem import CLIPPED_TOGETHER
+from ..schedule.kinds import graph_of
+from ..schedule.pattern import starts_of
+from ..schedule.periodic.retime import order_of, retime
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run, message_driven_plan
 from .model.loader import Loader
@@ -39,6 +43,8 @@ class RunOptions:
     """Instead of the plan's."""
     scheduler: Choice | None = None
     """Changes the learning rate after each update."""
+    clip_norm: float | None = None
+    """The total norm that gradients are clipped to; None: they aren't."""
     evaluates: bool = False
     """Whether the model is run forward alone."""
     epoch: int | None = None
@@ -102,6 +108,24 @@ class RunOptions:
         """Return the same with absolute paths, for processes in other folders."""
         paths = {name: getattr(self, name) for name in ("save", "load", "checkpoint")}
         return replace(self, **{name: path.absolute() for name, path in paths.items() if path is not None})
+
+
+def clipping(plan: Plan, clips: bool) -> Plan:
+    """Return ``plan`` for gradients that are clipped, or aren't.
+
+    BadInput where its stages don't update together, InvalidPlan where gradients that wait find no room.
+    """
+    if clips == plan.policy.clip:
+        return plan
+    if clips and not plan.policy.updates_together:
+        raise BadInput("clip norm: " + CLIPPED_TOGETHER.format(weights=plan.policy.weights))
+    before, pattern = graph_of(plan), plan.pattern
+    plan = replace(plan, policy=replace(plan.policy, clip=clips))
+    if pattern is not None:  # steps wait for the norm, and are no part of backwards
+        order = order_of(before, starts_of(pattern), pattern.period_ns)
+        plan = replace(plan, pattern=retime(graph_of(plan), order))
+    check(plan)
+    return plan
 
 
 def run_otherwise(plan: Plan, vertical_sync: bool, message_driven: bool, limit: int | None) -> Plan:

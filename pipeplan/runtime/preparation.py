@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from .agreement import model_items
-from .device import Exchange, exchange_of, kind_of, own_device, place, watch_last
+from .device import CPU, Exchange, exchange_of, kind_of, own_device, place, watch_last
 from .exchange.collective import (
     agree,
     any_rank,
@@ -46,6 +46,7 @@ from .model.network import TensorSpec
 from .model.own_part import OwnPart
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
+from .training.clipping import Clipping
 from .training.draws import Draws
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
@@ -163,7 +164,8 @@ class Meeting:
     """What a rank has once all have met: how messages and ``sums`` of gradients travel, and the groups that are summed.
 
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
-    each edge and ``transfer_ns`` how long that takes. ``clock`` is the comparison of clocks before the run.
+    each edge and ``transfer_ns`` how long that takes. ``clock`` is the comparison of clocks before the run. Where
+    gradients are clipped ``everybody`` is the group that sums for their norm.
     """
 
     links: Links
@@ -174,6 +176,7 @@ class Meeting:
     recorder: Recorder
     clock: Compared
     transfer_ns: Mapping[Edge, int]
+    everybody: Group = None
 
 
 def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters: Masters) -> Meeting:
@@ -203,7 +206,9 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     transfer_ns = transfer_times(lowered, number, specs, links)
     clock = compared_clocks(number)
     recorder = recorder_of(device, clock.offset_ns, timeout)
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns)
+    every = tuple(range(len(lowered.plan.allocation.stages)))
+    everybody = stage_groups(lowered, [every] if lowered.plan.policy.clip else [], sums, timeout).get(every)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns, everybody)
 
 
 def compared_clocks(number: int) -> Compared:
@@ -246,7 +251,8 @@ def _edge_specs(rank: Rank) -> dict[Edge, TensorSpec]:
 class OwnStages:
     """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
 
-    ``tied_sums`` adds up the gradients of ``ties``, the weights that stages share.
+    ``tied_sums`` adds up the gradients of ``ties``, the weights that stages share; ``clipping`` is None where gradients
+    aren't clipped.
     """
 
     runners: Mapping[int, StageModule]
@@ -256,6 +262,12 @@ class OwnStages:
     scaling: Scaling | None
     activations: HeldBytes
     states: StateBytes
+    clipping: Clipping | None = None
+
+    def measure(self, version: int) -> None:
+        """Begin with the norm of all gradients for ``version``."""
+        assert self.clipping is not None, "only then are norms asked for"
+        self.clipping.begin(version, [x for update in self.updates.values() for x in update.measured()])
 
 
 def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
@@ -266,6 +278,10 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     scaling = None
     if half is not None:
         scaling = Scaling(first_scale(plan, half, options.half), any_rank if lowered.drains else None)
+    clipping = None
+    if options.clip_norm is not None:
+        home = rank.device if meeting.sums == "nccl" else CPU
+        clipping = Clipping(options.clip_norm, meeting.everybody, home, meeting.recorder, scaling)
     runners: dict[int, StageModule] = {}
     updates: dict[int, StageUpdate] = {}
     borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
@@ -277,12 +293,33 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         if group is not None and plan.policy.zero:
             sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group)
         keeping = Keeping(
-            masters, bucket, plan.policy.offload, group is not None, tied, waits, sharing, buffers, states.note
+            masters,
+            bucket,
+            plan.policy.offload,
+            group is not None,
+            tied,
+            waits,
+            lowered.puts_aside,
+            sharing,
+            buffers,
+            states.note,
         )
         lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
         versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
         runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions, Draws(options.seed, rank.device))
-        updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)
+        counted = [versions.place_of(x.copy_in(s, rank.model)) for x in ties if x.stages[0] == s in rank.first_of]
+        updates[s] = StageUpdate(
+            s,
+            versions,
+            meeting.recorder,
+            group,
+            replicas,
+            job.chunk_buckets,
+            scaling,
+            added,
+            clipping,
+            [index for index in counted if index is not None],
+        )
         states.watch(updates[s].tensors)
     masters.clear()
     torch.manual_seed(options.seed + 1 + rank.number)
@@ -291,7 +328,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     for layer in rank.model.layers if options.evaluates else ():
         layer.module.eval()
     tied_sums = TiedSums(rank.model, ties, runners, meeting.tied_groups, meeting.recorder, scaling)
-    return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states)
+    return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states, clipping)
 
 
 def _versions(

@@ -6,9 +6,6 @@ knows no weight versions, replicas or recomputation, and counts nothing. Weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,11 +16,11 @@ from ..errors import BadInput, RunFailed
 from .device import group_timeout
 from .exchange.links import Links
 from .exchange.transport import PeerLost
+from .executor import RankWork
 from .lowering.lowered_run import LoweredRun
-from .measure.recorder import Recorder, Times
+from .measure.recorder import Times
 from .model.network import TensorSpec
 from .training.rank import Rank
-from .training.stage import StageModule
 
 
 def refuse_for_torch(lowered: LoweredRun) -> None:
@@ -49,18 +46,11 @@ def refuse_for_torch(lowered: LoweredRun) -> None:
         raise BadInput("plan: the last stage is the loss alone, which torch's engine cannot run")
 
 
-def execute_on_torch(
-    rank: Rank,
-    runners: Mapping[int, StageModule],
-    data: Callable[[int], tuple[Any, Any]],
-    updated: Callable[[int, int], None],
-    links: Links,
-    recorder: Recorder,
-) -> Times:
+def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
     """Run all mini-batches of ``rank`` and return when updates were made; losses go to the last stage's runner."""
     if links.exchange == "staged":
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
-    lowered, model = rank.lowered, rank.model
+    lowered, model, runners = rank.lowered, rank.model, work.stages
     interval = lowered.interval
     group = dist.new_group(None, group_timeout(links.timeout, "nccl"), "nccl") if links.exchange == "nccl" else None
     last = len(lowered.plan.allocation.stages) - 1
@@ -87,7 +77,7 @@ def execute_on_torch(
         targets: Tensor | None = None
         losses: list[Tensor] = []
         if 0 in runners or last in runners:
-            samples = [data(m) for m in range(begin, begin + interval)]
+            samples = [work.data(m) for m in range(begin, begin + interval)]
             if 0 in runners:
                 inputs = (torch.cat([x for x, _ in samples]),)
             if last in runners:
@@ -99,14 +89,15 @@ def execute_on_torch(
             raise (PeerLost if lost else RunFailed)(f"torch's engine in update {step + 1}: {error}") from error
         if last in runners:
             runners[last].losses.update({begin + k: loss.item() for k, loss in enumerate(losses)})
-        for s, runner in runners.items():
-            start = recorder.mark()
+        for runner in runners.values():
             runner.versions.detach_gradient(step)
-            runner.versions.update(step + 1)
+        if lowered.plan.policy.clip:
+            work.norm(step + 1)
+        for s, runner in runners.items():
+            work.updates[s].update(step + 1)
             runner.versions.install(step + 1)
-            recorder.note("UPDATE", s, step + 1, start)
-            updated(s, step + 1)
-    return recorder.settle()
+            work.updated(s, step + 1)
+    return work.recorder.settle()
 
 
 def _example(spec: TensorSpec, gradient: bool, device: torch.device) -> Tensor:

@@ -47,8 +47,9 @@ def exploding_vectors(index, seed):
 
 
 def halved_serial(
-    build, data, batch, *, dtype, steps, accumulate, optimizer, lr, scale, window, replicas=1, cut=0, scheduler=None
-):
+    build, data, batch, *, dtype, steps, accumulate, optimizer, lr, scale, window, replicas=1, cut=0, scheduler=None,
+    clip=None,
+):  # fmt: skip
     """Train in mixed precision in one process; return (losses, state in full precision, skipped updates, last scale).
 
     Layers before ``cut`` have ``replicas``, whose gradients are added up in 32 bits in the order of the replicas.
@@ -85,6 +86,8 @@ def halved_serial(
             for x in part[1:]:
                 total = total + x.float()
             master.grad = total.to(dtype).float() / scale
+        if clip is not None:
+            nn.utils.clip_grad_norm_(masters, clip)
         stepper.step()
         if schedule is not None:
             schedule.step()

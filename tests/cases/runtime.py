@@ -159,11 +159,12 @@ def built(name, batch, seed):
     return layers.train(), loss, model.data(batch)
 
 
-def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=()):
+def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=(), clip=None):
     """Train in one process; return (losses per microbatch, state).
 
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, forward and
     backward, where stages begin at layer 0 and at ``cuts``; without it, all updates before its own mini-batch.
+    ``clip`` is the total norm that gradients are clipped to by torch.
     """
     layers, loss, data = built(name, batch, seed)
     stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(layers) for p in layer.parameters()}
@@ -184,6 +185,8 @@ def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=Non
             (value / accumulate).backward()
         for p, master in zip(parameters, newest, strict=True):
             master.grad = p.grad.clone()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(newest, clip)
         stepper.step()
         history.append([p.detach().clone() for p in newest])
     with torch.no_grad():

@@ -31,6 +31,9 @@ ELEMENTWISE = (
 )  # each element's step depends on its own gradient and state alone
 
 
+Factor = float | Tensor  # what gradients are multiplied with before a step; a tensor where the host doesn't know it
+
+
 def nothing() -> None:
     """Observe nothing."""
 
@@ -48,6 +51,11 @@ def check_elementwise(make_optimizer: MakeOptimizer, why: str) -> None:
         raise BadInput(
             f"optimizer: {type(made).__name__} isn't known to step each element by itself, as {why} needs; {known} do"
         )
+
+
+def changes(factor: Factor) -> bool:
+    """Whether gradients are to be multiplied at all."""
+    return isinstance(factor, Tensor) or factor != 1
 
 
 class Rates:
@@ -118,13 +126,13 @@ class WholeOptimizer:
         """The number of steps that an update is made in: 1, if anything is trained."""
         return 1 if self.rates.optimizer else 0
 
-    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
-        """Step all weights with ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
+    def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
+        """Step all weights with ``gradients`` times ``factor``; 16-bit ``weights`` get the new values."""
         assert self.rates.optimizer is not None, "otherwise there are no parts"
         for master, gradient in zip(self._masters, gradients, strict=True):
-            if gradient is not None and self._mixed:
-                gradient = gradient.to(master.dtype).mul_(1 / scale)
-            master.grad = gradient
+            master.grad = gradient.to(master.dtype) if gradient is not None and self._mixed else gradient
+        if changes(factor):
+            torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], factor)
         self.rates.optimizer.step()
         if self._mixed:
             for master, weight in zip(self._masters, weights, strict=True):
