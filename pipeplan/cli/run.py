@@ -34,6 +34,13 @@ def _coarsening(context: click.Context, option: click.Parameter, text: str | Non
     return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
 
 
+def _words(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    words = () if text is None else tuple(text.split(","))
+    if not all(word.strip() == word and word for word in words):
+        raise click.BadParameter("expected words with commas between them", param=option)
+    return words
+
+
 class RankCommand(GroupedCommand):
     """A command that under torchrun is one of several: what ends it before all have met, the others hear at once."""
 
@@ -113,10 +120,23 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     help="Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]",
 )
 @click.option(
+    "--no-decay",
+    metavar="WORD,..",
+    callback=_words,
+    help="No weight decay where one stands in a weight's name, or in its module's class, such as norm,bias.",
+)
+@click.option(
+    "--groups",
+    metavar="MODULE:FUNCTION",
+    help="groups(named_parameters) -> the optimizer's parameter groups, as torch takes them.",
+)
+@click.option(
     "--scheduler",
     metavar="NAME[,OPTION=VALUE...]",
-    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10, or module:function; steps after each update.",
+    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10 or CosineAnnealingLR, which ends with the run if "
+    "nothing else is said, or module:function; steps after each update.",
 )
+@click.option("--warmup", type=Count(0), default=0, help="Updates in which the learning rate rises before all that.")
 @click.option(
     "--clip-norm",
     type=Number(above=True),

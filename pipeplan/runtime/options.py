@@ -17,10 +17,10 @@ from ..schedule.periodic.retime import order_of, retime
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run, message_driven_plan
 from .model.loader import Loader
-from .model.spec import ModelSpec, data_of
+from .model.spec import ModelSpec, data_of, find
 from .model.user_code import user_code
 from .training.half import AS_PROFILED, HalfOptions
-from .training.optimizers import Choice, optimizer_maker, schedule_maker
+from .training.optimizers import Choice, optimizer_maker, rates_maker
 
 Engine = Literal["own", "torch"]
 
@@ -41,8 +41,14 @@ class RunOptions:
     """Of a zoo model's weights, of the data and of random numbers."""
     optimizer: Choice | None = None
     """Instead of the plan's."""
+    no_decay: tuple[str, ...] = ()
+    """Words in the names of weights, or of their modules' classes, that have no weight decay."""
+    groups: str | None = None
+    """``module:function`` that makes the optimizer's parameter groups of all named parameters."""
     scheduler: Choice | None = None
     """Changes the learning rate after each update."""
+    warmup: int = 0
+    """Updates in which the learning rate rises, before the schedule begins."""
     clip_norm: float | None = None
     """The total norm that gradients are clipped to; None: they aren't."""
     evaluates: bool = False
@@ -96,8 +102,12 @@ class RunOptions:
             raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
         if self.optimizer is not None:
             optimizer_maker(self.optimizer, self.lr)  # what is wrong with it shows before any process starts
-        if self.scheduler is not None:
-            schedule_maker(self.scheduler)
+        if not self.evaluates:
+            rates_maker(self.scheduler, self.warmup, self.steps)
+        if self.groups is not None:
+            find(self.groups)
+            if self.no_decay:
+                raise BadInput("no decay: the parameter groups say that themselves")
 
     @property
     def link_delay_ns(self) -> int:

@@ -48,11 +48,12 @@ from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
 from .training.clipping import Clipping
 from .training.draws import Draws
+from .training.groups import groups_of
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
 from .training.offload import BucketBuffers
-from .training.optimizers import schedule_maker
+from .training.optimizers import rates_maker
 from .training.rank import Rank
 from .training.shards import Sharing
 from .training.stage import StageModule
@@ -91,13 +92,14 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     )
     if source is not None:
         load_weights(model, source)
+    groups = groups_of(model, options.no_decay, options.groups)
     model = separated(lowered, number, model)
     masters: Masters = {}
     half = half_type(plan, options.half)
     if half is not None:
         model, masters = halved(model, half, _own_modules(lowered, number, model), device)
     check_model(model, plan.chain, cuts)
-    rank = Rank(lowered, number, device, model)
+    rank = Rank(lowered, number, device, model, groups)
     for s in rank.stages:
         place(rank.modules(s), device)
     if isinstance(model.loss, nn.Module):
@@ -303,6 +305,8 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
             sharing,
             buffers,
             states.note,
+            rank.groups,
+            rank.names(s),
         )
         lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
         versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
@@ -335,12 +339,12 @@ def _versions(
     job: Job, rank: Rank, s: int, keeping: Keeping, lenders: Mapping[int, Versions], borrowing: Set[int]
 ) -> Versions:
     """Return the weights of stage ``s``, some of which ``lenders`` keep, and which it keeps for those ``borrowing``."""
-    lowered, scheduler = rank.lowered, job.options.scheduler
+    lowered, options = rank.lowered, job.options
     return Versions(
         rank.modules(s),
-        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
+        Counter() if options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
         job.make_optimizer,
-        None if scheduler is None else schedule_maker(scheduler),
+        rates_maker(options.scheduler, options.warmup, options.steps),
         lowered.first.step,
         lowered.reads_newest,
         keeping,

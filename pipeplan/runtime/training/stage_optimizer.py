@@ -59,13 +59,20 @@ def changes(factor: Factor) -> bool:
 
 
 class Rates:
-    """What both ways to step share: the optimizer of ``masters``, if there are any, and its learning-rate schedule."""
+    """What both ways to step share: the optimizer of ``masters``, if there are any, and its learning-rate schedule.
+
+    ``groups`` are torch's parameter groups of the masters; without them they are one.
+    """
 
     def __init__(
-        self, masters: Sequence[nn.Parameter], make_optimizer: MakeOptimizer, make_schedule: MakeSchedule | None
+        self,
+        masters: Sequence[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None,
+        groups: list[dict[str, Any]] | None = None,
     ) -> None:
         self._make_optimizer = make_optimizer
-        self.optimizer = make_optimizer(list(masters)) if masters else None
+        self.optimizer = make_optimizer(list(masters) if groups is None else groups) if masters else None
         self._schedule = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
 
     def advance(self) -> None:

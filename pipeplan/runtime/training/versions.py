@@ -26,6 +26,7 @@ from ..exchange.replica_sum import ChunkSum
 from .borrowed import borrowed_of
 from .bucketed_optimizer import BucketedOptimizer, StageOptimizer
 from .buckets import Bucket, FlatGradient, cut_into_buckets
+from .groups import Groups
 from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule
 from .shards import Kept, Rows, SharedChunk, Sharing, gathered, shared_chunks
@@ -42,7 +43,7 @@ class Keeping:
     ``aside`` a gradient is put aside before the update that it is for, while passes make the next one. With
     ``waits`` these are stepped later than the others, by :meth:`Versions.update_tied`. With ``sharing`` each replica
     keeps masters and state of its share alone.
-    ``observed`` hears when memory is at its fullest.
+    ``groups`` are the optimizer's, of weights by ``names``. ``observed`` hears when memory is at its fullest.
     """
 
     masters: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -55,6 +56,8 @@ class Keeping:
     sharing: Sharing | None = None
     buffers: BucketBuffers = field(default_factory=BucketBuffers)
     observed: Callable[[], None] = nothing
+    groups: Groups | None = None
+    names: Mapping[nn.Parameter, str] = field(default_factory=dict)
 
 
 class Versions:
@@ -113,7 +116,10 @@ class Versions:
         self._sharing, self._bucket = keeping.sharing, keeping.bucket
         self._whole: list[Kept] | None = None  # of all shares, while a checkpoint is written or read
         self.chunks = self._chunks_of(keeping.sharing)
-        rates = Rates(masters, make_optimizer, make_schedule)
+        groups = None
+        if keeping.groups is not None:
+            groups = keeping.groups.parted([keeping.names[leaf] for leaf in leaves], masters)
+        rates = Rates(masters, make_optimizer, make_schedule, groups)
         self.optimizer: StageOptimizer = (
             WholeOptimizer(masters, rates, self._mixed, keeping.observed)
             if (keeping.bucket is None and keeping.sharing is None) or not leaves
