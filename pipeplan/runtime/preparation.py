@@ -77,7 +77,9 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     alone = len(lowered.devices) == 1
-    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, sys.maxsize if alone else SMALL)
+    part = OwnPart(
+        job.model, plan.chain.microbatch, options.seed, device, sys.maxsize if alone else SMALL, not options.evaluates
+    )
     model = part.load()
     launcher.compare(lambda: model_items(job.model, model))
     if not model.chain:
@@ -138,7 +140,6 @@ def _without_memory(x: Tensor) -> Tensor:
 def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
     """Raise BadInput with one sentence for what cannot be done with a traced model."""
     what = {
-        "evaluated, as its trace is that of its training": job.options.evaluates,
         "run on torch's engine": job.options.engine == "torch",
         "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
         "differentiated with newer weights than those of its forwards (weights latest)": lowered.reads_newest,

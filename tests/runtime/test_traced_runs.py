@@ -272,7 +272,6 @@ def test_a_trace_is_that_of_training_in_its_own_types():
     residual = chain(traced_cases.residual)
     linears = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     for weights, model, options, sentence in (
-        ("flush", spec_of(traced_cases.residual), {"evaluates": True}, "is traced and cannot be evaluated"),
         ("latest", spec_of(traced_cases.residual), {}, "cannot be differentiated with newer weights"),
         ("flush", linears, {}, "is a chain of 5 layers; the plan's profile test is a graph"),
     ):
@@ -331,6 +330,24 @@ def test_data_must_be_like_the_example():
     model = load_model(ModelSpec("cases.traced:two_inputs", "cases.traced:vectors"), 4, 0)
     with pytest.raises(BadInput, match="microbatch 0 has 1 input tensors; the example input has 2"):
         model.data(0, 0)
+
+
+def test_evaluation_runs_the_stages_as_the_module_does_then(tmp_path):
+    """Without dropout, with the statistics of training, and with operations that training doesn't have."""
+    profile = chain(traced_cases.noisy)
+    first, *others = stages_of(profile, ("block.norm", "drop"), SHAPES["alternating"])
+    stages = [Stage(*first, ((1, 2),)), *others]
+    plan = plan_of(profile, stages, weights="flush", accumulate=2)
+    _, state = run(plan, traced_cases.noisy, tmp_path, steps=2, checkpoint=tmp_path / "c")
+    module, _, loss = traced_cases.noisy(4)
+    module.load_state_dict(state)
+    module.eval()
+    for first, given in ((0, {"load": tmp_path / "trained.pt"}), (4, {"checkpoint": tmp_path / "c", "resume": True})):
+        options = RunOptions(steps=2, lr=0.1, evaluates=True, **given)
+        report = run_plan(plan, spec_of(traced_cases.noisy), options)
+        pairs = [traced_cases.images(m, 0) for m in range(first, first + 4)]
+        expected = [float(loss(module(x), target)) for x, target in pairs]
+        assert equal(report.losses, expected)
 
 
 def test_from_the_profile_to_the_trained_model(tmp_path, monkeypatch):

@@ -52,7 +52,8 @@ class LoadedModel:
     reads its predecessor alone. The whole model's state is that of ``roots``, modules with the
     prefixes of their entries. Of what stands in it more than once ``first_names`` has the first name for each of the
     others, and ``unused`` is what no layer has. ``notes`` say what the author's module gave up to be
-    run by stages. ``source`` has its state, where it has been built without.
+    run by stages. ``source`` has its state, where it has been built without. A traced model is that of its
+    ``training``, or of its evaluation.
     """
 
     chain: bool
@@ -66,6 +67,7 @@ class LoadedModel:
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     source: Path | None = None
+    training: bool = True
 
     @property
     def boundaries(self) -> list[TensorSpec]:

@@ -23,9 +23,14 @@ from .trace import trace_module
 
 
 def traced_model(
-    module: nn.Module, example_input: Any, loss: Loss | None, data: Data, device: torch.device
+    module: nn.Module,
+    example_input: Any,
+    loss: Loss | None,
+    data: Data,
+    device: torch.device,
+    training: bool = True,
 ) -> LoadedModel:
-    """Trace ``module`` and return it as a model, each layer of the trace a layer of its own.
+    """Trace ``module``, in training or in evaluation, and return it as a model, with a layer for each of the trace.
 
     Without ``loss`` the module returns it.
     """
@@ -34,7 +39,7 @@ def traced_model(
         example = example_input
         if mode is not None:
             example = mapped(lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), example)
-        network = trace_module(module, example, str(device), loss_alone=loss is None)
+        network = trace_module(module, example, str(device), loss is None, training)
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(compared, network.outputs, network.structure))
     model = LoadedModel(
@@ -46,6 +51,7 @@ def traced_model(
         Samples(data, lambda _, given: sample_of(given, loss)),
         (("", module),),
         notes=network.notes,
+        training=training,
     )
     model = grouped(model, [(code,) for code in codes])
     inputs, wanted = model.cut(0), places_in(example_input)
@@ -76,7 +82,7 @@ def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
 
 
 def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> LoadedModel:
-    """Return ``model``, which is traced, with a layer for each of ``groups``."""
+    """Return ``model``, which is traced, with a layer for each of ``groups``; one without code passes values on."""
     ((_, root),) = model.roots
     first: dict[Any, str] = {}
     first_names: dict[str, str] = {}
@@ -90,7 +96,7 @@ def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> Loaded
         module = group[0].module if alone else nn.ModuleList(code.module for code in group)
         state = module.state_dict(keep_vars=True)
         names = {k: first[_identity(x)] for k, x in state.items() if _identity(x) in first}
-        name = group[0].name if alone else f"{group[0].name}..{group[-1].name}"
+        name = "..".join(dict.fromkeys(code.name for code in (*group[:1], *group[-1:])))
         layers.append(ModelLayer(name, module, tuple(group), names))
     used = {name for layer in layers for name in layer.names.values()}
     unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in first_names}
