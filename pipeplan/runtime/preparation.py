@@ -42,7 +42,7 @@ from .model.deferred import SMALL
 from .model.fitting import check_model, fitted
 from .model.loaded import LoadedModel
 from .model.loading import load_weights
-from .model.network import TensorSpec
+from .model.network import TARGET, TensorSpec
 from .model.own_part import OwnPart
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
@@ -76,10 +76,9 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     plan, options, lowered = job.plan, job.options, job.lowered()
     device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
-    alone = len(lowered.devices) == 1
-    part = OwnPart(
-        job.model, plan.chain.microbatch, options.seed, device, sys.maxsize if alone else SMALL, not options.evaluates
-    )
+    half, small = half_type(plan, options.half), sys.maxsize if len(lowered.devices) == 1 else SMALL
+    training = not options.evaluates
+    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, small, training, half)
     model = part.load()
     launcher.compare(lambda: model_items(job.model, model))
     if not model.chain:
@@ -97,7 +96,6 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     groups = groups_of(model, options.no_decay, options.groups)
     model = separated(lowered, number, model)
     masters: Masters = {}
-    half = half_type(plan, options.half)
     if half is not None:
         model, masters = halved(model, half, _own_modules(lowered, number, model), device)
     check_model(model, plan.chain, cuts)
@@ -141,8 +139,6 @@ def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
     """Raise BadInput with one sentence for what cannot be done with a traced model."""
     what = {
         "run on torch's engine": job.options.engine == "torch",
-        "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
-        "differentiated with newer weights than those of its forwards (weights latest)": lowered.reads_newest,
     }
     for words, asked in what.items():
         if asked:
@@ -155,8 +151,10 @@ def _prepare_for_newer_weights(rank: Rank, s: int) -> None:
     again = {i for first, last in stage.checkpoint for i in range(first, last)}
     read_weights_themselves(rank.modules(s))
     for i, layer in enumerate(rank.layers(s), stage.start):
-        if i not in again:
-            refuse_copies(f"layer {i}", layer.name, layer.module, rank.model.cut(i).forward)
+        for code in () if i in again else layer.codes:
+            if TARGET not in code.reads:
+                specs = [rank.model.specs[value] for value in code.reads]
+                refuse_copies(f"layer {i}", code.name, code.module, *specs, run=code.run)
 
 
 # --- the meeting ----------------------------------------------------------------------------------------------------

@@ -55,10 +55,11 @@ def halved_serial(
     Layers before ``cut`` have ``replicas``, whose gradients are added up in 32 bits in the order of the replicas.
     """
     layers, _, loss = build(batch)
-    layers = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
+    layers = layers if isinstance(layers, nn.Module) else nn.Sequential(*layers)
     layers.train()
     masters = [nn.Parameter(p.detach().clone()) for p in layers.parameters()]
-    first = {p: i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+    parts = reversed(list(enumerate(layers.children())))
+    first = {p: i for i, layer in parts for p in layer.parameters()}
     counts = [replicas if first[p] < cut else 1 for p in layers.parameters()]
     layers.to(dtype)
     stepper = optimizer_maker(optimizer, lr)(masters)

@@ -345,6 +345,27 @@ def vectors(index, seed):
     return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
 
 
+class Waved(nn.Module):
+    """A linear layer and a wave of it, with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.height = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 0.5))
+
+    def forward(self, x):
+        return torch.sin(self.linear(x)) * self.height + x
+
+
+def waved(batch):
+    torch.manual_seed(8)
+    return [Waved(), nn.LayerNorm(16), Waved(), nn.Linear(16, 16)], torch.zeros(batch, 16), mean_square
+
+
+def waved_whole(batch):
+    layers, x, loss = waved(batch)
+    return Whole(nn.Sequential(*layers)), x, loss
+
+
 not_a_function = 3
 
 FORWARD_S, BACKWARD_S = 0.01, 0.02  # of a layer whose times are known, however busy the machine is

@@ -92,6 +92,25 @@ def noisy(batch):
     return Noisy(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
 
 
+class Widening(Noisy):
+    """Part of it in 32 bits, whatever the type of its weights, and a constant that stays in 32 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.1]))
+
+    def forward(self, x):
+        x = self.block(self.enter(x)) * self.scale
+        y = x.float() * torch.tensor([0.7123])
+        y = (y - y.mean(dim=1, keepdim=True)).to(x.dtype)
+        return self.leave((x + y).mean(dim=(2, 3)))
+
+
+def widening(batch):
+    torch.manual_seed(6)
+    return Widening(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
+
+
 class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
@@ -285,6 +304,7 @@ DATA = {
     averaging: labelled,
     residual: images,
     noisy: images,
+    widening: images,
     transformer: tokens,
     tied_transformer: tokens,
     entwined: tokens,

@@ -35,9 +35,10 @@ class OwnPart:
         device: torch.device = CPU,
         small: int = SMALL,
         training: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(
-            spec, batch, seed, device, promised, training=training
+            spec, batch, seed, device, promised, training=training, dtype=dtype
         )
         self._name = spec.build
         self._promised = Deferred(small)
