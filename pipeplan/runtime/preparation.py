@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import BadInput
 from .agreement import model_items
 from .device import CPU, Exchange, exchange_of, kind_of, own_device, place, watch_last
 from .exchange.collective import (
@@ -81,9 +80,11 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, small, training, half)
     model = part.load()
     launcher.compare(lambda: model_items(job.model, model))
-    if not model.chain:
-        _refuse_traced(job, lowered)
     model = fitted(model, plan.chain)
+    if options.engine == "torch":
+        from .torch_engine import refuse_crossing  # its imports take seconds, for this engine alone
+
+        refuse_crossing(model, cuts)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
     source = options.load or model.source
@@ -133,16 +134,6 @@ def _release_others(rank: Rank) -> None:
 
 def _without_memory(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
-def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
-    """Raise BadInput with one sentence for what cannot be done with a traced model."""
-    what = {
-        "run on torch's engine": job.options.engine == "torch",
-    }
-    for words, asked in what.items():
-        if asked:
-            raise BadInput(f"model: {job.model.build} is traced and cannot be {words}; return its layers as a list")
 
 
 def _prepare_for_newer_weights(rank: Rank, s: int) -> None:

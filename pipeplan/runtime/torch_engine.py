@@ -6,6 +6,10 @@ knows no weight versions, replicas or recomputation, and counts nothing. Weights
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,7 +23,8 @@ from .exchange.transport import PeerLost
 from .executor import RankWork
 from .lowering.lowered_run import LoweredRun
 from .measure.recorder import Times
-from .model.network import TensorSpec
+from .model.loaded import LoadedModel
+from .model.network import TARGET, LayerCode, TensorSpec, kind_of
 from .training.rank import Rank
 
 
@@ -56,20 +61,19 @@ def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
     last = len(lowered.plan.allocation.stages) - 1
     stages = []
     for s in runners:
-        stage = rank.stage(s)
-        out = model.boundaries[min(stage.stop, len(model.layers) - 1)]
+        code = _StageCode(rank, s)
         stages.append(
             PipelineStage(
-                nn.Sequential(*rank.modules(s)),
+                code,
                 s,
                 last + 1,
                 links.device,
-                input_args=(_example(model.boundaries[stage.start], s > 0, links.device),),
-                output_args=(_example(out, True, links.device),),
+                input_args=tuple(_example(model.specs[v], s > 0, links.device) for v in code.reads),
+                output_args=tuple(_example(model.specs[v], True, links.device) for v in code.makes),
                 group=group,
             )
         )
-    runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=model.loss)  # type: ignore[no-untyped-call]  # torch has no types there
+    runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=partial(_loss, model.layers[-1].codes[-1]))  # type: ignore[no-untyped-call]  # torch has no types there
     runtime._prepare_schedule_with_comms(_actions(lowered), format="compute_only")
     for step in range(lowered.first.step, lowered.first.step + lowered.steps):
         begin = lowered.at(step).microbatch
@@ -79,9 +83,10 @@ def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
         if 0 in runners or last in runners:
             samples = [work.data(m) for m in range(begin, begin + interval)]
             if 0 in runners:
-                inputs = (torch.cat([x for x, _ in samples]),)
+                values = [model.cut(0).opened(x) for x, _ in samples]
+                inputs = tuple(torch.cat([found[v] for found in values]) for v in model.cut(0).values)
             if last in runners:
-                targets = torch.cat([y for _, y in samples])
+                targets = torch.cat([_target(y) for _, y in samples])
         try:
             runtime.step(*inputs, target=targets, losses=losses, return_outputs=False)
         except RuntimeError as error:
@@ -98,6 +103,52 @@ def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
             runner.versions.install(step + 1)
             work.updated(s, step + 1)
     return work.recorder.settle()
+
+
+class _StageCode(nn.Module):
+    """The layers of stage ``s`` but the loss as one module: from the values that come in to those that go out."""
+
+    def __init__(self, rank: Rank, s: int) -> None:
+        super().__init__()
+        model, stage = rank.model, rank.stage(s)
+        self._codes = [code for layer in rank.layers(s) for code in layer.codes if TARGET not in code.reads]
+        self.parts = nn.ModuleList(code.module for code in self._codes)
+        self.reads = model.cut(stage.start).values
+        behind = model.layers[-1].codes[-1].reads[:-1] if stage.stop == len(model.layers) else ()
+        self.makes = behind or model.cut(stage.stop).values
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the layers; what is only passed on is a view."""
+        values = dict(zip(self.reads, tensors, strict=True))
+        for code in self._codes:
+            values.update(zip(code.makes, code.run(code.module, *[values[v] for v in code.reads]), strict=True))
+        passed_on = {v: x.view_as(x) for v, x in zip(self.reads, tensors, strict=True)}
+        found = tuple((values | passed_on)[v].contiguous() for v in self.makes)
+        return found[0] if len(found) == 1 else found
+
+
+def refuse_crossing(model: LoadedModel, cuts: Sequence[int]) -> None:
+    """Raise BadInput unless all that crosses one of ``cuts`` has a gradient, as torch's engine sends one back."""
+    for position in cuts:
+        cut = model.cut(position)
+        if cut.trained != cut.values:
+            spec = next(spec for value, spec in zip(cut.values, cut.specs, strict=True) if value not in cut.trained)
+            raise BadInput(
+                f"plan: {spec} crosses the cut before layer {position} without a gradient, which torch's engine would "
+                "wait for; leave out --engine torch, or cut elsewhere"
+            )
+
+
+def _loss(code: LayerCode, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+    values = output if isinstance(output, tuple) else (output,)
+    (found,) = code.run(code.module, *values, target)
+    return found
+
+
+def _target(target: Any) -> Tensor:
+    if not isinstance(target, Tensor):
+        raise BadInput(f"data: its target is {kind_of(target)}; torch's engine takes a tensor")
+    return target
 
 
 def _example(spec: TensorSpec, gradient: bool, device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.torch_engine import refuse_crossing
 from pipeplan.runtime.training.half import HalfOptions
 
 CHAINS = {}
@@ -271,16 +272,10 @@ def test_more_differences_from_the_profile():
             fit(model, wrong, [])
 
 
-def test_a_trace_is_that_of_training_in_its_own_types():
-    residual = chain(traced_cases.residual)
-    linears = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
-    for weights, model, options, sentence in (
-        ("flush", spec_of(traced_cases.residual), {"engine": "torch"}, "cannot be run on torch's engine"),
-        ("flush", linears, {}, "is a chain of 5 layers; the plan's profile test is a graph"),
-    ):
-        plan = plan_of(residual, [(0, 9, (0,)), (9, 20, (1,))], weights=weights, accumulate=2)
-        with pytest.raises(BadInput, match=sentence):
-            run_plan(plan, model, RunOptions(steps=1, lr=0.1, **options))
+def test_a_list_of_layers_is_no_graph():
+    plan = plan_of(chain(traced_cases.residual), [(0, 9, (0,)), (9, 20, (1,))], accumulate=2)
+    with pytest.raises(BadInput, match="is a chain of 5 layers; the plan's profile test is a graph"):
+        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=1, lr=0.1))
 
 
 def test_cuts_that_cannot_be_made_are_refused():
@@ -333,6 +328,20 @@ def test_data_must_be_like_the_example():
     model = load_model(ModelSpec("cases.traced:two_inputs", "cases.traced:vectors"), 4, 0)
     with pytest.raises(BadInput, match="microbatch 0 has 1 input tensors; the example input has 2"):
         model.data(0, 0)
+
+
+def test_torchs_engine_runs_stages_of_a_graph(tmp_path):
+    """The skip connection crosses both cuts; what has no gradient can cross none."""
+    build = traced_cases.residual
+    profile = chain(build)
+    plan = plan_of(profile, stages_of(profile, CUTS[build], SHAPES["alternating"]), accumulate=4)
+    report, state = run(plan, build, tmp_path, engine="torch")
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    model, profile = load_model(spec_of(traced_cases.transformer), 4, 0), chain(traced_cases.transformer)
+    with pytest.raises(BadInput, match=r"plan: int64 \(4, 5\) crosses the cut before layer \d+ without a gradient"):
+        refuse_crossing(model, [position(profile, "blocks.1.mix")])
 
 
 def test_mixed_precision_runs_the_trace_of_the_module_in_16_bits(tmp_path):
