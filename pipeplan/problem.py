@@ -431,7 +431,12 @@ class Platform:
 
 
 ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
+CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than those
+    "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
+    "soon as it has its own; weights flush and 2bw update from the same microbatches"
+)
 Weights = Literal["flush", "2bw", "stash", "latest"]
+TOGETHER: tuple[Weights, ...] = ("flush", "2bw")  # all stages make every update from the same microbatches
 Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
 Checkpointing = Literal["none", "stages", "segments"]
@@ -458,6 +463,8 @@ class Policy:
     looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
     ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
     to receive every microbatch of a mini-batch.
+    With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
+    gradient and they have summed one number.
     """
 
     weights: Weights = "2bw"
@@ -472,6 +479,7 @@ class Policy:
     zero: Zero = 0
     engine: Engine | None = None
     pipelines: int = 1
+    clip: bool = False
 
     def sharers(self, replicas: int) -> int:
         """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
@@ -488,7 +496,16 @@ class Policy:
 
         Under the other policies each stage updates when its own backwards are over, at other times than the rest.
         """
-        return self.weights in ("flush", "2bw")
+        return self.weights in TOGETHER
+
+    def goes_with(self, weights: Weights) -> bool:
+        """Whether ``weights`` could be kept so instead: where gradients are clipped all stages update together."""
+        return not self.clip or weights in TOGETHER
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether optimizer steps come behind a drained batch, with sums or after them, and not among its backwards."""
+        return self.coarsening is not None or (self.clip and self.drains)
 
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""

@@ -44,7 +44,7 @@ LAW = {
     "runtime.profiler": f"{NOUNS} files runtime.device runtime.model",
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
-    "runtime": f"{NOUNS} cost schedule check files {RUNTIME}",
+    "runtime": f"{NOUNS} cost schedule schedule.periodic check files {RUNTIME}",
     "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic check partition planner files runtime runtime.profiler "

@@ -14,7 +14,19 @@ from ..files.machines import gpu_counts, platform_of_gpus
 from ..files.platforms import read_platform, reserving
 from ..names import shown
 from ..partition.merging import merging
-from ..problem import Chain, Checkpointing, Optimizer, Platform, Policy, Precision, Problem, Weights, Zero
+from ..problem import (
+    CLIPPED_TOGETHER,
+    TOGETHER,
+    Chain,
+    Checkpointing,
+    Optimizer,
+    Platform,
+    Policy,
+    Precision,
+    Problem,
+    Weights,
+    Zero,
+)
 from ..schedule.periodic.ilp import Solver
 from ..units import parse_time
 from .profiles import Profile
@@ -55,6 +67,7 @@ class Asked(TypedDict, total=False):
     offload: bool | None
     bytes_per_parameter: int | None
     zero: Zero
+    clipped: bool
     no_replicas: bool
     checkpointing: Checkpointing | None
     vertical_sync: bool
@@ -82,6 +95,7 @@ def problem_of(
     offload: bool | None = None,
     bytes_per_parameter: int | None = None,
     zero: Zero = 0,
+    clipped: bool = False,
     no_replicas: bool = False,
     checkpointing: Checkpointing | None = None,
     vertical_sync: bool = False,
@@ -119,8 +133,10 @@ def problem_of(
         raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
     if zero and bytes_per_parameter is not None:
         raise BadInput("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
+    if clipped and weights not in TOGETHER:
+        raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
     every = _microbatches(accumulate, batch, chain.microbatch)
-    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero)
+    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero, clip=clipped)
     if bytes_per_parameter is not None:
         policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
     allowed = checkpointing or ("segments" if segments else "stages")

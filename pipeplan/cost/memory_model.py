@@ -49,11 +49,14 @@ def shared_gradient(policy: Policy, shared: SharedWeights) -> int:
 
 
 def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
-    """Return the bytes of shared weights' gradients that wait in ``layers[start:stop]`` for those of earlier stages.
+    """Return the bytes of gradients that wait in ``layers[start:stop]`` for those of earlier stages.
 
     A microbatch's backward comes to the first stage last, and meanwhile later stages are at the next interval's. So
-    each of them that shares weights with another stage has two gradients of those; a drained pipeline needs no second.
+    each of them that shares weights with another stage has two gradients of those, and of all weights where the norm of
+    all gradients is waited for; a drained pipeline needs no second.
     """
+    if policy.clip and not policy.drains:
+        return gradient_of(chain, policy, start, stop)
     total: IntLike = 0
     for shared in chain.ties:
         total = total + waits(chain, policy, shared, start, stop) * shared_gradient(policy, shared)

@@ -255,6 +255,7 @@ def _state(plan: Plan) -> str:
         + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
+        + (", gradients clipped" if policy.clip else "")
     )
 
 

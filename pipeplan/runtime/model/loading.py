@@ -25,13 +25,21 @@ from .structure import leaves_in, tensors_in, tensors_of
 
 
 def load_model(
-    spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU, promised: Deferred | None = None
+    spec: ModelSpec,
+    batch: int,
+    seed: int,
+    device: torch.device = CPU,
+    promised: Deferred | None = None,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Find and build the model of ``spec`` for microbatches of ``batch`` samples; BadInput says what is wrong with it.
 
     ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one. The
     layers stay where they are built; the pass that sizes what lies between them visits ``device``, layer by layer.
     Large tensors are ``promised``, if that is given; then a folder's weights are left for :func:`load_weights`.
+    What has to be traced is traced in ``training``, or else in evaluation, and as if converted to ``dtype``.
     """
     build = builder_of(spec)
     data = data_of(spec, batch)
@@ -49,7 +57,7 @@ def load_model(
         from .traced import traced_model
 
         example = built.example if built.example is not None else example_of(built, data)[0]
-        model = traced_model(built.layers, example, built.loss, data, device)
+        model = traced_model(built.layers, example, built.loss, data, device, training, dtype)
         return model if source is None else _from(source, model, build.dtype)
     assert built.loss is not None, "the contract wants one of layers"
     return chain_model(built.layers, built.example, built.loss, data, device)

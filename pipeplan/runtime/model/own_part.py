@@ -27,8 +27,19 @@ class OwnPart:
     """Builds the model of ``spec`` on one rank, as :func:`load_model` does; of large tensors :meth:`filled` makes those
     of its own part. ``small`` bytes is what isn't large."""
 
-    def __init__(self, spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU, small: int = SMALL) -> None:
-        self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(spec, batch, seed, device, promised)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: int,
+        seed: int,
+        device: torch.device = CPU,
+        small: int = SMALL,
+        training: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(
+            spec, batch, seed, device, promised, training=training, dtype=dtype
+        )
         self._name = spec.build
         self._promised = Deferred(small)
 
