@@ -202,11 +202,15 @@ class Chain:
 
 def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
     """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
-    found: list[set[int]] = []
-    for one in map(set, sets):
-        whole = one.union(*(other for other in found if other & one))
-        found = [other for other in found if not other & whole] + [whole]
-    return found
+    several = [set(one) for one in sets]
+    if len(several) < 2:
+        return several
+    from networkx.utils import UnionFind  # not for one set: it takes longer to load than most plans to find
+
+    found = UnionFind()
+    for one in several:
+        found.union(*one)
+    return list(found.to_sets())
 
 
 @dataclass(frozen=True)
@@ -450,12 +454,17 @@ class Platform:
 
 
 ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
+CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than those
+    "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
+    "soon as it has its own; weights flush and 2bw update from the same microbatches"
+)
 Weights = Literal["flush", "2bw", "stash", "latest"]
+TOGETHER: tuple[Weights, ...] = ("flush", "2bw")  # all stages make every update from the same microbatches
 Optimizer = Literal["sgd", "momentum", "adam"]
 Precision = Literal["fp32", "mixed"]
 Checkpointing = Literal["none", "stages", "segments"]
 Zero = Literal[0, 1]
-Engine = Literal["torch", "torchtitan"]
+Engine = Literal["torch"]
 LOSS = "loss"  # how profiles name what comes behind the model
 
 
@@ -476,7 +485,9 @@ class Policy:
     keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
     looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
     ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
-    to receive every microbatch of a mini-batch, and its outputs to the end; torchtitan's is the same without those.
+    to receive every microbatch of a mini-batch.
+    With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
+    gradient and they have summed one number.
     """
 
     weights: Weights = "2bw"
@@ -491,6 +502,7 @@ class Policy:
     zero: Zero = 0
     engine: Engine | None = None
     pipelines: int = 1
+    clip: bool = False
 
     def sharers(self, replicas: int) -> int:
         """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
@@ -507,7 +519,16 @@ class Policy:
 
         Under the other policies each stage updates when its own backwards are over, at other times than the rest.
         """
-        return self.weights in ("flush", "2bw")
+        return self.weights in TOGETHER
+
+    def goes_with(self, weights: Weights) -> bool:
+        """Whether ``weights`` could be kept so instead: where gradients are clipped all stages update together."""
+        return not self.clip or weights in TOGETHER
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether optimizer steps come behind a drained batch, with sums or after them, and not among its backwards."""
+        return self.coarsening is not None or (self.clip and self.drains)
 
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""

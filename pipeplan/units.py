@@ -69,8 +69,16 @@ def ms_to_ns(milliseconds: str | float | Fraction) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Return bytes in GB (1e9) with two decimals, or in MB below a tenth of a GB."""
-    return f"{count / 1e9:.2f} GB" if abs(count) >= 10**8 else f"{count / 1e6:.2f} MB"
+    """Return bytes in the unit that fits (TB, GB from a tenth of it on, MB, bytes below 0.01 MB), two decimals at most.
+
+    What is a whole number of its unit has none: ``40 GB``.
+    """
+    size = abs(count)
+    if size < 10**4:
+        return f"{count} B" if count else "0 MB"
+    unit = "TB" if size >= 10**12 else "GB" if size >= 10**8 else "MB"
+    whole, rest = divmod(size, SIZES[unit])
+    return f"{'-' if count < 0 else ''}{whole} {unit}" if not rest else f"{count / SIZES[unit]:.2f} {unit}"
 
 
 def format_bandwidth(bytes_per_second: int) -> str:
@@ -79,7 +87,11 @@ def format_bandwidth(bytes_per_second: int) -> str:
 
 
 def format_ns(nanoseconds: int | float) -> str:
-    """Return a duration in ms with three decimals."""
+    """Return a duration in ms with three decimals, in s from ten of them on, in ns below one thousandth of a ms."""
+    if abs(nanoseconds) >= 10**10:
+        return f"{nanoseconds / 1e9:.3f} s"
+    if 0 < abs(nanoseconds) < 10**3:
+        return f"{nanoseconds:.0f} ns"
     return f"{nanoseconds / 1e6:.3f} ms"
 
 

@@ -17,7 +17,7 @@ from cases.patience import SECONDS
 from conftest import Command
 
 from pipeplan.names import SENTENCE, shown
-from pipeplan.report.tables import LAYER_WIDTH
+from pipeplan.report.looks import LAYER_WIDTH
 
 HOSTILE = "\x1b[31mred\x9b1m\x7f\n\r\t\x00\u202egnp\u2066[bold]b[/][/bold]:warning:$\\frac{$<b>'\"é模\U000e0001"
 SMALL = ["--gpus", "2", "--mem", "1GB", "--no-replicas"]

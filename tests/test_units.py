@@ -136,11 +136,14 @@ def test_the_printed_size_is_within_its_last_digit(count):
 
 
 def test_printed_forms():
-    assert format_bytes(16 * 10**9) == "16.00 GB"
+    assert format_bytes(16 * 10**9) == "16 GB"
     assert format_bytes(10**8) == "0.10 GB"
     assert format_bytes(10**8 - 1) == "100.00 MB"
-    assert format_bytes(0) == "0.00 MB"
-    assert format_bytes(-(10**9)) == "-1.00 GB"
+    assert format_bytes(0) == "0 MB"
+    assert format_bytes(40 * 10**9) == "40 GB"
+    assert format_bytes(1536 * 10**9) == "1.54 TB"
+    assert format_bytes(9999) == "9999 B"
+    assert format_bytes(-(10**9)) == "-1 GB"
     assert format_bandwidth(12_500_000_000) == "12.5 GB/s"
     assert format_ns(3_200_000) == "3.200 ms"
     assert exact_bytes(0) == "0B"

@@ -6,19 +6,43 @@ The names are those of the command line's options, and so are the sentences that
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.machines import gpu_counts, platform_of_gpus
 from ..files.platforms import read_platform, reserving
+from ..names import shown
 from ..partition.merging import merging
-from ..problem import Chain, Checkpointing, Platform, Policy, Problem, Weights, Zero
+from ..problem import (
+    CLIPPED_TOGETHER,
+    TOGETHER,
+    Chain,
+    Checkpointing,
+    Optimizer,
+    Platform,
+    Policy,
+    Precision,
+    Problem,
+    Weights,
+    Zero,
+)
+from ..schedule.periodic.ilp import Solver
 from ..units import parse_time
 from .profiles import Profile
 
 RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
 WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
+Effort = Literal["quick", "normal", "high"]
+CHOICES = {
+    "weights": get_args(Weights),
+    "optimizer": get_args(Optimizer),
+    "precision": get_args(Precision),
+    "checkpointing": get_args(Checkpointing),
+    "zero": get_args(Zero),
+    "effort": get_args(Effort),
+    "solver": get_args(Solver),
+}
 
 
 class Asked(TypedDict, total=False):
@@ -38,11 +62,12 @@ class Asked(TypedDict, total=False):
     weights: Weights | None
     accumulate: int | None
     batch: int | None
-    optimizer: Literal["sgd", "momentum", "adam"]
-    precision: Literal["fp32", "mixed"]
+    optimizer: Optimizer
+    precision: Precision
     offload: bool | None
     bytes_per_parameter: int | None
     zero: Zero
+    clipped: bool
     no_replicas: bool
     checkpointing: Checkpointing | None
     vertical_sync: bool
@@ -65,11 +90,12 @@ def problem_of(
     weights: Weights | None = None,
     accumulate: int | None = None,
     batch: int | None = None,
-    optimizer: Literal["sgd", "momentum", "adam"] = "sgd",
-    precision: Literal["fp32", "mixed"] = "fp32",
+    optimizer: Optimizer = "sgd",
+    precision: Precision = "fp32",
     offload: bool | None = None,
     bytes_per_parameter: int | None = None,
     zero: Zero = 0,
+    clipped: bool = False,
     no_replicas: bool = False,
     checkpointing: Checkpointing | None = None,
     vertical_sync: bool = False,
@@ -82,6 +108,10 @@ def problem_of(
     ``gpus`` are a number or ``"2x8"``, ``platform`` a file or a Platform instead. ``segments`` says whether segments of
     layers may be recomputed where ``checkpointing`` doesn't say what may. BadInput for what contradicts.
     """
+    refuse_others(weights=weights, optimizer=optimizer, precision=precision, checkpointing=checkpointing, zero=zero)
+    for name, count in {"accumulate": accumulate, "batch": batch, "bytes-per-parameter": bytes_per_parameter}.items():
+        if count is not None and count < 1:
+            raise BadInput(f"--{name}: {count} is not positive")
     if offload and bytes_per_parameter is not None:
         raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
     weights = weights or WEIGHTS
@@ -103,13 +133,23 @@ def problem_of(
         raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
     if zero and bytes_per_parameter is not None:
         raise BadInput("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
+    if clipped and weights not in TOGETHER:
+        raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
     every = _microbatches(accumulate, batch, chain.microbatch)
-    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero)
+    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero, clip=clipped)
     if bytes_per_parameter is not None:
         policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
     allowed = checkpointing or ("segments" if segments else "stages")
     problem = Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline)
     return problem, [*assumptions, *profile.assumptions]
+
+
+def refuse_others(**said: object) -> None:
+    """Raise BadInput for what is none of the values that an option of that name has, or None."""
+    for name, value in said.items():
+        if value is not None and value not in CHOICES[name]:
+            among = ", ".join(map(str, CHOICES[name]))
+            raise BadInput(f"--{name}: '{shown(str(value), 40)}' is not one of {among}")
 
 
 def deadline_of(time_limit: str | Deadline | None) -> Deadline:

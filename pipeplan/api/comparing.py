@@ -16,9 +16,10 @@ from ..planner.compare import compare as compared
 from ..planner.incumbent import GAP, Settings
 from ..planner.plan import AUTO
 from ..problem import Problem
+from ..schedule.periodic.ilp import Solver
 from ..units import parse_bytes, parse_counts
-from .asked import Asked, deadline_of, problem_of
-from .planning import Effort, Given, Solver
+from .asked import Asked, Effort, deadline_of, problem_of, refuse_others
+from .planning import Given
 from .profiles import as_profile
 
 DEFAULT = ("data-parallel", GPIPE, "pipedream", "contiguous", AUTO)
@@ -63,6 +64,7 @@ def compare(
     All update weights equally often: see :func:`..planner.compare.compare`. ``begins`` hears how many platforms and
     searches there are, ``done`` of each platform. PipeplanError where ``time_limit`` leaves none.
     """
+    refuse_others(effort=effort, solver=solver)
     for name in algorithms:
         if name not in NAMES:
             raise BadInput(f"--algorithms: '{shown(name)}' is not one of {', '.join(NAMES)}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from ..check.targets import TARGETS
 from ..deadline import Deadline
@@ -19,13 +19,13 @@ from ..plan import Plan, ScheduleKind
 from ..planner.incumbent import GAP, Settings, Status
 from ..planner.plan import AUTO, Planned
 from ..problem import Chain
+from ..schedule.kinds import KINDS
+from ..schedule.periodic.ilp import Solver
 from ..units import parse_time
-from .asked import Asked, deadline_of, problem_of
+from .asked import Asked, Effort, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 
-Effort = Literal["quick", "normal", "high"]
-Solver = Literal["cbc", "highs"]
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 
 
@@ -62,12 +62,15 @@ def plan(
     """
     from ..planner.alternatives import with_alternatives
     from ..planner.plan import make_plan
-    from ..planner.restricted import make_target_plan, with_price
+    from ..planner.restricted import make_target_plan, unrestricted, with_price
     from ..planner.stated import STATED
 
     deadline = deadline_of(time_limit)
+    refuse_others(effort=effort, solver=solver)
     stated = _stated(algorithm, effort, gap, split=split, replicas=replicas, on=on, recompute=recompute)
     options = _known(algorithm, options or {})
+    if schedule is not None and schedule not in KINDS:
+        raise BadInput(f"--schedule: '{shown(schedule)}' is not one of {', '.join(KINDS)}")
     if gap is not None and algorithm != AUTO:
         raise BadInput("--gap says when --algorithm auto may stop; leave it out")
     if for_ is not None:
@@ -81,7 +84,8 @@ def plan(
     effort, began = effort or "normal", time.perf_counter()
     if for_ is not None:
         found = make_target_plan(problem, for_, settings, effort, () if schedule is None else (schedule,))
-        found = with_price(found, problem, settings, effort)
+        same = problem.with_policy(replace(problem.policy, accumulate=found.plan.policy.accumulate))
+        found = with_price(found, unrestricted(same, settings, effort))
     elif stated is not None:  # other stages than the stated ones are no alternatives
         found = make_plan(problem, STATED, stated, settings, effort, schedule, limit)
     else:
@@ -116,6 +120,7 @@ def grid(
     from ..planner.grid.problem import grid_problem
 
     deadline = deadline_of(time_limit)
+    refuse_others(effort=effort)
     _refuse_with_grid(asked)
     batch, asked["batch"], asked["weights"] = asked.get("batch"), None, "flush"
     if batch is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
 from ..files.accelerators import accelerator, constants_of
+from ..files.examples import PREFIX, located
 from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
@@ -19,13 +20,12 @@ from ..names import shown
 from ..partition.merging import merging
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
-from ..zoo import ZOO
+from ..zoo import HUGGING_FACE, ZOO
 from .models import data_to_read, named_model
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
 
-HUGGING_FACE = "hf:"
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
@@ -95,9 +95,12 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Return the profile in a file: this project's JSON, or PipeDream's ``graph.txt``; ``-`` is standard input."""
+    """Return the profile in a file: this project's JSON, or PipeDream's ``graph.txt``; ``-`` is standard input.
+
+    ``"example:resnet50"`` is one that comes with the program.
+    """
     chain = read_chain(str(path))
-    unsaid = chain.microbatch == 1 and not str(path).endswith(".json")
+    unsaid = chain.microbatch == 1 and not located(str(path)).endswith(".json")
     said = "the profile doesn't say its microbatch size; throughput counts microbatches"
     return Profile(chain, (said,) if unsaid else ())
 
@@ -133,7 +136,7 @@ def as_profile(
 
 def is_name(given: object) -> bool:
     """Whether it names a model, as ``zoo:NAME``, ``hf:CONFIG`` or ``module:function``, and no file."""
-    if not isinstance(given, str):
+    if not isinstance(given, str) or given.startswith(PREFIX):
         return False
     if given.startswith((ZOO, HUGGING_FACE)):
         return True

@@ -106,10 +106,17 @@ class PlanResult:
 
         BadInput says why it cannot run so.
         """
-        from .simulating import simulations
+        from .simulating import refuse_unknown, simulations
 
         names = () if schedule is None else (schedule,)
+        refuse_unknown([name for name in names if not name.endswith(".csv")])
         return simulations(self.plan, names, microbatches, **options)[0][0]
+
+    def schedules(self, *names: str, microbatches: int | None = None, **options: Any) -> list[Simulation]:
+        """Return its runs under the schedules that are named, or all that it can run under, best first."""
+        from .simulating import ALL, simulations
+
+        return simulations(self.plan, names or (ALL,), microbatches, **options)[0]
 
     def report(
         self, path: str | Path, *schedules: str, microbatches: int | None = None, trace: str | Path | None = None

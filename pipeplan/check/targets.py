@@ -333,7 +333,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: unit.block,
         refuses=_torch,
         longest=1,
-        engine="torchtitan",
+        engine="torch",
     ),
     "deepspeed": Target(
         what="DeepSpeed",
@@ -356,6 +356,18 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         engine="torch",
     ),
 }
+
+
+GRIDS = Target(  # what pipeplan itself runs of such, for drained plans that nobody has restricted
+    what="pipeplan",
+    source="here",
+    kinds=("1f1b", "interleaved"),
+    units=whole_blocks,
+    rules=("none", "every", "first"),
+    recomputes=lambda unit: True,
+    refuses=_anything,
+    ties=True,
+)
 
 
 def _named(chain: Chain, unit: Unit) -> str:

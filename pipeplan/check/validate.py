@@ -14,7 +14,7 @@ from ..cost import time_model
 from ..cost.stage_graph import Operation, Resource, StageGraph, borrowed_weights
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
-from ..problem import Chain, Platform, Policy
+from ..problem import CLIPPED_TOGETHER, Chain, Platform, Policy
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..units import format_bytes
@@ -115,6 +115,8 @@ def schedule_violations(plan: Plan) -> list[str]:
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
     if policy.engine is not None and policy.weights != "flush":
         return [f"{policy.engine} drains every mini-batch, for weights flush; the policy is {policy.weights}"]
+    if policy.clip and not policy.updates_together:
+        return [CLIPPED_TOGETHER.format(weights=policy.weights)]
     kind, found = kind_of(plan), []
     if policy.weights not in kind.weights:
         return [kind.refusal.format(weights=policy.weights)]

@@ -38,6 +38,12 @@ def _models() -> Iterable[str]:
     return (f"{ZOO}{name}" for name in MODELS)
 
 
+def _profiles() -> Iterable[str]:
+    from ..files.examples import PREFIX, examples
+
+    return (f"{PREFIX}{name}" for name in examples())
+
+
 def _transformers() -> Iterable[str]:
     from ..zoo.sizes import TRANSFORMERS
 
@@ -65,7 +71,7 @@ def _knobs() -> Iterable[str]:
 
 GPU = Named(_gpus, files=True)
 MODEL = Named(_models)
-PROFILE = Named(_models, files=True)
+PROFILE = Named(lambda: (*_models(), *_profiles()), files=True)
 TRANSFORMER = Named(_transformers)
 SCHEDULE = Named(_schedules)
 WRITTEN = Named(lambda: (*_schedules(), "all"), files=True)

@@ -60,10 +60,11 @@ def command(
     Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
     refuse_two_documents(as_json, recalibrated=recalibrated)
+    from ..files.examples import located
     from ..files.text import read_text
     from ..runtime.measure.trace_file import MOST_BYTES, read_measured
 
-    text = read_text(other, MOST_BYTES)
+    text = read_text(located(other), MOST_BYTES)
     run = read_measured(other, text)
     if run is not None:
         _compare_run(one, other, run, recalibrated, as_json)

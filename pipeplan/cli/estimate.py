@@ -36,7 +36,7 @@ LEAST_SHARE = 1e-4
     "--model",
     metavar="NAME",
     type=completed.TRANSFORMER,
-    help="Sizes of a GPT or Llama of the zoo, such as llama3-8b; the next five override.",
+    help="Sizes of a GPT or Llama of the zoo, such as llama3-8b, or hf:CONFIG; the next five override.",
 )
 @click.option("--layers", type=click.IntRange(1, 10**4), help="Transformer layers.")
 @click.option("--hidden", type=COUNT, help="Hidden size.")
@@ -155,7 +155,7 @@ def command(
 
 
 def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Transformer:
-    from ..zoo import ZOO
+    from ..zoo import HUGGING_FACE, ZOO
     from ..zoo.sizes import TRANSFORMERS, Llama, Transformer
 
     given = {key: value for key, value in sizes.items() if value is not None}
@@ -163,10 +163,15 @@ def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Tr
         if missing := [f"--{key}" for key in SIZES if key not in given]:
             raise click.UsageError(f"say the network: --model, or also {', '.join(missing)}")
         return Transformer(**given, tied=not untied)
-    name = name.removeprefix(ZOO)
-    if name not in TRANSFORMERS:
-        raise BadInput(f"--model: no GPT or Llama is named '{shown(name, 40)}'; known are {', '.join(TRANSFORMERS)}")
-    known = TRANSFORMERS[name]
+    if name.startswith(HUGGING_FACE):
+        from ..runtime.model.transformer_sizes import sizes_of
+
+        known = sizes_of(name.removeprefix(HUGGING_FACE))
+    elif (short := name.removeprefix(ZOO)) in TRANSFORMERS:
+        known = TRANSFORMERS[short]
+    else:
+        listed = f"{', '.join(TRANSFORMERS)}, or hf:CONFIG"
+        raise BadInput(f"--model: no GPT or Llama is named '{shown(short, 40)}'; known are {listed}")
     if isinstance(known, Llama) and given.get("heads", known.heads) % known.groups:
         raise BadInput(f"--heads: {given['heads']} heads don't share {known.groups} of keys and values evenly")
     return replace(known, **given, tied=known.tied and not untied)

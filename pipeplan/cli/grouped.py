@@ -13,9 +13,9 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Model": "model data name granularity blocks layers hidden heads sequence vocabulary untied microbatch "
     "microbatch-profile layer-overhead",
     "Platform": "gpus gpu mem reserve bandwidth network latency platform blocking-transfers inter peak share",
-    "Training": "weights accumulate batch tokens optimizer lr scheduler precision half loss-scale loss-scale-window "
-    "vertical-sync no-replicas zero offload bytes-per-parameter checkpointing no-checkpointing ac bucket-size "
-    "coarsening",
+    "Training": "weights accumulate batch tokens optimizer no-decay groups lr scheduler warmup clip-norm clipped "
+    "precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
+    "checkpointing no-checkpointing ac bucket-size coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort gap solver schedule limit time-limit",
     "A plan that is stated": "split split-at replicas on recompute",
     "Measuring": "host-time",

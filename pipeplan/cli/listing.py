@@ -1,4 +1,4 @@
-"""``pipeplan list``: which GPUs, models, schedules and algorithms have names?"""
+"""``pipeplan list``: which GPUs, models, profiles, schedules and algorithms have names?"""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import click
 from .grouped import GroupedCommand
 from .options import JSON
 
-KINDS = ("gpus", "models", "schedules", "algorithms")
+KINDS = ("gpus", "models", "profiles", "schedules", "algorithms")
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("what", metavar="[gpus|models|schedules|algorithms]", type=click.Choice(KINDS), required=False)
+@click.argument("what", metavar="[gpus|models|profiles|schedules|algorithms]", type=click.Choice(KINDS), required=False)
 @JSON
 def command(what: str | None, as_json: bool) -> None:
-    """List what has a name: GPUs for --gpu, models of the zoo, schedules, and algorithms with their -O options.
+    """List what has a name: GPUs for --gpu, models of the zoo, profiles that come along, schedules, and algorithms with
+    their -O options.
 
     \b
     Example: pipeplan list gpus
@@ -34,7 +35,8 @@ def command(what: str | None, as_json: bool) -> None:
 
 
 def _rows(what: str) -> list[dict[str, Any]]:
-    return {"gpus": _gpus, "models": _models, "schedules": _schedules, "algorithms": _algorithms}[what]()
+    rows = {"gpus": _gpus, "models": _models, "profiles": _profiles, "schedules": _schedules, "algorithms": _algorithms}
+    return rows[what]()
 
 
 def _print(rows: Sequence[dict[str, Any]], indent: str) -> None:
@@ -68,6 +70,18 @@ def _models() -> list[dict[str, Any]]:
 
     sizes = {name: f"{x.parameters / 1e9:.3g} billion parameters" for name, x in TRANSFORMERS.items()}
     return [{"name": f"{ZOO}{name}", "summary": sizes.get(name, "")} for name in MODELS]
+
+
+def _profiles() -> list[dict[str, Any]]:
+    from ..files.examples import PREFIX, examples
+    from ..files.profiles import read_profile
+
+    rows = []
+    for name in examples():
+        chain = read_profile(f"{PREFIX}{name}")
+        summary = f"{len(chain)} layers, microbatch {chain.microbatch}, {chain.dtype}, {chain.device}"
+        rows.append({"name": f"{PREFIX}{name}", "summary": summary})
+    return rows
 
 
 def _schedules() -> list[dict[str, Any]]:

@@ -236,6 +236,11 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         show_default=True,
         help="1: the replicas of a stage share its optimizer state and steps (ZeRO-1).",
     ),
+    "clipped": click.option(
+        "--clipped",
+        is_flag=True,
+        help="For run --clip-norm: updates wait for the norm of all gradients, with weights flush and 2bw.",
+    ),
     "no_replicas": click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
     "checkpointing": click.option(
         "--checkpointing",

@@ -85,7 +85,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Split the network in PROFILE (JSON or graph.txt; - is standard input) over GPUs.
+    """Split the network in PROFILE (JSON, graph.txt, example:NAME; - is standard input) over GPUs.
 
     PROFILE may also name a model, as pipeplan profile takes it: it is estimated for --gpu on the way.
 

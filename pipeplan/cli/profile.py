@@ -92,8 +92,8 @@ def command(
     """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function.
 
     \b
-    Examples: pipeplan profile zoo:gpt-tiny --batch 8 -o profile.json
-              pipeplan profile zoo:llama-7b --batch 1 --estimate h100 --dtype bfloat16 -o profile.json
+    Examples: pipeplan profile zoo:gpt-tiny --microbatch 8 -o profile.json
+              pipeplan profile zoo:llama-7b --microbatch 1 --estimate h100 --dtype bfloat16 -o profile.json
     """
     from ..api.profiles import profile
 

@@ -34,6 +34,13 @@ def _coarsening(context: click.Context, option: click.Parameter, text: str | Non
     return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
 
 
+def _words(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    words = () if text is None else tuple(text.split(","))
+    if not all(word.strip() == word and word for word in words):
+        raise click.BadParameter("expected words with commas between them", param=option)
+    return words
+
+
 class RankCommand(GroupedCommand):
     """A command that under torchrun is one of several: what ends it before all have met, the others hear at once."""
 
@@ -113,9 +120,27 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     help="Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]",
 )
 @click.option(
+    "--no-decay",
+    metavar="WORD,..",
+    callback=_words,
+    help="No weight decay where one stands in a weight's name, or in its module's class, such as norm,bias.",
+)
+@click.option(
+    "--groups",
+    metavar="MODULE:FUNCTION",
+    help="groups(named_parameters) -> the optimizer's parameter groups, as torch takes them.",
+)
+@click.option(
     "--scheduler",
     metavar="NAME[,OPTION=VALUE...]",
-    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10, or module:function; steps after each update.",
+    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10 or CosineAnnealingLR, which ends with the run if "
+    "nothing else is said, or module:function; steps after each update.",
+)
+@click.option("--warmup", type=Count(0), default=0, help="Updates in which the learning rate rises before all that.")
+@click.option(
+    "--clip-norm",
+    type=Number(above=True),
+    help="Clip gradients to this total norm over all stages; with weights flush and 2bw.",
 )
 @click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
 @click.option(
@@ -245,11 +270,12 @@ def command(
     if limit is not None and schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..report.run import print_dry_run, print_report, progress_printer
-    from ..runtime.options import RunOptions, in_epochs, run_otherwise
+    from ..runtime.options import RunOptions, clipping, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
     loaded = run_otherwise(loaded, vertical_sync, schedule is not None or limit is not None, limit)
+    loaded = clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
     spec = trained_model(model, data, plan, loaded.chain.name)
     options = RunOptions(
         steps=steps or STEPS,

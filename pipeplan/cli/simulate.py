@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import click
@@ -98,6 +94,7 @@ def command(
     from ..api.simulating import ALL, simulations
     from ..files.plans import load_plan
     from ..files.text import write_text
+    from ..report.simulations import counted
     from ..schedule.registry import schedules
 
     refuse_two_documents(as_json, trace=trace)
@@ -110,7 +107,7 @@ def command(
     shakes = each * (len(schedules()) if ALL in names else len(names) or 1)
     with deadline.insist():
         loaded = load_plan(plan)
-        with _bar(shakes) as done:
+        with counted("jitter", shakes) as done:
             found, refused = simulations(loaded, names, microbatches, done=done, **options)
     if output is not None:
         from ..report.figures import save_timeline
@@ -139,14 +136,3 @@ def command(
         from ..report.simulations import print_simulation
 
         print_simulation(found[0], width, links)
-
-
-@contextmanager
-def _bar(runs: int) -> Iterator[Callable[[], None]]:
-    """Yield what hears of each run under jitter, and shows progress on standard error."""
-    if not runs:
-        yield lambda: None
-        return
-    progress: Any = click.progressbar(length=runs, label="jitter", file=sys.stderr)
-    with progress as bar:
-        yield partial(bar.update, 1)

@@ -49,11 +49,14 @@ def shared_gradient(policy: Policy, shared: SharedWeights) -> int:
 
 
 def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
-    """Return the bytes of shared weights' gradients that wait in ``layers[start:stop]`` for those of earlier stages.
+    """Return the bytes of gradients that wait in ``layers[start:stop]`` for those of earlier stages.
 
     A microbatch's backward comes to the first stage last, and meanwhile later stages are at the next interval's. So
-    each of them that shares weights with another stage has two gradients of those; a drained pipeline needs no second.
+    each of them that shares weights with another stage has two gradients of those, and of all weights where the norm of
+    all gradients is waited for; a drained pipeline needs no second.
     """
+    if policy.clip and not policy.drains:
+        return gradient_of(chain, policy, start, stop)
     total: IntLike = 0
     for shared in chain.ties:
         total = total + waits(chain, policy, shared, start, stop) * shared_gradient(policy, shared)
@@ -164,32 +167,23 @@ def held_bytes(kept: IntLike, peak: IntLike, in_flight: IntLike) -> IntLike:
     return (in_flight - 1) * kept + peak
 
 
-def message_bytes(
-    policy: Policy, entering: IntLike, leaving: IntLike, returned: IntLike = 0, replicas: int = 1
-) -> IntLike:
+def message_bytes(policy: Policy, entering: IntLike, leaving: IntLike, replicas: int = 1) -> IntLike:
     """Return the bytes of buffers for what a stage exchanges with its neighbours, ``entering`` and ``leaving`` bytes of
     a microbatch: two of each, half of them for gradients.
 
     An engine of torch has one to receive each microbatch of a mini-batch, and its gradient, beside gradients that are
-    made and sent; and to the end what the model has ``returned``, for each.
+    made and sent.
     """
     if policy.engine is None:
         return 2 * entering + 2 * leaving
     count = ceil_div(policy.accumulate or 1, replicas)
-    return (count + 2) * entering + count * leaving + count * returned
+    return (count + 2) * entering + count * leaving
 
 
 def split_message_bytes(policy: Policy, entering: IntLike, replicas: int = 1) -> IntLike:
     """Return the bytes that are held beside :func:`message_bytes` where backwards come in two parts: with an engine of
     torch the gradients of what was received, to the end."""
     return 0 if policy.engine is None else ceil_div(policy.accumulate or 1, replicas) * entering
-
-
-def returned_bytes(policy: Policy, chain: Chain) -> int:
-    """Return the bytes of what the model returns for a microbatch, where an engine keeps that."""
-    if policy.engine != "torch":
-        return 0
-    return chain.cut_bytes[chain.modules] or chain.layers[chain.modules - 1].output_bytes
 
 
 def stage_activations(

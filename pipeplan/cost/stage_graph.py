@@ -19,6 +19,8 @@ from ..units import format_devices
 from . import memory_model, time_model
 from .saved import saved_bytes
 
+NORM_BYTES = 8  # of the one number that all stages sum for the norm of their gradients
+
 BOTH_WAYS, ONE_WAY = " - ", " -> "  # between the ends of a link, in its name
 
 
@@ -29,13 +31,14 @@ class StageCost:
     Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
 
     What several stages of one group of devices share, as far as that is known, counts in the first of them alone.
-    ``waiting_bytes`` are of gradients of shared weights that wait for those of other stages; ``lent`` are (stage,
+    ``waiting_bytes`` are of gradients that wait for those of other stages; ``lent`` are (stage,
     bytes) of the last one on the same devices that begins gradients of weights that this one keeps, of updates to come.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
     ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
     ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
-    optimizer's step where it overlaps with that instead of being charged to backwards.
+    optimizer's step where it overlaps with that instead of being charged to backwards. ``step_ns`` is that step where
+    it waits for the norm of all gradients.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
     microbatch (recomputed ones too) from the backward's start until then, and ``split_buffer_bytes`` of more buffers.
     """
@@ -55,6 +58,7 @@ class StageCost:
     update_ns: int = 0
     update_share_ns: int = 0
     split_buffer_bytes: int = 0
+    step_ns: int = 0
     waiting_bytes: int = 0
     lent: tuple[tuple[int, int], ...] = ()
 
@@ -112,7 +116,8 @@ class StageGraph:
 
     A transfer stands between neighbours on different devices when its cut has bytes. Resources: the device groups in
     order of first use, then the links (those of an unordered pair of groups; per direction when full duplex; or
-    those that servers share for all that they send). ``tied`` are the sets of stages that share weights.
+    those that servers share for all that they send). ``tied`` are the sets of stages that share weights. ``norm_ns`` is
+    what the sum of one number over all devices takes, where drained batches wait for the norm of their gradients.
     """
 
     stages: tuple[StageCost, ...]
@@ -121,6 +126,7 @@ class StageGraph:
     policy: Policy
     devices: int
     tied: tuple[tuple[int, ...], ...] = ()
+    norm_ns: int = 0
 
     @cached_property
     def position(self) -> dict[tuple[OpKind, int], int]:
@@ -251,8 +257,8 @@ def stage_graph(
         _stage_cost(chain, platform, policy, stage, groups.index(stage.devices), *two, borrowed)
         for stage, two, borrowed in zip(stages, ends, borrowed_weights(chain, stages), strict=True)
     ]
-    if chain.tied:
-        pairs = zip(parts, _waiting_bytes(chain, policy, stages), _lent(chain, policy, stages), strict=True)
+    if chain.tied or policy.clip:
+        pairs = zip(parts, _waiting_bytes(chain, policy, stages, parts), _lent(chain, policy, stages), strict=True)
         parts = [replace(part, waiting_bytes=size, lent=lent) for part, size, lent in pairs]
     resources = [_group(platform, devices) for devices in groups]
     if platform.blocking:
@@ -289,8 +295,12 @@ def stage_graph(
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here, levels[s])))
     if not free_sums:
         parts = _with_tied_sums(chain, platform, policy, stages, parts)
+    norm_ns = 0
+    if policy.clip and not free_sums:
+        parts, norm_ns = _with_norm_sum(platform, policy, stages, parts)
     tied = tied_stages(chain, stages)
-    return StageGraph(tuple(parts), (*forward, *reversed(backward)), tuple(resources), policy, len(platform), tied)
+    operations = (*forward, *reversed(backward))
+    return StageGraph(tuple(parts), operations, tuple(resources), policy, len(platform), tied, norm_ns)
 
 
 def _blocked(
@@ -325,8 +335,10 @@ def borrowed_weights(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
     return found
 
 
-def _waiting_bytes(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[int]:
-    """Return what waits in each stage of the gradients of shared weights, once on a group of devices that holds one."""
+def _waiting_bytes(chain: Chain, policy: Policy, stages: Sequence[Stage], parts: Sequence[StageCost]) -> list[int]:
+    """Return what waits in each stage of its gradients, those of shared weights once on a group of devices."""
+    if policy.clip and not policy.drains:
+        return [int(memory_model.gradient_bytes(policy, part.weight_bytes, part.parameters)) for part in parts]
     found = [0] * len(stages)
     for shared in chain.ties:
         held: set[tuple[int, ...]] = set()
@@ -384,8 +396,8 @@ def _stage_cost(
     gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
-    if policy.coarsening is not None:
-        step = time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)
+    step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.steps_apart else 0
+    if policy.coarsening is not None and not policy.clip:
         update = time_model.overlapped_ns(policy, update, step, parameters)
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
     share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
@@ -401,7 +413,6 @@ def _stage_cost(
                 policy,
                 chain.cut_bytes[start] * (receives or (everywhere and start > 0)),
                 chain.cut_bytes[stop] * (sends or everywhere),
-                memory_model.returned_bytes(policy, chain) * (stop == len(chain)),
                 r,
             )
         ),
@@ -413,6 +424,7 @@ def _stage_cost(
         split_buffer_bytes=int(memory_model.split_message_bytes(policy, chain.cut_bytes[start] * (start > 0), r)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
+        step_ns=step if policy.clip else 0,
     )
 
 
@@ -491,6 +503,23 @@ def _with_tied_sums(
     return parts
 
 
+def _with_norm_sum(
+    platform: Platform, policy: Policy, stages: Sequence[Stage], parts: Sequence[StageCost]
+) -> tuple[list[StageCost], int]:
+    """Return ``parts`` and the time of the sum, over all devices, from which the norm of all gradients is known.
+
+    After a drained batch everybody waits for it; otherwise it is one more load of every interval on each device.
+    """
+    devices = sorted({d for stage in stages for d in stage.devices})
+    if policy.drains:
+        return list(parts), _ring_ns(platform, NORM_BYTES, devices, 1)
+    firsts = set(first_on_devices(stages, range(len(stages))))
+    load = _ring_ns(platform, NORM_BYTES, devices, policy.update_interval(max(stage.replicas for stage in stages)))
+    more = [load if s in firsts else 0 for s in range(len(stages))]
+    pairs = zip(parts, more, strict=True)
+    return [replace(part, sync_period_ns=part.sync_period_ns + ns) for part, ns in pairs], 0
+
+
 def _ring_ns(platform: Platform, size: int, devices: Sequence[int], interval: int) -> int:
     """Return what each of ``interval`` microbatches has to leave for a sum over ``devices``."""
     path = platform.paths[platform.level_of(devices)]
@@ -501,9 +530,11 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
     """Return when all updates after a drained batch are over, for stages whose last backwards end at ``done_ns``.
 
     Sums of weights in several stages begin when all of these are done, and so does the update of what stages of one
-    group of devices share; all-reduces of stages that share devices follow each other.
+    group of devices share; all-reduces of stages that share devices follow each other. Where gradients are clipped all
+    sums begin then, and when the last is over comes that of the norm, and then the steps.
     """
-    ready = list(done_ns)
+    clips = graph.policy.clip
+    ready = [max(done_ns)] * len(done_ns) if clips else list(done_ns)
     for tied in graph.tied:
         latest = max(done_ns[s] for s in tied)
         groups = {graph.stages[s].resource for s in tied}
@@ -515,7 +546,12 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
     for at, s in sorted(zip(ready, range(len(ready)), strict=True)):
         stage = graph.stages[s]
         ends[stage.resource] = max(ends[stage.resource], at) + stage.update_ns
-    return max(ends)
+    if not clips:
+        return max(ends)
+    steps = [0] * len(graph.resources)
+    for stage in graph.stages:
+        steps[stage.resource] += stage.step_ns
+    return max(ends) + graph.norm_ns + max(steps)
 
 
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:

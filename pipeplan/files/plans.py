@@ -28,7 +28,7 @@ EmbeddedProfile.__doc__ = "A profile inside a plan, with the SHA-256 of its own 
 PolicyFile = form(
     Policy,
     [field.name for field in fields(Policy) if field.name != "pipelines"],
-    optional=("bucket_parameters", "coarsening", "bytes_per_parameter", "zero", "engine"),
+    optional=("bucket_parameters", "coarsening", "bytes_per_parameter", "zero", "engine", "clip"),
     accumulate=Positive,
     bucket_parameters=Positive,
     coarsening=Positive | None,

@@ -11,6 +11,7 @@ import msgspec
 
 from ..errors import BadInput
 from ..problem import Chain, Layer, SharedWeights
+from .examples import located
 from .forms import Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
@@ -31,8 +32,11 @@ ProfileFile = form(
 
 
 def read_profile(path: str, text: str | None = None) -> Chain:
-    """Return the chain in a profile, ``text`` if it was read: this project's JSON, or PipeDream's ``graph.txt``."""
-    text = read_text(path) if text is None else text
+    """Return the chain in a profile, ``text`` if it was read: this project's JSON, or PipeDream's ``graph.txt``.
+
+    ``path`` is a file, ``-`` for standard input, or ``example:NAME`` for one that comes with the program.
+    """
+    text = read_text(located(path)) if text is None else text
     if not text.strip():
         raise BadInput(f"{path}: is empty; a profile is JSON or a graph.txt")
     if text.lstrip()[0] in "{[":

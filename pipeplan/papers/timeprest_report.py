@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..report.tables import console, make_table
+from ..report.looks import console, make_table, print_fitted
 from .timeprest import (
     NEAR,
     Analysis,
@@ -251,7 +251,7 @@ def print_table(rows: Sequence[Sequence[Analysis]], backward: BackwardTime, widt
     table = make_table("W", *(f"N={analysis.microbatches}" for analysis in rows[0]))
     for row in rows:
         table.add_row(str(row[0].workers), *map(_cell, row))
-    out.print(table)
+    print_fitted(out, table)
     if any(holds is not None for holds in known):
         wrong = [f"({a.workers},{a.microbatches})" for row in rows for a in row if paper_holds(a) is False]
         out.print(f"the paper's formula differs at {', '.join(wrong) or 'none of them'}")

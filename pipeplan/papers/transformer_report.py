@@ -13,7 +13,8 @@ from rich.text import Text
 
 from ..cost.time_model import ring_all_reduce_ns
 from ..problem import Policy
-from ..report.tables import NARROW, console, make_table
+from ..report.looks import console, make_table, print_fitted
+from ..report.tables import NARROW
 from ..units import format_bandwidth, format_bytes
 from ..zoo.sizes import Transformer
 from .transformer import (
@@ -143,7 +144,7 @@ def print_estimate(question: Question, figures: dict[str, Any], assumptions: Seq
     state = f"state on the host, {policy.bucket_parameters:,} parameters at a time" if policy.offload else "no offload"
     shared = f", state shared by {_count(grid.data, 'pipeline')}" if policy.zero else ""
     out.print(f"memory      mixed precision, Adam, {state}{shared}; {_recomputed(grid)}")
-    out.print(_table(question, figures["memory"], out.width))
+    print_fitted(out, _table(question, figures["memory"], out.width))
     out.print(
         Text("GB on one GPU; even share: Myelin's rule; stages: with embedding, head, logits and messages", "dim")
     )

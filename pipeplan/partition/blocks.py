@@ -19,7 +19,7 @@ from ..integers import Ints, ceil_div, smallest
 from ..plan import Stage
 from ..problem import Device, Problem
 from .contiguous.options import NEVER
-from .contiguous.split_paths import least_longest, shortest_split, up_to, walked
+from .contiguous.split_paths import first_split, least_longest, shortest_split, up_to, walked
 from .cuts import crossing_bytes, waits_ns
 
 _PRECISION = 4096  # a bound is found to this part
@@ -150,19 +150,68 @@ class Pipe:
     @cached_property
     def fitting(self) -> list[Ints]:
         """The same, NEVER also where the stage doesn't fit the memory."""
+        found = []
+        for group, table, held in zip(self.groups, self.times, self._held(self.in_flight, True), strict=True):
+            room = self.costs.problem.platform.slowest(group).memory_bytes // self.share
+            found.append(np.where(held <= room, table, NEVER))
+        return found
+
+    def holding(self, in_flight: Sequence[int]) -> list[Ints]:
+        """Return what each stage takes that holds so many microbatches, none of them in its backward; NEVER where it is
+        none."""
+        return [
+            np.where(table < NEVER, held, NEVER)
+            for table, held in zip(self.times, self._held(in_flight, False), strict=True)
+        ]
+
+    def _held(self, in_flight: Sequence[int], backward: bool) -> Iterator[Ints]:
+        """Yield the bytes of each stage, shape (cuts, cuts), one of its microbatches in its ``backward`` or none."""
         problem, costs = self.costs.problem, self.costs
         weight_bytes, parameters = memory_model.weights_of(problem.chain, *costs.ends)
-        returned = np.zeros(len(costs.cuts), dtype=np.int64)
-        returned[-1] = memory_model.returned_bytes(problem.policy, problem.chain)
         entering, leaving = costs.crossing[:, None], costs.crossing[None, :]
-        found = []
-        for group, count, table in zip(self.groups, self.in_flight, self.times, strict=True):
+        kept = self.activations.kept
+        for group, count in zip(self.groups, in_flight, strict=True):
             weights = memory_model.weights_bytes(problem.policy, weight_bytes, parameters, count, len(group))
-            held = memory_model.held_bytes(self.activations.kept, self.activations.peak, count)
-            buffers = memory_model.message_bytes(problem.policy, entering, leaving, returned, len(group))
-            room = problem.platform.slowest(group).memory_bytes // self.share
-            found.append(np.where(weights + held + buffers <= room, table, NEVER))
+            held = memory_model.held_bytes(kept, self.activations.peak if backward else kept, count)
+            buffers = memory_model.message_bytes(problem.policy, entering, leaving, len(group))
+            yield np.asarray(weights + held + buffers)
+
+    @cached_property
+    def before(self) -> list[int]:
+        """The least that comes before each stage, and behind its last backward: a unit in every stage before it."""
+        found, moved_ns = [], 0
+        for s in range(len(self.groups)):
+            found.append(int(self._bare[min(s, len(self._bare) - 1)]) + moved_ns)
+            moved_ns += int(self.trips[s][1:-1].min(initial=NEVER)) if s < len(self.trips) else 0
         return found
+
+    def last_ns(self, stages: int) -> int:
+        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages."""
+        table = self.times[-1]
+        units = np.diagonal(table, 1)
+        least = int(units.min())
+        own = int(units[-1]) if units[-1] < NEVER else 0
+        return own + (stages - 1) * least * (least < NEVER)
+
+    def summing(self, left: Sequence[tuple[int, int]]) -> list[Ints]:
+        """Return the time of each stage's microbatches and the sum of its gradients, without the forwards and backwards
+        ``left`` when the first stage of its GPUs is over, behind which that may hide; NEVER where it is none."""
+        found = []
+        for group, table, (forwards, backwards) in zip(self.groups, self.times, left, strict=True):
+            forward = self.costs.forward(group)
+            work = np.where(table < NEVER, table, forward)
+            total = self.microbatches * work - forwards * forward - backwards * (work - forward)
+            found.append(np.where(table < NEVER, total + self.costs.sync(group), NEVER))
+        return found
+
+    @staticmethod
+    def least_sum(tables: Sequence[Ints]) -> int | None:
+        """Return the least sum over the stages of a split of what the ``tables`` of the stages say; None if none is."""
+        path = np.full(len(tables[0]), NEVER, dtype=np.int64)
+        path[0] = 0
+        for table in tables:
+            path = np.minimum(path[:, None] + table, NEVER).min(axis=0)
+        return None if path[-1] >= NEVER else int(path[-1])
 
     @cached_property
     def trips(self) -> list[Ints]:
@@ -241,10 +290,14 @@ class Pipe:
         seen = set()
         for slack in _SLACK:
             longest = worst + worst * slack // 256
-            found = shortest_split([up_to(longest, table) for table in self.fitting], self.trips)
-            if found is not None and found not in seen:
-                seen.add(found)
-                yield found
+            allowed = [up_to(longest, table) for table in self.fitting]
+            found = [shortest_split(allowed, self.trips)]
+            if self.share > 1:  # where it also counts which stages of a device are the long ones
+                found += [first_split(allowed, True), first_split(allowed, False)]
+            for split in found:
+                if split is not None and split not in seen:
+                    seen.add(split)
+                    yield split
 
     def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
         """Return the stages of a split."""

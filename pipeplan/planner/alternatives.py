@@ -45,7 +45,7 @@ def with_alternatives(planned: Planned, problem: Problem) -> Planned:
     found = list(plan.provenance.alternatives)
     with suppress(OutOfTime):
         for weights in COMPARED:
-            if weights != plan.policy.weights:
+            if weights != plan.policy.weights and problem.policy.goes_with(weights):
                 own = weights == "2bw" and problem.policy.accumulate is None and not problem.policy.drains
                 found += [_at_its_best(problem)] if own else _alternative(problem, weights, plan.interval)
     return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, alternatives=tuple(found))))

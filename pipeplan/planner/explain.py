@@ -225,7 +225,7 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
     if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
         found.append("with checkpointing")
     others: tuple[Weights, ...] = ("latest", "2bw", "flush")
-    for weights in others:
+    for weights in filter(problem.policy.goes_with, others):
         policy = replace(problem.policy, weights=weights)
         if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:
             found.append(f"with --weights {weights}")

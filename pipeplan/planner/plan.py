@@ -21,6 +21,7 @@ from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
+from .block_search import MOVES
 from .explain import claimed, why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
@@ -69,7 +70,8 @@ def make_plan(
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
     if row.drains:
-        incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit)
+        grids = MOVES[effort] if algorithm == AUTO and schedule is None else None
+        incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit, grids)
     elif row.simulated is not None:
         incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:

@@ -6,25 +6,38 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+from ..check.targets import GRIDS
 from ..cost.stage_graph import StageGraph
 from ..deadline import Deadline
+from ..errors import BadInput
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns
-from .incumbent import Incumbent, Propose, Settings, run_search
+from .block_search import BlockSearch
+from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .limits import ENOUGH, LimitSearch
 from .proposals import holding, move, widened, with_special
 
+MOST_UNITS = 128  # blocks, or layers that are in none, of which grids are tried
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
 
 
 def plan_drained(
-    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
+    problem: Problem,
+    propose: Propose,
+    settings: Settings,
+    widen: bool,
+    kind: ScheduleKind,
+    limit: int | None,
+    moves: int | None = None,
 ) -> tuple[Incumbent, str | None]:
-    """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic."""
+    """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic.
+
+    With ``moves``, simulated steps, grids of whole blocks are tried as well, under the schedules that these run.
+    """
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
@@ -33,7 +46,27 @@ def plan_drained(
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
-    return incumbent, run_search(widened(propose) if widen else propose, incumbent)
+    status = run_search(widened(propose) if widen else propose, incumbent)
+    if moves is not None and status is None and len(problem.chain) > 1:
+        status = _try_grids(incumbent, moves)
+    return incumbent, status
+
+
+def _try_grids(incumbent: Incumbent, moves: int) -> str | None:
+    """Let equal pipelines of whole blocks beat the best so far; return why that ended early, or None."""
+    problem, units = incumbent.problem, GRIDS.units(incumbent.problem.chain)
+    if len(units) > MOST_UNITS:
+        return None
+    try:
+        search = BlockSearch(problem, "pipeplan", GRIDS, GRIDS.kinds, incumbent.settings, incumbent.best_ns)
+    except BadInput:  # no shape runs so many microbatches
+        return None
+    status = search.run(moves)
+    if search.best is not None:
+        schedule = Schedule(search.best.config.kind, problem.policy.accumulate)
+        found = Allocation(search.best.stages)
+        incumbent.best = Scheduled(search.best.makespan_ns, found, None, schedule=schedule)
+    return status
 
 
 def plan_nf1b(

@@ -9,7 +9,7 @@ from typing import Any
 from ..cost.roofline import Constants
 from ..names import shown
 from ..planner.calibration import Calibration
-from .tables import console, make_table
+from .looks import console, make_table
 
 SHOWN_ROWS = 20  # of runs, worst first
 Memory = tuple[str, float, float]  # a run, and the GB predicted and measured of its fullest GPU

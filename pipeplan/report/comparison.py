@@ -10,7 +10,7 @@ from rich.text import Text
 from ..names import shown
 from ..planner.compare import OnePlatform, Reached
 from ..problem import Problem
-from .tables import console, make_table
+from .looks import console, make_table, print_fitted
 
 
 def print_rows(
@@ -44,7 +44,7 @@ def print_rows(
     )
     table.add_row("over best", "", "", "", *(_mean_ratio(column, rows) for column in columns))
     table.add_row("most CPU s", "", "", "", *(f"{max(cell.seconds for cell in column):.2f}" for column in columns))
-    out.print(table)
+    print_fitted(out, table)
 
 
 def _period(cell: Reached, row: OnePlatform) -> Text:

@@ -16,7 +16,8 @@ from ..planner.carry import Carried
 from ..planner.matching import Match, matched
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
-from .tables import LAYER_WIDTH, alone_ns, bound_class, console, make_table
+from .looks import LAYER_WIDTH, console, make_table, print_fitted
+from .tables import alone_ns, bound_class
 
 MOST_ROWS = 30
 SOURCE_WIDTH = 200  # columns of where a profile is from, which is a sentence
@@ -92,7 +93,7 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     table = make_table(*columns, left=("layer",), space=2, caption=caption)
     for pair in listed:
         table.add_row(*_row(pair))
-    out.print(table)
+    print_fitted(out, table)
     if len(listed) < len(moved):
         out.print(f"{len(moved) - len(listed)} more layers differ; --all lists them")
 

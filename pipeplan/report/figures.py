@@ -39,8 +39,7 @@ def save_pattern(plan: Plan, path: str) -> None:
     window = plan_window(plan)
     figure, (axes,) = make_figure([len(window.rows)])
     _draw(axes, window.rows, window.start_ns, window.end_ns)
-    what = "one period" if plan.pattern is not None else window.title
-    save_figure(figure, axes, f"{shown(plan.chain.name)}: {what}. {headline(plan)}", path)
+    save_figure(figure, axes, f"{shown(plan.chain.name)}: {window.title}. {headline(plan)}", path)
 
 
 def save_timeline(simulation: Simulation, path: str) -> None:

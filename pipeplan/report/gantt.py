@@ -79,7 +79,8 @@ def plan_window(plan: Plan) -> Window:
     if plan.pattern is not None:
         rows, start, end = _pattern_window(plan, plan.pattern)
         periods = (end - start) // plan.pattern.period_ns
-        what = "one period" if periods == 1 else f"{periods} periods"
+        noun = "beat" if kind_of(plan).drains else "period"
+        what = f"one {noun}" if periods == 1 else f"{periods} {noun}s"
         return Window(rows, start, end, f"{what} of {format_ns(plan.pattern.period_ns)}")
     schedule, find_steady = plan.schedule, kind_of(plan).steady
     if find_steady is None:

@@ -11,7 +11,8 @@ from rich.text import Text
 from ..check.evaluate import Evaluation
 from ..plan import Plan
 from ..units import format_ns
-from .tables import console, make_table, print_plan
+from .looks import console, make_table, print_fitted
+from .tables import print_plan
 
 
 def print_grids(
@@ -39,7 +40,7 @@ def print_grids(
     if used < count:
         out.print(f"{count - used} of the {count} GPUs stay unused: no grid of all of them is faster")
     out.print()
-    out.print(_table(options["grids"], chosen))
+    print_fitted(out, _table(options["grids"], chosen))
     out.print()
     print_plan(plan, assumptions, width, result)
 

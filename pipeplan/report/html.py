@@ -21,7 +21,7 @@ from ..units import format_bytes, format_devices, format_ns
 from .gantt import plan_window, working_devices
 from .html_charts import Chart, measured_chart, run_chart, toolbar
 from .page import script, style
-from .simulations import schedule_cells
+from .simulations import SCHEDULE_COLUMNS, schedule_cells
 from .tables import alone_ns, bound_class, distance, group_column, machine, stage_figures
 
 FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
@@ -60,65 +60,83 @@ def report_html(
     """
     plan, timeline = simulation.plan, simulation.timeline
     result = evaluate(plan)
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{style()}</style></head><body>",
-        _head(plan, result),
-        "<h2>Period against lower bounds</h2>",
-        _bounds(plan, result),
-        "<h2>Stages</h2>",
-        _stages(plan, result),
-    ]
-    charts: list[Chart] = []
-    if plan.pattern is not None or kind_of(plan).steady is not None:
-        window = plan_window(plan)
-        steady = Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, timeline.program.batch)
-        charts.append(steady)
-        parts += [
-            f"<h2>Steady state: {escape(window.title)}</h2>",
-            '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
-            toolbar([steady]),
-            steady.html(),
+    runs = [(x, run_chart(f"run-{x.schedule}", "run", x.timeline)) for x in beside if x.schedule != simulation.schedule]
+    others = [chart for _, chart in runs]
+    shown_charts, parts = [], []
+    for charts, html in (
+        _steady(plan),
+        _run(simulation, measured, others),
+        (others, [*_schedules(beside, refused), *(_titled(x.name, x.makespan_ns, chart) for x, chart in runs)]),
+    ):
+        shown_charts += charts
+        parts += html
+    data = {
+        "makespan_ns": timeline.makespan_ns,
+        "memory": _memory_data(simulation),
+        "charts": {chart.name: chart.data() for chart in shown_charts},
+    }
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{style()}</style></head><body>",
+            _head(plan, result),
+            "<h2>Period against lower bounds</h2>",
+            _bounds(plan, result),
+            "<h2>Stages</h2>",
+            _stages(plan, result),
+            *parts,
+            "<h2>Memory over the run</h2>",
+            '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
+            _memory(simulation),
+            _provenance(plan),
+            '<div id="tip"></div>',
+            f"<script>const DATA = {_script_json(data)};{script()}</script>",
+            "</body></html>\n",
         ]
-    run = run_chart("run", "run", timeline)
-    others = [(x, run_chart(x.schedule, "run", x.timeline)) for x in beside if x.schedule != simulation.schedule]
-    trained = None if measured is None else _measured_chart(simulation, measured)
-    shared = [run, *([] if trained is None else [trained])]
-    parts += [
+    )
+
+
+Section = tuple[list[Chart], list[str]]  # the charts in it, and its HTML
+
+
+def _steady(plan: Plan) -> Section:
+    """Return a period of a plan that has a steady state, nothing of another."""
+    if plan.pattern is None and kind_of(plan).steady is None:
+        return [], []
+    window = plan_window(plan)
+    batch = 1 if plan.pattern is not None else plan.schedule.mini_batch
+    chart = Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, batch)
+    return [chart], [
+        f"<h2>Steady state: {escape(window.title)}</h2>",
+        '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
+        toolbar([chart]),
+        chart.html(),
+    ]
+
+
+def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Chart]) -> Section:
+    """Return the run, what was measured under it, and what zooms both and ``others``."""
+    plan, timeline = simulation.plan, simulation.timeline
+    charts = [run_chart("run", "run", timeline)]
+    titles = [""]
+    if measured is not None:
+        trained = _measured_chart(simulation, measured)
+        charts.append(trained)
+        titles = ["<h3>Planned</h3>", f"<h3>Measured: {_measured_words(measured, trained, plan)}</h3>"]
+    return charts, [
         f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(simulation.name)}</h2>",
         f'<p class="soft">{format_ns(simulation.makespan_ns)} in all, {format_ns(simulation.per_microbatch_ns)} per '
         f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. The wheel zooms, dragging "
         "moves, a double click shows all; pointing at a microbatch shows its way.</p>",
-        toolbar([*shared, *(chart for _, chart in others)]),
-        *([] if trained is None else ["<h3>Planned</h3>"]),
-        run.html(),
+        toolbar([*charts, *others]),
+        *(f"{title}{chart.html()}" for title, chart in zip(titles, charts, strict=True)),
     ]
-    if measured is not None and trained is not None:
-        parts += [f"<h3>Measured: {_measured_words(measured, trained, plan)}</h3>", trained.html()]
-    if beside:
-        parts += [
-            "<h2>Schedules side by side</h2>",
-            _schedules(beside, refused),
-            *(f"<h3>{escape(x.name)}, {format_ns(x.makespan_ns)}</h3>{chart.html()}" for x, chart in others),
-        ]
-    charts += [*shared, *(chart for _, chart in others)]
-    data = {
-        "makespan_ns": timeline.makespan_ns,
-        "memory": _memory_data(simulation),
-        "charts": {chart.name: chart.data() for chart in charts},
-    }
-    parts += [
-        "<h2>Memory over the run</h2>",
-        '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
-        _memory(simulation),
-        _provenance(plan),
-        '<div id="tip"></div>',
-        f"<script>const DATA = {_script_json(data)};{script()}</script>",
-        "</body></html>",
-    ]
-    return "\n".join(parts) + "\n"
+
+
+def _titled(name: str, makespan_ns: int, chart: Chart) -> str:
+    return f"<h3>{escape(name)}, {format_ns(makespan_ns)}</h3>{chart.html()}"
 
 
 def _script_json(data: object) -> str:
@@ -207,11 +225,13 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return f"{stage.start}-{stage.stop - 1}  {names}"
 
 
-def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> str:
-    """The table of ``simulate`` with several schedules, best first."""
-    rows = [schedule_cells(run) for run in runs]
+def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> list[str]:
+    """Return the table of ``simulate`` with several schedules, best first; nothing without any."""
+    if not runs and not refused:
+        return []
     sides = dict.fromkeys(("schedule", "weights"), " class=left")
-    head = "".join(f"<th{sides.get(name, '')}>{name}</th>" for name in rows[0])
+    rows = [schedule_cells(run) for run in runs]
+    head = "".join(f"<th{sides.get(name, '')}>{name}</th>" for name in SCHEDULE_COLUMNS)
     cells = ["".join(f"<td{sides.get(name, '')}>{escape(cell)}</td>" for name, cell in row.items()) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     notes = [
@@ -219,9 +239,11 @@ def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> str:
         "microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest",
         *(f"{refusal.schedule}: not possible: {refusal.reason}" for refusal in refused),
     ]
-    return f'<div class="wide"><table id="schedules"><tr>{head}</tr>{body}</table></div>' + "".join(
-        f'<p class="soft">{escape(note)}</p>' for note in notes
-    )
+    return [
+        "<h2>Schedules side by side</h2>",
+        f'<div class="wide"><table id="schedules"><tr>{head}</tr>{body}</table></div>',
+        *(f'<p class="soft">{escape(note)}</p>' for note in notes),
+    ]
 
 
 def _measured_chart(simulation: Simulation, measured: Measured) -> Chart:
@@ -257,8 +279,9 @@ def _memory(simulation: Simulation) -> str:
     figures = []
     lanes = working_devices(timeline)
     uses = [simulation.uses[device] for _, device in lanes]
-    peaks, limits = (max((getattr(use, name) for use in uses), default=1) for name in ("peak_bytes", "memory_bytes"))
-    top = 1.05 * (max(peaks, limits) if limits < FAR * peaks else peaks)
+    highest = max((use.peak_bytes for use in uses), default=1)
+    limits = max((use.memory_bytes for use in uses), default=1)
+    top = 1.05 * (highest if 0 < FAR * highest <= limits else max(highest, limits))
     span = max(1, timeline.makespan_ns)
     for (i, device), use in zip(lanes, uses, strict=True):
         static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes

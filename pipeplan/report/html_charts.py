@@ -10,8 +10,10 @@ from typing import Any
 from ..runtime.measure.times import OpTime
 from ..schedule.timeline import Timeline
 from .gantt import NAMES, Bar, GanttRow, timeline_rows
+from .traces import apart
 
 MOST_LINKED = 16  # GPUs of a chart that shows links unasked
+OF_MICROBATCHES = ("F", "B", "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update
 IDLE = ("WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B")  # what a rank does that does nothing
 
 
@@ -68,27 +70,25 @@ def measured_chart(
     """
     every = [x for times in operations.values() for x in times if x.activity in ("F", "B")]
     mine = [x for x in every if first <= x.microbatch < first + count]
-    begin = min((x.start_ns for x in mine), default=0)
-    last = max((x.end_ns for x in mine), default=0)
-    after = min((x.start_ns for x in every if x.microbatch >= first + count), default=None)
-    until = last if after is None else max(last, after)
+    begin, end = min((x.start_ns for x in mine), default=0), max((x.end_ns for x in mine), default=0)
+    end = max(end, min((x.start_ns for x in every if x.microbatch >= first + count), default=end))
+
+    def shows(x: OpTime) -> bool:
+        of_these = first <= x.microbatch < first + count if x.activity in OF_MICROBATCHES else begin <= x.start_ns < end
+        return of_these and x.activity not in IDLE
+
+    def bar(x: OpTime, home: int) -> Bar:
+        number = x.microbatch - first if x.activity in OF_MICROBATCHES else x.microbatch
+        return Bar(x.start_ns - begin, x.end_ns - begin, x.activity, x.stage, number, int(x.stage > home))
+
     rows = []
     for device, times in operations.items():
-        seen: dict[bool, list[Bar]] = {False: [], True: []}
-        home = min((x.stage for x in times if x.stage >= 0), default=0)
-        for x in times:
-            of_pass = x.activity in ("F", "B", "SEND_F", "SEND_B", "DATA")
-            here = first <= x.microbatch < first + count if of_pass else begin <= x.start_ns < max(until, begin + 1)
-            if here and x.activity not in IDLE:
-                number = x.microbatch - first if of_pass else x.microbatch
-                bar = Bar(x.start_ns - begin, x.end_ns - begin, x.activity, x.stage, number, int(x.stage > home))
-                seen[x.activity == "REDUCE"].append(bar)
-        rows += [
-            GanttRow(f"GPU {device}, sums" if sums else f"GPU {device}", tuple(bars), device)
-            for sums, bars in seen.items()
-            if bars
-        ]
-    end = max((bar.end_ns for row in rows for bar in row.bars), default=0)
+        seen = [x for x in times if shows(x)]
+        home = min((x.stage for x in seen if x.stage >= 0), default=0)
+        sums = apart(x for x in seen if x.activity == "REDUCE")
+        for what, some in [("", [x for x in seen if x.activity != "REDUCE"]), *((", sums", row) for row in sums)]:
+            rows.append(GanttRow(f"GPU {device}{what}", tuple(bar(x, home) for x in some), device))
+    end = max((x.end_ns for row in rows for x in row.bars), default=0)
     return Chart(name, group, rows, 0, end, batch)
 
 

@@ -12,7 +12,7 @@ from ..check.targets import TARGETS, express
 from ..planner.imported import Judged
 from ..planner.plan import Planned
 from ..units import format_bytes, format_ns
-from .tables import console, make_table
+from .looks import console, make_table, print_fitted
 
 
 def judged_figures(judged: Judged, target: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def print_change(judged: Judged, target: str) -> None:
             format_bytes(found["peak_bytes"]),
             f"{found['gap']:.1%}",
         )
-    out.print(table)
+    print_fitted(out, table)
 
 
 def _figures(planned: Planned, target: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ..cost.time_model import whole_step_ns
 from ..names import shown
 from ..problem import Chain
 from ..units import format_bytes, format_ns
-from .tables import LAYER_WIDTH, console, make_table
+from .looks import Name, console, make_table, print_fitted
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
@@ -23,7 +23,7 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     out = console(stderr=True)
     columns = ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output")
     caption = "times in ms, ± width of the middle half"
-    table = make_table("layer", *columns, left=("layer",), space=2, caption=caption)
+    table = make_table("layer", *columns, left=("layer",), names=("layer",), space=2, caption=caption)
     unsteady = 0
     bound = set(measured.host_bound)
     for index, x in enumerate(measured.layers):
@@ -33,11 +33,11 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
         times = (layer.forward_ns, x.forward_spread_ns, layer.backward_ns, x.backward_spread_ns, layer.optimizer_ns)
         sizes = (layer.weight_bytes, kept, layer.output_bytes)
         table.add_row(
-            shown(layer.name, LAYER_WIDTH) + (" h" if index in bound else ""),
+            Name.of(layer.name + (" h" if index in bound else "")),
             *(f"{t / 1e6:.3f}" for t in times),
             *(format_bytes(s) for s in sizes),
         )
-    out.print(table)
+    print_fitted(out, table)
     whole, count = chain.sums, len(chain)
     out.print(
         f"{shown(chain.name)} on {shown(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "

@@ -16,7 +16,7 @@ from ..names import shown
 from ..plan import Plan
 from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
-from .tables import console, make_table
+from .looks import console, make_table, print_fitted
 
 WAITS = 0.02  # of a period; what is waited for less is noise
 QUICK_NS = 10**9  # a line of progress at most so often
@@ -132,7 +132,7 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             format_ns(stage.backward_ns),
             format_ns(stage.planned_backward_ns),
         )
-    out.print(table)
+    print_fitted(out, table)
     if report.forgotten:
         out.print(f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept")
     kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -13,9 +15,11 @@ from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
-from .tables import console, groups_line, headline, make_table
+from .looks import console, make_table, print_fitted
+from .tables import groups_line, headline
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
+SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")
 WIDE = 100  # columns from which a comparison under jitter shows everything
 SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
 
@@ -40,7 +44,7 @@ def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> N
 def print_simulation(simulation: Simulation, width: int | None = None, links: bool = False) -> None:
     """Print a simulated run: Gantt, makespan, the period reached beside the plan's, one row per GPU and per link."""
     out = console(width)
-    plan, timeline = simulation.plan, simulation.timeline
+    timeline = simulation.timeline
     figures = simulation.figures()
     rows = timeline_rows(timeline)
     legend = SPLIT if timeline.program.split else LEGEND
@@ -53,9 +57,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             out.print(line, no_wrap=True, crop=True)
     out.print()
     out.print(
-        f"makespan {format_ns(simulation.makespan_ns)} "
-        f"(fill {format_ns(timeline.fill_ns)}; "
-        f"{format_ns(simulation.makespan_ns / figures['microbatches'])} per microbatch), "
+        f"makespan {format_ns(simulation.makespan_ns)} (fill {format_ns(timeline.fill_ns)}), "
         f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
     )
     if simulation.span_ns is not None:
@@ -64,16 +66,9 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"({format_ns(simulation.span_ns / figures['microbatches'])} per microbatch): what a batch takes without a "
             "barrier between updates"
         )
-    reached = figures["period_ns"]
+    for rate in _rates(simulation, figures["period_ns"]):
+        out.print(rate)
     steady = simulation.steady
-    planned = f", {format_ns(plan.pattern.period_ns)} planned" if simulation.own and plan.pattern else ""
-    if steady is not None:
-        where = "in the steady state" if steady.repeats else "on average of a long run, which finds no steady state"
-        out.print(f"period   {format_ns(steady.period_ns)} {where}")
-    elif reached is None:
-        out.print("period   too few microbatches for a steady state")
-    else:
-        out.print(f"period   {format_ns(reached)} reached in the middle{planned}")
     if steady is not None:
         kept = (", ".join(map(str, simulation.versions(sync))) for sync in (False, True))
         out.print("weights  versions by stage: {}; with vertical sync {}".format(*kept))
@@ -83,13 +78,32 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
         )
     out.print()
-    out.print(_device_table(simulation, figures["devices"]))
+    print_fitted(out, _device_table(simulation, figures["devices"]))
     if figures["links"]:
-        table = _table("link", "use")
+        table = make_table("link", "use", left=("link",))
         for row in figures["links"]:
             table.add_row(row["link"].removeprefix("link "), f"{row['use']:.1%}")
         out.print()
-        out.print(table)
+        print_fitted(out, table)
+
+
+def _rates(simulation: Simulation, reached_ns: float | None) -> list[str]:
+    """Return the lines of the period, which of a drained run has its share of filling and draining, and of the beat."""
+    plan, steady, own = simulation.plan, simulation.steady, simulation.own
+    if steady is not None:
+        where = "in the steady state" if steady.repeats else "on average of a long run, which finds no steady state"
+        return [f"period   {format_ns(steady.period_ns)} {where}"]
+    planned = f", {format_ns(plan.pattern.period_ns)} planned" if own and plan.pattern else ""
+    if not simulation.drained:
+        if reached_ns is None:
+            return ["period   too few microbatches for a steady state"]
+        return [f"period   {format_ns(reached_ns)} reached in the middle{planned}"]
+    whole = simulation.timeline.program.microbatches == plan.schedule.microbatches
+    promised = f", {format_ns(simulation.promised.period_ns)} planned" if own and whole else ""
+    lines = [f"period   {format_ns(simulation.per_microbatch_ns)} per microbatch, filled and drained{promised}"]
+    if reached_ns is not None:
+        lines.append(f"beat     {format_ns(reached_ns)} while the pipeline is full{planned}")
+    return lines
 
 
 def print_schedules(
@@ -101,19 +115,18 @@ def print_schedules(
     barrier = all(run.barrier for run in runs)
     out.print(headline(plan))
     out.print(
-        f"{count} microbatches; time per microbatch in ms: a drained run's share "
-        f"{'with its weight synchronisation' if barrier else 'of the longest span of a GPU, without a barrier'}, else "
-        "the steady period"
+        f"{count} microbatches; period: ms per microbatch, of a drained run "
+        f"{'filled, drained and with its weight synchronisation' if barrier else 'of the longest span of a GPU'}"
     )
     out.print(
         "held: microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest"
     )
     if any(run.jitter_ns for run in runs):
-        out.print(f"median and p95: the time under jitter, over {len(runs[0].jitter_ns)} runs")
+        out.print(f"median and p95: the period under jitter, over {len(runs[0].jitter_ns)} runs")
     out.print()
     jitter = any(run.jitter_ns for run in runs)
     spread = ("median", "p95") if jitter else ()
-    shown = ["schedule", "stages", "weights", "time", *spread, "makespan", "bubble", "held", "peak", "links"]
+    shown = [*SCHEDULE_COLUMNS[:4], *spread, *SCHEDULE_COLUMNS[4:]]
     if jitter and out.width < WIDE:
         shown = [name for name in shown if name not in ("stages", "weights", "links")]
     table = make_table(*shown, left=("schedule", "weights"))
@@ -125,32 +138,42 @@ def print_schedules(
             cells["p95"] = f"{percentile_95(run.jitter_ns) / 1e6:.2f}"
         cells["peak"] = Text.assemble(plain["peak"].rstrip("!"), " " if run.fits else ("!", "bold red"))
         table.add_row(*(cells[name] for name in shown))
-    out.print(table)
+    print_fitted(out, table)
     for refusal in refused:
         out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
+
+
+@contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Give what is to be called after each of ``total`` steps, which a terminal shows on standard error meanwhile."""
+    out = console(stderr=True)
+    with Progress(console=out, transient=True, disable=not total or not out.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 def schedule_cells(run: Simulation) -> dict[str, str]:
     """Return a run's row in a table of schedules: times in ms, the peak in GB, with ! where that is too much."""
     program, figures = run.timeline.program, run.figures()
     peak = max(row["peak_bytes"] for row in figures["devices"])
-    return {
-        "schedule": run.schedule,
-        "stages": str(len(program.graph.stages)),
-        "weights": program.graph.policy.weights,
-        "time": f"{run.per_microbatch_ns / 1e6:.2f}",
-        "makespan": f"{run.makespan_ns / 1e6:.2f}",
-        "bubble": f"{figures['longest_stage_bubble']:.1%}",
-        "held": str(max(row["most_held"] for row in figures["devices"])),
-        "peak": f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
-        "links": f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
-    }
+    cells = (
+        run.schedule,
+        str(len(program.graph.stages)),
+        program.graph.policy.weights,
+        f"{run.per_microbatch_ns / 1e6:.2f}",
+        f"{run.makespan_ns / 1e6:.2f}",
+        f"{figures['longest_stage_bubble']:.1%}",
+        str(max(row["most_held"] for row in figures["devices"])),
+        f"{peak / 1e9:.2f}{'' if run.fits else '!'}",
+        f"{max((row['use'] for row in figures['links']), default=0.0):.1%}",
+    )
+    return dict(zip(SCHEDULE_COLUMNS, cells, strict=True))
 
 
 def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) -> Table:
     """One row per GPU; the predicted peak is the plan's, for its own pattern."""
     own = simulation.own
-    table = _table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
+    table = make_table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
     for row in devices:
         table.add_row(
             str(row["device"]),
@@ -161,13 +184,6 @@ def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) 
             *([format_bytes(row["predicted_peak_bytes"])] if own else []),
             format_bytes(row["memory_bytes"]),
         )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if name in ("schedule", "link", "weights") and i < 3 else "right")
     return table
 
 

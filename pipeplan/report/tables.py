@@ -1,13 +1,10 @@
-"""What is this plan, and how good? Its table with the proof of its quality, and the looks of all tables."""
+"""What is this plan, and how good? Its table with the proof of its quality."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,36 +21,7 @@ from ..problem import Chain, Level, Platform, Weights
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
-
-LAYER_WIDTH = 36  # columns of a layer's name, at most
-SHORT = 10  # where two stand in a cell
-PIPED_WIDTH = 120  # columns when the output is not a terminal
-
-
-def console(width: int | None = None, stderr: bool = False) -> Console:
-    """Return the console for results, or for progress on ``stderr``: as wide as the terminal, or 120 columns in a pipe.
-
-    Text is text: it takes nothing in a string for markup; what is to be bold is a ``Text`` that says so.
-    """
-    stream = sys.stderr if stderr else sys.stdout
-    if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
-        width = PIPED_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
-
-
-def make_table(
-    *columns: str, left: Collection[str] = (), space: int | None = None, caption: str | None = None
-) -> Table:
-    """Return an empty table without lines: numbers to the right, the columns ``left`` to the left.
-
-    ``space`` is that between columns, None for as rich has it; ``caption`` stands below in small.
-    """
-    padding = (0, 1) if space is None else (0, space, 0, 0)
-    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
-    table.caption, table.caption_style, table.caption_justify = caption, "dim", "left"
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    return table
+from .looks import Name, console, make_table, print_fitted
 
 
 def headline(plan: Plan) -> str:
@@ -204,7 +172,7 @@ def print_plan(
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         out.print(f"note        the search ended early: {status}")
     out.print()
-    out.print(_stage_table(plan, result, out.width))
+    print_fitted(out, _stage_table(plan, result, out.width))
 
 
 def restriction(plan: Plan, result: Evaluation) -> list[str]:
@@ -214,12 +182,11 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
     if target is None:
         return []
     lines = [f"for         {target.what}: whole units, equal pipelines, {' or '.join(target.kinds)}"]
+    if any(bound.schedule == "interleaved" and bound.period_ns < result.period_ns for bound in plan.lower_bounds):
+        lines.append("leaves out  the bound for interleaved: how evenly whole units fill ranks, and waits between them")
     if plan.policy.engine is not None:
         most = max(use.buffer_bytes for use in result.devices)
-        outputs = " and all outputs of the model to its end" if plan.policy.engine == "torch" else ""
-        lines.append(
-            f"holds       buffers for all microbatches of a step{outputs}: up to {format_bytes(most)} of a GPU"
-        )
+        lines.append(f"holds       buffers for all microbatches of a step: up to {format_bytes(most)} of a GPU")
     if isinstance(price, dict) and price:
         found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
         lines.append(f"price       without that restriction {', '.join(found)}")
@@ -288,9 +255,12 @@ def _state(plan: Plan) -> str:
         + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
+        + (", gradients clipped" if policy.clip else "")
     )
 
 
+SHORT = 10  # columns of a layer's name where two stand in a cell and there is no room
+WIDE_NAME = 24  # and where there is
 NARROW = 112  # columns below which the table leaves out what the peak is made of
 
 
@@ -338,11 +308,14 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     title, places = ((column[0],), column[1]) if column else ((), [])
     table = make_table(
         *where, "forward", "backward", "recom-\nputed", *title, "in\nflight", *parts, "peak", "of",
-        left=where, space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
+        left=where, names=("layers",), space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
     )  # fmt: skip
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
         sizes = [use.weights_bytes, use.activation_bytes, use.buffer_bytes] if parts else []
-        memory = [f"{count / size:.2f}" for count in (*sizes, use.peak_bytes, use.memory_bytes)]
+        memory = [f"{count / size:.2f}" for count in (*sizes, use.peak_bytes)]
+        memory.append(
+            format_bytes(use.memory_bytes) if use.memory_bytes >= 1000 * size else f"{use.memory_bytes / size:.2f}"
+        )
         if first != s:
             memory = [""] * len(parts) + ["see", str(first)]
         table.add_row(
@@ -359,15 +332,26 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     return table
 
 
-def _layers(plan: Plan, stage: Stage) -> str:
-    names = plan.chain.layers
-    first, last = names[stage.start].name, names[stage.stop - 1].name
-    what = _short(first) if stage.stop - stage.start == 1 else f"{_short(first)}..{_short(last)}"
-    return f"{stage.start}-{stage.stop - 1} {what}"
+def _layers(plan: Plan, stage: Stage) -> Name:
+    """Return a stage's layers by number and name; names give way together."""
+    first, last = (_short(plan.chain.layers[index].name) for index in (stage.start, stage.stop - 1))
+    numbers = f"{stage.start}-{stage.stop - 1}"
+    if stage.stop - stage.start == 1:
+        return Name(
+            lambda columns: f"{numbers} {shown(first, columns - len(numbers) - 1)}",
+            len(numbers) + 1 + min(len(first), SHORT),
+        )
+
+    def cut(columns: int) -> str:
+        room = columns - len(numbers) - 3
+        each = max(room // 2, room - min(len(first), len(last)))
+        return f"{numbers} {shown(first, each)}..{shown(last, each)}"
+
+    return Name(cut, len(numbers) + 3 + min(len(first), SHORT) + min(len(last), SHORT))
 
 
 def _short(name: str) -> str:
-    return shown(name.split("..")[0].split("(")[0], SHORT)
+    return shown(name.split("..")[0].split("(")[0], WIDE_NAME)
 
 
 def _recomputed(stage: Stage) -> str:

@@ -10,7 +10,7 @@ from ..plan import Plan
 from ..runtime.measure.report import planned_transfer_ns
 from ..runtime.measure.trace_file import MeasuredRun
 from ..units import format_bytes, format_ns
-from .tables import console, make_table
+from .looks import console, make_table, print_fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def print_comparison(plan: Plan, run: MeasuredRun, width: int | None = None) -> 
     for x in found.operations:
         ratio = "-" if x.ratio is None else f"{x.ratio:.2f}"
         table.add_row(x.kind, str(x.stage), format_ns(x.planned_ns), format_ns(x.measured_ns), ratio)
-    out.print(table)
+    print_fitted(out, table)
     out.print()
     for device in found.devices:
         out.print(

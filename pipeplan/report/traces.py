@@ -65,7 +65,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
     gpus = trace.process("GPUs, measured")
     slices: dict[tuple[str, int, int], Slice] = {}
     for device, name, times in zip(devices, names, report.times, strict=True):
-        sums = _rows(x for x in times if x.activity == "REDUCE")  # on tracks of their own: they go on beside the rest
+        sums = apart(x for x in times if x.activity == "REDUCE")  # on tracks of their own: they go on beside the rest
         titles = [f"{name}, sums of gradients{f' {i}' if i else ''}" for i in range(len(sums))]
         for title, row in zip([name, *titles], [[x for x in times if x.activity != "REDUCE"], *sums], strict=True):
             track = trace.track(gpus, title)
@@ -86,7 +86,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
     return trace.text(figures_of(plan, report))
 
 
-def _rows(times: Iterable[OpTime]) -> list[list[OpTime]]:
+def apart(times: Iterable[OpTime]) -> list[list[OpTime]]:
     """Return ``times`` in as few rows as let none of a row overlap."""
     rows: list[list[OpTime]] = []
     for x in sorted(times, key=lambda x: x.start_ns):

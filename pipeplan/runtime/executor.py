@@ -15,7 +15,9 @@ from .lowering.instructions import (
     Edge,
     Forward,
     Instruction,
+    Norm,
     Pass,
+    PutAside,
     Receive,
     Reduce,
     ReduceTied,
@@ -45,14 +47,19 @@ def _nothing_tied(stages: tuple[int, ...], version: int) -> None:
     raise AssertionError(f"nobody sums what stages {stages} share")
 
 
+def _nothing_clipped(version: int) -> None:
+    raise AssertionError(f"nobody clips the gradients of update {version}")
+
+
 @dataclass(frozen=True)
 class RankWork:
     """All that one rank needs to walk its instructions.
 
     ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives input
     and target, which is noted as ``reading``; ``updates`` make the stages' updates, after ``agree(version)`` where all
-    ranks must agree on them, and after ``reduce_tied(stages, version)`` where stages share weights; ``progress`` hears
-    the index of each instruction before it is carried out. Microbatches below ``counted`` are counted.
+    ranks must agree on them, after ``reduce_tied(stages, version)`` where stages share weights, and ``norm(version)``
+    where gradients are clipped; ``progress`` hears the index of each instruction before it is carried out. Microbatches
+    below ``counted`` are counted.
     ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin, and
     ``over(instruction)`` True where it will be, of those behind it too; ``save(step)`` writes a checkpoint and
     ``updated(stage, version)`` hears of updates. ``recorder`` notes when all this happens.
@@ -73,6 +80,7 @@ class RankWork:
     evaluates: bool = False
     reading: Activity = "DATA"
     reduce_tied: Callable[[tuple[int, ...], int], None] = _nothing_tied
+    norm: Callable[[int], None] = _nothing_clipped
     recorder: Recorder = field(default_factory=HostRecorder)
 
 
@@ -148,6 +156,12 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 work.updates[s].reduce(version)
             case ReduceTied(stages, version):
                 work.reduce_tied(stages, version)
+            case PutAside(s, _):
+                work.updates[s].put_aside()
+            case Norm(version):
+                start = recorder.mark()
+                work.norm(version)
+                recorder.note("NORM", -1, version, start)
             case Update(s, version):
                 work.updates[s].update(version)
                 work.updated(s, version)

@@ -11,8 +11,9 @@ from ..plan import Plan
 from .device import kind_of
 from .lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from .model.spec import ModelSpec
-from .options import RunOptions
+from .options import RunOptions, clipping
 from .training.checkpoint import Checkpoint
+from .training.groups import check_decay
 from .training.half import half_type
 from .training.optimizers import MakeOptimizer, optimizer_maker, planned_as
 from .training.stage_optimizer import check_elementwise, is_elementwise
@@ -94,6 +95,8 @@ class Job:
         """Raise BadInput for options that don't go with the plan, or that would do nothing."""
         policy, options = self.plan.policy, self.options
         half_type(self.plan, options.half)
+        if options.no_decay and not options.evaluates:
+            check_decay(options.no_decay, self.make_optimizer)
         if policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
         if policy.zero and self.sums:
@@ -114,6 +117,7 @@ def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
         plan = replace(plan, policy=replace(plan.policy, optimizer=planned))
     if options.bucket_size is not None:
         plan = replace(plan, policy=replace(plan.policy, bucket_parameters=options.bucket_size))
+    plan = clipping(plan, options.clip_norm is not None and not options.evaluates)
     job = Job(plan, model, options.from_anywhere())
     if options.bucket_size is not None and not (plan.policy.offload or (job.sums and job.chunk_buckets is not None)):
         raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")

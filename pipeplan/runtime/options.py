@@ -10,13 +10,17 @@ from ..check.validate import check
 from ..errors import BadInput
 from ..files.text import check_writable
 from ..plan import Plan
+from ..problem import CLIPPED_TOGETHER
+from ..schedule.kinds import graph_of
+from ..schedule.pattern import starts_of
+from ..schedule.periodic.retime import order_of, retime
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run, message_driven_plan
 from .model.loader import Loader
-from .model.spec import ModelSpec, data_of
+from .model.spec import ModelSpec, data_of, find
 from .model.user_code import user_code
 from .training.half import AS_PROFILED, HalfOptions
-from .training.optimizers import Choice, optimizer_maker, schedule_maker
+from .training.optimizers import Choice, optimizer_maker, rates_maker
 
 Engine = Literal["own", "torch"]
 
@@ -37,8 +41,16 @@ class RunOptions:
     """Of a zoo model's weights, of the data and of random numbers."""
     optimizer: Choice | None = None
     """Instead of the plan's."""
+    no_decay: tuple[str, ...] = ()
+    """Words in the names of weights, or of their modules' classes, that have no weight decay."""
+    groups: str | None = None
+    """``module:function`` that makes the optimizer's parameter groups of all named parameters."""
     scheduler: Choice | None = None
     """Changes the learning rate after each update."""
+    warmup: int = 0
+    """Updates in which the learning rate rises, before the schedule begins."""
+    clip_norm: float | None = None
+    """The total norm that gradients are clipped to; None: they aren't."""
     evaluates: bool = False
     """Whether the model is run forward alone."""
     epoch: int | None = None
@@ -90,8 +102,12 @@ class RunOptions:
             raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
         if self.optimizer is not None:
             optimizer_maker(self.optimizer, self.lr)  # what is wrong with it shows before any process starts
-        if self.scheduler is not None:
-            schedule_maker(self.scheduler)
+        if not self.evaluates:
+            rates_maker(self.scheduler, self.warmup, self.steps)
+        if self.groups is not None:
+            find(self.groups)
+            if self.no_decay:
+                raise BadInput("no decay: the parameter groups say that themselves")
 
     @property
     def link_delay_ns(self) -> int:
@@ -102,6 +118,24 @@ class RunOptions:
         """Return the same with absolute paths, for processes in other folders."""
         paths = {name: getattr(self, name) for name in ("save", "load", "checkpoint")}
         return replace(self, **{name: path.absolute() for name, path in paths.items() if path is not None})
+
+
+def clipping(plan: Plan, clips: bool) -> Plan:
+    """Return ``plan`` for gradients that are clipped, or aren't.
+
+    BadInput where its stages don't update together, InvalidPlan where gradients that wait find no room.
+    """
+    if clips == plan.policy.clip:
+        return plan
+    if clips and not plan.policy.updates_together:
+        raise BadInput("clip norm: " + CLIPPED_TOGETHER.format(weights=plan.policy.weights))
+    before, pattern = graph_of(plan), plan.pattern
+    plan = replace(plan, policy=replace(plan.policy, clip=clips))
+    if pattern is not None:  # steps wait for the norm, and are no part of backwards
+        order = order_of(before, starts_of(pattern), pattern.period_ns)
+        plan = replace(plan, pattern=retime(graph_of(plan), order))
+    check(plan)
+    return plan
 
 
 def run_otherwise(plan: Plan, vertical_sync: bool, message_driven: bool, limit: int | None) -> Plan:

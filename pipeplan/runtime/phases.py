@@ -78,7 +78,7 @@ def _walk(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
     if job.options.engine == "torch":
         from .torch_engine import execute_on_torch  # its imports take seconds, for this engine alone
 
-        times = execute_on_torch(rank, stages.runners, work.data, end.updated, meeting.links, meeting.recorder)
+        times = execute_on_torch(rank, work, meeting.links)
     else:
         order = None
         if inbox is not None and lowered.limit is not None:
@@ -121,6 +121,7 @@ def _work(
         evaluates=job.options.evaluates,
         reading=reader.activity,
         reduce_tied=stages.tied_sums.reduce,
+        norm=stages.measure,
         recorder=meeting.recorder,
     )
 

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import BadInput
 from .agreement import model_items
-from .device import Exchange, exchange_of, kind_of, own_device, place, watch_last
+from .device import CPU, Exchange, exchange_of, kind_of, own_device, place, watch_last
 from .exchange.collective import (
     agree,
     any_rank,
@@ -42,16 +41,18 @@ from .model.deferred import SMALL
 from .model.fitting import check_model, fitted
 from .model.loaded import LoadedModel
 from .model.loading import load_weights
-from .model.network import TensorSpec
+from .model.network import TARGET, TensorSpec
 from .model.own_part import OwnPart
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
+from .training.clipping import Clipping
 from .training.draws import Draws
+from .training.groups import groups_of
 from .training.half import first_scale, half_type, halved
 from .training.loss_scale import Scaling
 from .training.newest_weights import read_weights_themselves
 from .training.offload import BucketBuffers
-from .training.optimizers import schedule_maker
+from .training.optimizers import rates_maker
 from .training.rank import Rank
 from .training.shards import Sharing
 from .training.stage import StageModule
@@ -74,28 +75,32 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     plan, options, lowered = job.plan, job.options, job.lowered()
     device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
-    alone = len(lowered.devices) == 1
-    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, sys.maxsize if alone else SMALL)
+    half, small = half_type(plan, options.half), sys.maxsize if len(lowered.devices) == 1 else SMALL
+    training = not options.evaluates
+    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, small, training, half)
     model = part.load()
     launcher.compare(lambda: model_items(job.model, model))
-    if not model.chain:
-        _refuse_traced(job, lowered)
     model = fitted(model, plan.chain)
+    if options.engine == "torch":
+        from .torch_engine import refuse_crossing  # its imports take seconds, for this engine alone
+
+        refuse_crossing(model, cuts)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
-    given = options.load is not None or job.resume is not None
+    source = options.load or model.source
+    given = source is not None or job.resume is not None
     model = part.filled(
         model, lambda found: _own_modules(lowered, number, found), lambda found: fitted(found, plan.chain), given
     )
-    if options.load is not None:
-        load_weights(model, options.load)
+    if source is not None:
+        load_weights(model, source)
+    groups = groups_of(model, options.no_decay, options.groups)
     model = separated(lowered, number, model)
     masters: Masters = {}
-    half = half_type(plan, options.half)
     if half is not None:
         model, masters = halved(model, half, _own_modules(lowered, number, model), device)
     check_model(model, plan.chain, cuts)
-    rank = Rank(lowered, number, device, model)
+    rank = Rank(lowered, number, device, model, groups)
     for s in rank.stages:
         place(rank.modules(s), device)
     if isinstance(model.loss, nn.Module):
@@ -131,27 +136,16 @@ def _without_memory(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def _refuse_traced(job: Job, lowered: LoweredRun) -> None:
-    """Raise BadInput with one sentence for what cannot be done with a traced model."""
-    what = {
-        "evaluated, as its trace is that of its training": job.options.evaluates,
-        "run on torch's engine": job.options.engine == "torch",
-        "trained in mixed precision, as its trace has the types of its weights": job.plan.policy.precision == "mixed",
-        "differentiated with newer weights than those of its forwards (weights latest)": lowered.reads_newest,
-    }
-    for words, asked in what.items():
-        if asked:
-            raise BadInput(f"model: {job.model.build} is traced and cannot be {words}; return its layers as a list")
-
-
 def _prepare_for_newer_weights(rank: Rank, s: int) -> None:
     """See to it that backwards can use newer weights; BadInput for a layer where they cannot. Recomputed ones can."""
     stage = rank.stage(s)
     again = {i for first, last in stage.checkpoint for i in range(first, last)}
     read_weights_themselves(rank.modules(s))
     for i, layer in enumerate(rank.layers(s), stage.start):
-        if i not in again:
-            refuse_copies(f"layer {i}", layer.name, layer.module, rank.model.cut(i).forward)
+        for code in () if i in again else layer.codes:
+            if TARGET not in code.reads:
+                specs = [rank.model.specs[value] for value in code.reads]
+                refuse_copies(f"layer {i}", code.name, code.module, *specs, run=code.run)
 
 
 # --- the meeting ----------------------------------------------------------------------------------------------------
@@ -162,7 +156,8 @@ class Meeting:
     """What a rank has once all have met: how messages and ``sums`` of gradients travel, and the groups that are summed.
 
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
-    each edge and ``transfer_ns`` how long that takes. ``clock`` is the comparison of clocks before the run.
+    each edge and ``transfer_ns`` how long that takes. ``clock`` is the comparison of clocks before the run. Where
+    gradients are clipped ``everybody`` is the group that sums for their norm.
     """
 
     links: Links
@@ -173,6 +168,7 @@ class Meeting:
     recorder: Recorder
     clock: Compared
     transfer_ns: Mapping[Edge, int]
+    everybody: Group = None
 
 
 def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters: Masters) -> Meeting:
@@ -202,7 +198,9 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     transfer_ns = transfer_times(lowered, number, specs, links)
     clock = compared_clocks(number)
     recorder = recorder_of(device, clock.offset_ns, timeout)
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns)
+    every = tuple(range(len(lowered.plan.allocation.stages)))
+    everybody = stage_groups(lowered, [every] if lowered.plan.policy.clip else [], sums, timeout).get(every)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns, everybody)
 
 
 def compared_clocks(number: int) -> Compared:
@@ -245,7 +243,8 @@ def _edge_specs(rank: Rank) -> dict[Edge, TensorSpec]:
 class OwnStages:
     """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
 
-    ``tied_sums`` adds up the gradients of ``ties``, the weights that stages share.
+    ``tied_sums`` adds up the gradients of ``ties``, the weights that stages share; ``clipping`` is None where gradients
+    aren't clipped.
     """
 
     runners: Mapping[int, StageModule]
@@ -255,6 +254,12 @@ class OwnStages:
     scaling: Scaling | None
     activations: HeldBytes
     states: StateBytes
+    clipping: Clipping | None = None
+
+    def measure(self, version: int) -> None:
+        """Begin with the norm of all gradients for ``version``."""
+        assert self.clipping is not None, "only then are norms asked for"
+        self.clipping.begin(version, [x for update in self.updates.values() for x in update.measured()])
 
 
 def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
@@ -265,6 +270,10 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     scaling = None
     if half is not None:
         scaling = Scaling(first_scale(plan, half, options.half), any_rank if lowered.drains else None)
+    clipping = None
+    if options.clip_norm is not None:
+        home = rank.device if meeting.sums == "nccl" else CPU
+        clipping = Clipping(options.clip_norm, meeting.everybody, home, meeting.recorder, scaling)
     runners: dict[int, StageModule] = {}
     updates: dict[int, StageUpdate] = {}
     borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
@@ -276,12 +285,35 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         if group is not None and plan.policy.zero:
             sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group)
         keeping = Keeping(
-            masters, bucket, plan.policy.offload, group is not None, tied, waits, sharing, buffers, states.note
+            masters,
+            bucket,
+            plan.policy.offload,
+            group is not None,
+            tied,
+            waits,
+            lowered.puts_aside,
+            sharing,
+            buffers,
+            states.note,
+            rank.groups,
+            rank.names(s),
         )
         lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
         versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
         runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions, Draws(options.seed, rank.device))
-        updates[s] = StageUpdate(s, versions, meeting.recorder, group, replicas, job.chunk_buckets, scaling, added)
+        counted = [versions.place_of(x.copy_in(s, rank.model)) for x in ties if x.stages[0] == s in rank.first_of]
+        updates[s] = StageUpdate(
+            s,
+            versions,
+            meeting.recorder,
+            group,
+            replicas,
+            job.chunk_buckets,
+            scaling,
+            added,
+            clipping,
+            [index for index in counted if index is not None],
+        )
         states.watch(updates[s].tensors)
     masters.clear()
     torch.manual_seed(options.seed + 1 + rank.number)
@@ -290,19 +322,19 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     for layer in rank.model.layers if options.evaluates else ():
         layer.module.eval()
     tied_sums = TiedSums(rank.model, ties, runners, meeting.tied_groups, meeting.recorder, scaling)
-    return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states)
+    return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states, clipping)
 
 
 def _versions(
     job: Job, rank: Rank, s: int, keeping: Keeping, lenders: Mapping[int, Versions], borrowing: Set[int]
 ) -> Versions:
     """Return the weights of stage ``s``, some of which ``lenders`` keep, and which it keeps for those ``borrowing``."""
-    lowered, scheduler = rank.lowered, job.options.scheduler
+    lowered, options = rank.lowered, job.options
     return Versions(
         rank.modules(s),
-        Counter() if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
+        Counter() if options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
         job.make_optimizer,
-        None if scheduler is None else schedule_maker(scheduler),
+        rates_maker(options.scheduler, options.warmup, options.steps),
         lowered.first.step,
         lowered.reads_newest,
         keeping,

@@ -6,7 +6,8 @@ knows no weight versions, replicas or recomputation, and counts nothing. Weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from ..errors import BadInput, RunFailed
 from .device import group_timeout
 from .exchange.links import Links
 from .exchange.transport import PeerLost
+from .executor import RankWork
 from .lowering.lowered_run import LoweredRun
-from .measure.recorder import Recorder, Times
-from .model.network import TensorSpec
+from .measure.recorder import Times
+from .model.loaded import LoadedModel
+from .model.network import TARGET, LayerCode, TensorSpec, kind_of
 from .training.rank import Rank
-from .training.stage import StageModule
 
 
 def refuse_for_torch(lowered: LoweredRun) -> None:
@@ -49,37 +51,29 @@ def refuse_for_torch(lowered: LoweredRun) -> None:
         raise BadInput("plan: the last stage is the loss alone, which torch's engine cannot run")
 
 
-def execute_on_torch(
-    rank: Rank,
-    runners: Mapping[int, StageModule],
-    data: Callable[[int], tuple[Any, Any]],
-    updated: Callable[[int, int], None],
-    links: Links,
-    recorder: Recorder,
-) -> Times:
+def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
     """Run all mini-batches of ``rank`` and return when updates were made; losses go to the last stage's runner."""
     if links.exchange == "staged":
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
-    lowered, model = rank.lowered, rank.model
+    lowered, model, runners = rank.lowered, rank.model, work.stages
     interval = lowered.interval
     group = dist.new_group(None, group_timeout(links.timeout, "nccl"), "nccl") if links.exchange == "nccl" else None
     last = len(lowered.plan.allocation.stages) - 1
     stages = []
     for s in runners:
-        stage = rank.stage(s)
-        out = model.boundaries[min(stage.stop, len(model.layers) - 1)]
+        code = _StageCode(rank, s)
         stages.append(
             PipelineStage(
-                nn.Sequential(*rank.modules(s)),
+                code,
                 s,
                 last + 1,
                 links.device,
-                input_args=(_example(model.boundaries[stage.start], s > 0, links.device),),
-                output_args=(_example(out, True, links.device),),
+                input_args=tuple(_example(model.specs[v], s > 0, links.device) for v in code.reads),
+                output_args=tuple(_example(model.specs[v], True, links.device) for v in code.makes),
                 group=group,
             )
         )
-    runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=model.loss)  # type: ignore[no-untyped-call]  # torch has no types there
+    runtime = _PipelineScheduleRuntime(stages, interval, loss_fn=partial(_loss, model.layers[-1].codes[-1]))  # type: ignore[no-untyped-call]  # torch has no types there
     runtime._prepare_schedule_with_comms(_actions(lowered), format="compute_only")
     for step in range(lowered.first.step, lowered.first.step + lowered.steps):
         begin = lowered.at(step).microbatch
@@ -87,11 +81,12 @@ def execute_on_torch(
         targets: Tensor | None = None
         losses: list[Tensor] = []
         if 0 in runners or last in runners:
-            samples = [data(m) for m in range(begin, begin + interval)]
+            samples = [work.data(m) for m in range(begin, begin + interval)]
             if 0 in runners:
-                inputs = (torch.cat([x for x, _ in samples]),)
+                values = [model.cut(0).opened(x) for x, _ in samples]
+                inputs = tuple(torch.cat([found[v] for found in values]) for v in model.cut(0).values)
             if last in runners:
-                targets = torch.cat([y for _, y in samples])
+                targets = torch.cat([_target(y) for _, y in samples])
         try:
             runtime.step(*inputs, target=targets, losses=losses, return_outputs=False)
         except RuntimeError as error:
@@ -99,14 +94,61 @@ def execute_on_torch(
             raise (PeerLost if lost else RunFailed)(f"torch's engine in update {step + 1}: {error}") from error
         if last in runners:
             runners[last].losses.update({begin + k: loss.item() for k, loss in enumerate(losses)})
-        for s, runner in runners.items():
-            start = recorder.mark()
+        for runner in runners.values():
             runner.versions.detach_gradient(step)
-            runner.versions.update(step + 1)
+        if lowered.plan.policy.clip:
+            work.norm(step + 1)
+        for s, runner in runners.items():
+            work.updates[s].update(step + 1)
             runner.versions.install(step + 1)
-            recorder.note("UPDATE", s, step + 1, start)
-            updated(s, step + 1)
-    return recorder.settle()
+            work.updated(s, step + 1)
+    return work.recorder.settle()
+
+
+class _StageCode(nn.Module):
+    """The layers of stage ``s`` but the loss as one module: from the values that come in to those that go out."""
+
+    def __init__(self, rank: Rank, s: int) -> None:
+        super().__init__()
+        model, stage = rank.model, rank.stage(s)
+        self._codes = [code for layer in rank.layers(s) for code in layer.codes if TARGET not in code.reads]
+        self.parts = nn.ModuleList(code.module for code in self._codes)
+        self.reads = model.cut(stage.start).values
+        behind = model.layers[-1].codes[-1].reads[:-1] if stage.stop == len(model.layers) else ()
+        self.makes = behind or model.cut(stage.stop).values
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the layers; what is only passed on is a view."""
+        values = dict(zip(self.reads, tensors, strict=True))
+        for code in self._codes:
+            values.update(zip(code.makes, code.run(code.module, *[values[v] for v in code.reads]), strict=True))
+        passed_on = {v: x.view_as(x) for v, x in zip(self.reads, tensors, strict=True)}
+        found = tuple((values | passed_on)[v].contiguous() for v in self.makes)
+        return found[0] if len(found) == 1 else found
+
+
+def refuse_crossing(model: LoadedModel, cuts: Sequence[int]) -> None:
+    """Raise BadInput unless all that crosses one of ``cuts`` has a gradient, as torch's engine sends one back."""
+    for position in cuts:
+        cut = model.cut(position)
+        if cut.trained != cut.values:
+            spec = next(spec for value, spec in zip(cut.values, cut.specs, strict=True) if value not in cut.trained)
+            raise BadInput(
+                f"plan: {spec} crosses the cut before layer {position} without a gradient, which torch's engine would "
+                "wait for; leave out --engine torch, or cut elsewhere"
+            )
+
+
+def _loss(code: LayerCode, output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+    values = output if isinstance(output, tuple) else (output,)
+    (found,) = code.run(code.module, *values, target)
+    return found
+
+
+def _target(target: Any) -> Tensor:
+    if not isinstance(target, Tensor):
+        raise BadInput(f"data: its target is {kind_of(target)}; torch's engine takes a tensor")
+    return target
 
 
 def _example(spec: TensorSpec, gradient: bool, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ does one thing after the other, two lists in unfortunate orders stop for good.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -52,17 +52,25 @@ def standstill(lists: Mapping[int, Sequence[Meet | None]]) -> tuple[dict[int, in
                 work.append(other)
             place[rank] += 1
     stuck = {rank: at for rank, at in place.items() if at < len(lists[rank])}
-    chain = [min(stuck)] if stuck else []
-    while chain:
-        meet = next_of(chain[-1])
-        assert meet is not None, "a rank only waits for others"
-        awaited = min(other for other in meet.ranks - {chain[-1]} if next_of(other) != meet)
-        if awaited in chain:
-            return stuck, chain[chain.index(awaited) :]
-        if awaited not in stuck:
-            break
-        chain.append(awaited)
-    return stuck, chain
+    return stuck, _circle({rank: _awaited(rank, next_of) for rank in stuck}) if stuck else []
+
+
+def _awaited(rank: int, next_of: Callable[[int], Meet | None]) -> int:
+    """Return the first of the ranks that one waits for."""
+    meet = next_of(rank)
+    assert meet is not None, "a rank only waits for others"
+    return min(other for other in meet.ranks - {rank} if next_of(other) != meet)
+
+
+def _circle(awaited: Mapping[int, int]) -> list[int]:
+    """Return the ranks that wait for each other, or else those in a row that wait for one that is through."""
+    import networkx as nx  # only where something is wrong
+
+    waits = nx.DiGraph(awaited.items())
+    try:
+        return [rank for rank, _ in nx.find_cycle(waits, min(awaited))]
+    except nx.NetworkXNoCycle:
+        return [rank for rank in nx.dfs_preorder_nodes(waits, min(awaited)) if rank in awaited]
 
 
 def deadlock(ranks: Mapping[int, Sequence[RankOp]]) -> list[str]:

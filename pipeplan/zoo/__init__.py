@@ -15,6 +15,7 @@ from ..errors import BadInput
 if TYPE_CHECKING:
     from .model import Model
 
+HUGGING_FACE = "hf:"  # begins the name of a transformers model
 ZOO = "zoo:"  # begins the name of a zoo model where a module:function could stand
 MODELS = {
     "gpt-tiny": "pipeplan.zoo.gpt:tiny",

@@ -42,7 +42,7 @@ from pipeplan.files.export.asked import parsed_renames
 from pipeplan.plan import ScheduleKind
 from pipeplan.planner.other_schedules import own_schedule
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.restricted import make_target_plan, with_price
+from pipeplan.planner.restricted import make_target_plan, unrestricted, with_price
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.planner.stated import STATED
 from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
@@ -349,12 +349,13 @@ def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: 
         for label, platform in platforms(gpus):
             policy = Policy("flush", accumulate=8 * len(platform), optimizer="adam", precision="mixed")
             problem = Problem(chain, platform, policy, checkpointing="segments")
+            free = {} if quick else unrestricted(problem, effort="quick")
             for name, accept in ACCEPT.items():
                 folder = folders.get(name, Path())
                 row = f"{case.name:10} {label:5} {name:12}"
                 try:
                     made = make_target_plan(problem, WRITERS[name].target, effort="quick")
-                    made = made if quick else with_price(made, problem, effort="quick")
+                    made = with_price(made, free)
                     run = simulate_plan(made.plan, None, own_schedule(made.plan)).timeline
                     renames = parsed_renames(DECODER if name == "torchtitan" else [])
                     text = WRITERS[name].write(Asked(made.plan, made.plan.allocation.stages, run, renames))

@@ -71,12 +71,27 @@ def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
     assert (second.forward_ns, second.layers[-1], second.memory_bytes) == (6 * 10**6, "l7", 10**9)
     run = found.simulate("gpipe", 8)
     assert (run.schedule, run.timeline.program.microbatches) == ("gpipe", 8)
+    runs = found.schedules("gpipe", "1f1b", microbatches=8)
+    assert {run.schedule for run in runs} == {"gpipe", "1f1b"}
+    assert runs[0].per_microbatch_ns <= runs[1].per_microbatch_ns
     assert len(found.simulate(jitter=0.1, runs=3, seed=1).jitter_ns) == 3
     assert found.report(tmp_path / "report.html", microbatches=4) == 4
     assert "<svg" in (tmp_path / "report.html").read_text()
     text = found.export("torch-csv", tmp_path / "plan.csv", schedule="1f1b", microbatches=4)
     assert (tmp_path / "plan.csv").read_text() == text
     assert "def " in (tmp_path / "plan.py").read_text()
+
+
+def test_old_spellings_say_what_dash_o_says(path, pipeplan):
+    given = ["plan", path, *SMALL, "--algorithm", "pipedream", "--json"]
+    texts = [
+        json.loads(pipeplan(*given, *more)[1])
+        for more in (["-O", "straight=true", "-O", "mode=released"], ["--straight", "--algorithm-mode", "released"])
+    ]
+    assert texts[0]["provenance"]["options"] == {"straight": True, "mode": "released"}
+    assert texts[0]["stages"] == texts[1]["stages"]
+    assert texts[0]["provenance"]["options"] == texts[1]["provenance"]["options"]
+    assert "'straight' is not of the form KEY=VALUE" in pipeplan(*given, "-O", "straight")[2]
 
 
 def test_everything_reads_as_one_line_and_as_html(path):
@@ -88,6 +103,15 @@ def test_everything_reads_as_one_line_and_as_html(path):
     assert "<script>" not in pp.read_profile(path)._repr_html_()
     assert "stage  layers" in found._repr_html_()
     assert [row.gpus for row in compared.rows] == [1, 2]
+
+
+def test_what_names_a_model_is_no_file_and_no_shipped_profile(path, tmp_path, monkeypatch):
+    from pipeplan.api.profiles import is_name
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").write_text("{}")
+    names = ["zoo:gpt-tiny", "hf:LlamaForCausalLM", "mymodel:build", "package.mymodel:build"]
+    assert [name for name in (*names, path, "a:b", "example:resnet50", "-", "C:/x.json") if is_name(name)] == names
 
 
 def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
@@ -125,9 +149,34 @@ def test_it_refuses_by_the_command_lines_sentences(given, more, sentence, path, 
 
 
 def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
-    with pytest.raises(pp.Infeasible, match=r"feasible from 28\.00 MB per GPU"):
+    with pytest.raises(pp.Infeasible, match=r"feasible from 28 MB per GPU"):
         pp.plan(path, gpus=1, mem="1MB")
     with pytest.raises(pp.PipeplanError, match="--schedule: 'zigzag' is not one of"):
         pp.plan(path, **GIVEN, split="4,4").simulate("zigzag")
+    with pytest.raises(pp.PipeplanError, match="'all' is not one of"):
+        pp.plan(path, **GIVEN, split="4,4").simulate("all")
     with pytest.raises(TypeError, match="gpu_count"):
         pp.plan(path, gpu_count=2)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"weights": "1bw"}, "--weights: '1bw' is not one of flush, 2bw, stash, latest"),
+        ({"optimizer": "lion"}, "--optimizer: 'lion' is not one of sgd, momentum, adam"),
+        ({"precision": "fp8"}, "--precision: 'fp8' is not one of fp32, mixed"),
+        ({"checkpointing": "all"}, "--checkpointing: 'all' is not one of none, stages, segments"),
+        ({"zero": 3}, "--zero: '3' is not one of 0, 1"),
+        ({"effort": "some"}, "--effort: 'some' is not one of quick, normal, high"),
+        ({"solver": "glpk"}, "--solver: 'glpk' is not one of cbc, highs"),
+        ({"schedule": "zbv"}, "--schedule: 'zbv' is not one of"),
+        ({"algorithm": "best"}, "--algorithm: 'best' is not one of auto"),
+        ({"for_": "jax"}, "--for: 'jax' is not one of megatron"),
+        ({"batch": 0}, "--batch: 0 is not positive"),
+        ({"accumulate": -1}, "--accumulate: -1 is not positive"),
+    ],
+)
+def test_what_the_command_line_would_not_take_is_refused_here_too(more, sentence, path):
+    with pytest.raises(pp.BadInput) as caught:
+        pp.plan(path, **{**GIVEN, **more})
+    assert str(caught.value).startswith(sentence)

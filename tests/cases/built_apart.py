@@ -1,6 +1,7 @@
 """Models whose builds do what is hard to put off, and data for them."""
 
 from functools import cache
+from threading import Thread
 
 import torch
 from torch import nn
@@ -89,6 +90,21 @@ def looking(batch):
     return layers, torch.zeros(batch, WIDTH), mean_square
 
 
+def in_threads(batch):
+    layers, x, loss = cached(batch)
+    drawing = Thread(target=nn.init.ones_, args=(layers[1].weight,))
+    drawing.start()
+    drawing.join()
+    return layers, x, loss
+
+
+def with_statistics(batch):
+    """Layers whose build runs them, to see what comes out."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    nn.Sequential(*layers)(torch.ones(2, WIDTH))
+    return layers, torch.zeros(batch, WIDTH), mean_square
+
+
 def unfitting(batch):
     return [nn.Linear(WIDTH, WIDTH), nn.Linear(4, 4)], torch.zeros(batch, WIDTH), mean_square
 
@@ -131,6 +147,11 @@ class Wide(nn.Module):
 
 def wide(batch):
     return Wide(), torch.zeros(batch, LARGE), mean_square
+
+
+def wide_on_meta(batch):
+    with torch.device("meta"):
+        return Wide(), torch.zeros(batch, LARGE, device="cpu"), mean_square
 
 
 def wide_vectors(index, seed):

@@ -47,17 +47,19 @@ def exploding_vectors(index, seed):
 
 
 def halved_serial(
-    build, data, batch, *, dtype, steps, accumulate, optimizer, lr, scale, window, replicas=1, cut=0, scheduler=None
-):
+    build, data, batch, *, dtype, steps, accumulate, optimizer, lr, scale, window, replicas=1, cut=0, scheduler=None,
+    clip=None,
+):  # fmt: skip
     """Train in mixed precision in one process; return (losses, state in full precision, skipped updates, last scale).
 
     Layers before ``cut`` have ``replicas``, whose gradients are added up in 32 bits in the order of the replicas.
     """
     layers, _, loss = build(batch)
-    layers = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
+    layers = layers if isinstance(layers, nn.Module) else nn.Sequential(*layers)
     layers.train()
     masters = [nn.Parameter(p.detach().clone()) for p in layers.parameters()]
-    first = {p: i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+    parts = reversed(list(enumerate(layers.children())))
+    first = {p: i for i, layer in parts for p in layer.parameters()}
     counts = [replicas if first[p] < cut else 1 for p in layers.parameters()]
     layers.to(dtype)
     stepper = optimizer_maker(optimizer, lr)(masters)
@@ -85,6 +87,8 @@ def halved_serial(
             for x in part[1:]:
                 total = total + x.float()
             master.grad = total.to(dtype).float() / scale
+        if clip is not None:
+            nn.utils.clip_grad_norm_(masters, clip)
         stepper.step()
         if schedule is not None:
             schedule.step()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+
+SAMPLE_S = 0.005
 
 
 class Vectors(Dataset):
@@ -26,6 +29,14 @@ class Vectors(Dataset):
 
     def set_epoch(self, epoch):
         self.epoch = epoch
+
+
+class Slow(Vectors):
+    """The same, read so slowly that stages wait for them."""
+
+    def __getitem__(self, index):
+        time.sleep(SAMPLE_S)
+        return super().__getitem__(index)
 
 
 class Numbers(Vectors):
@@ -90,7 +101,7 @@ def children(pid):
 
 
 def shuffled(batch):
-    return DataLoader(Vectors(), batch, shuffle=True, num_workers=2)
+    return DataLoader(Slow(), batch, shuffle=True, num_workers=2)
 
 
 def here(batch):

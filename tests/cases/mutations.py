@@ -233,6 +233,8 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         "null is the default; sums of so few parameters are one chunk",
     ),
     r"policy\.bytes_per_parameter": (r"left out", "null is the default"),
+    r"policy\.engine": (r"left out", "null is the default"),
+    r"policy\.clip": (r"left out", "false is the default"),
     r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",
@@ -247,7 +249,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         "a bound of a narrower class is called a claim, and none is above the period; class any is refused here",
     ),
     r"lower_bounds\[\d+\]\.class": (
-        r"contiguous|one-special|any",
+        r"contiguous|one-special|torch|any",
         "the plan is in that class; class any is derived anew, and the others are called claims",
     ),
     r"samples_per_update": (r"left out|null", "null is the default: it follows from the policy"),

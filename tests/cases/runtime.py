@@ -159,17 +159,22 @@ def built(name, batch, seed):
     return layers.train(), loss, model.data(batch)
 
 
-def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=()):
+def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=(), clip=None, stepping=None):
     """Train in one process; return (losses per microbatch, state).
 
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, forward and
     backward, where stages begin at layer 0 and at ``cuts``; without it, all updates before its own mini-batch.
+    ``clip`` is the total norm that gradients are clipped to by torch; ``stepping(named weights)`` gives an optimizer,
+    and its schedule, instead of ours.
     """
     layers, loss, data = built(name, batch, seed)
     stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(layers) for p in layer.parameters()}
     parameters = list(layers.parameters())
     newest = [nn.Parameter(p.detach().clone()) for p in parameters]
-    stepper = optimizer_maker(optimizer, lr)(newest)
+    names = [name for name, _ in layers.named_parameters()]
+    stepper, schedule = (optimizer_maker(optimizer, lr)(newest), None) if stepping is None else (None, None)
+    if stepping is not None:
+        stepper, schedule = stepping(list(zip(names, newest, strict=True)))
     history = [[p.detach().clone() for p in newest]]
     losses = []
     for step in range(steps):
@@ -184,7 +189,11 @@ def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=Non
             (value / accumulate).backward()
         for p, master in zip(parameters, newest, strict=True):
             master.grad = p.grad.clone()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(newest, clip)
         stepper.step()
+        if schedule is not None:
+            schedule.step()
         history.append([p.detach().clone() for p in newest])
     with torch.no_grad():
         for p, value in zip(parameters, history[-1], strict=True):
@@ -336,6 +345,27 @@ def vectors(index, seed):
     return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
 
 
+class Waved(nn.Module):
+    """A linear layer and a wave of it, with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.height = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 0.5))
+
+    def forward(self, x):
+        return torch.sin(self.linear(x)) * self.height + x
+
+
+def waved(batch):
+    torch.manual_seed(8)
+    return [Waved(), nn.LayerNorm(16), Waved(), nn.Linear(16, 16)], torch.zeros(batch, 16), mean_square
+
+
+def waved_whole(batch):
+    layers, x, loss = waved(batch)
+    return Whole(nn.Sequential(*layers)), x, loss
+
+
 not_a_function = 3
 
 FORWARD_S, BACKWARD_S = 0.01, 0.02  # of a layer whose times are known, however busy the machine is
@@ -412,6 +442,18 @@ def drawn(index, seed):
 
 def without_limit(batch):
     return [nn.Linear(16, 2048), nn.Linear(2048, 16)], torch.zeros(batch, 16), mean_square
+
+
+def two_rates(named):
+    """The embedding's weights at another rate, and one group that some stages have nothing of."""
+    named = list(named)
+    first = [(name, p) for name, p in named if name.startswith("embedding")]
+    others = [(name, p) for name, p in named if not name.startswith("embedding")]
+    return [{"params": first, "lr": 0.005}, {"params": others}]
+
+
+def half_a_group(named):
+    return [{"params": [p for _, p in list(named)[1:]]}]
 
 
 def rates_doubled(optimizer, times=1):

@@ -73,6 +73,44 @@ def images(index, seed):
     return torch.randn(4, 1, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)
 
 
+class Noisy(nn.Module):
+    """Statistics, and chance in a module and in functions: its evaluation has fewer operations than its training."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.block, self.drop, self.leave = nn.Conv2d(1, 4, 3), Block(4), nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = functional.dropout(self.enter(x), 0.3, self.training)
+        x = self.drop(self.block(x) + x)
+        x = functional.dropout(x + 1, 0.3, self.training) if self.training else x * 1.5
+        return self.leave(x.mean(dim=(2, 3)))
+
+
+def noisy(batch):
+    torch.manual_seed(6)
+    return Noisy(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
+
+
+class Widening(Noisy):
+    """Part of it in 32 bits, whatever the type of its weights, and a constant that stays in 32 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.1]))
+
+    def forward(self, x):
+        x = self.block(self.enter(x)) * self.scale
+        y = x.float() * torch.tensor([0.7123])
+        y = (y - y.mean(dim=1, keepdim=True)).to(x.dtype)
+        return self.leave((x + y).mean(dim=(2, 3)))
+
+
+def widening(batch):
+    torch.manual_seed(6)
+    return Widening(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
+
+
 class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
@@ -265,6 +303,8 @@ DATA = {
     attending: sequences,
     averaging: labelled,
     residual: images,
+    noisy: images,
+    widening: images,
     transformer: tokens,
     tied_transformer: tokens,
     entwined: tokens,

@@ -130,7 +130,7 @@ def test_diff_simulates_it_with_other_costs(
     other.write_text(json.dumps(heavier))
     code, out, _ = pipeplan("diff", profile, str(other), "--plan", planned[1])
     assert code == 1
-    assert "but has 1.00 GB" in out
+    assert "but has 1 GB" in " ".join(out.split())
 
 
 def test_contradicting_options_are_one_sentence(profile: str, pipeplan: Command) -> None:

@@ -77,7 +77,7 @@ PLATFORM = {
 }
 
 BAD_PLATFORMS = {
-    "all reserved": (("reserve",), "8GB", "$.reserve: 8.00 GB is all that a GPU of 8.00 GB has"),
+    "all reserved": (("reserve",), "8GB", "$.reserve: 8 GB is all that a GPU of 8 GB has"),
     "bare reserve": (("reserve",), "8", "$.reserve: '8' has no unit; write 16GB or 16GiB"),
     "text as blocking": (("blocking_transfers",), "no", "expected `bool`, got `str` - at `$.blocking_transfers`"),
     "no levels": (("levels",), ..., "missing required field `levels`"),

@@ -22,7 +22,7 @@ def test_the_12b_row_fits_with_a_checkpoint_every_four_layers(pipeplan: Command)
     assert "11.962e9 parameters" in out
     assert "48 GPUs = 6 stages x 8 pipelines; a batch of 16384 is 256 microbatches of 8" in out
     assert "assumed: all-reduce at 12 GB/s" in out
-    assert "fits        13.62 GB of 16.00 GB at most" in out
+    assert "fits        13.62 GB of 16 GB at most" in out
     assert "ac          4; 8 is Myelin's rule, nearest to sqrt(N) = 6.93" in out
     assert "flops       8.134e+17 per batch" in out
     assert "112.2 days" in out
@@ -32,7 +32,7 @@ def test_the_12b_row_fits_with_a_checkpoint_every_four_layers(pipeplan: Command)
 def test_the_papers_rule_overflows_the_outer_stages_and_exits_1(pipeplan: Command) -> None:
     code, out, err = pipeplan("estimate", *TABLE_2, "--offload", "--mem", "16GB")
     assert (code, err) == (1, "")
-    assert "too large   2 of 6 stages for 16.00 GB; stage 5 needs 17.10 GB, an even share fits" in out
+    assert "too large   2 of 6 stages for 16 GB; stage 5 needs 17.10 GB, an even share fits" in out
     assert "with 17.10 GB of memory, or ac = 6 (2 takes the least), or 12 stages x 4 with ac = 2" in out
     assert "as misprinted 60, 42.68 GB, least at sqrt(N/G_inter) = 2.83" in out
     assert "days" not in out  # nothing said what a GPU's peak is
@@ -70,7 +70,7 @@ def test_pipelines_share_the_optimizers_state(pipeplan: Command) -> None:
     code, shared, _ = pipeplan(*arguments, "--zero", "1")
     assert code == 0
     assert "mixed precision, Adam, no offload, state shared by 8 pipelines; a checkpoint every 4 layers" in shared
-    assert "fits        17.73 GB of 32.00 GB at most" in shared
+    assert "fits        17.73 GB of 32 GB at most" in shared
     parameters = -(-TRANSFORMERS["myelin-12b"].parameters // 6)
     offloaded = json.loads(pipeplan(*arguments, "--offload", "--zero", "1", "--json")[1])["memory"]["even_share"]
     assert offloaded["host_bytes"] == 12 * -(-parameters // 8)
@@ -96,7 +96,7 @@ def test_own_sizes_override_and_one_gpu_is_the_default(pipeplan: Command) -> Non
     assert untied["model"]["parameters"] - figures["model"]["parameters"] == 100 * 64
     longer = json.loads(pipeplan("estimate", "--model", "gpt2-xl", "--sequence", "2048", "--json")[1])
     assert (longer["model"]["sequence"], longer["model"]["layers"]) == (2048, 48)
-    for arguments in (["--gpus", "8", "--data", "2"], ["--inter", "4", "--data", "2"]):
+    for arguments in (["--gpus", "2x4", "--data-parallel", "2"], ["--inter", "4", "--data", "2"]):
         grid = json.loads(pipeplan("estimate", "--model", "gpt2-xl", *arguments, "--json")[1])["grid"]
         assert (grid["gpus"], grid["inter"], grid["data"], grid["batch"]) == (8, 4, 2, 32)
     code, out, _ = pipeplan("estimate", *OWN, "--ac", "none")
@@ -110,12 +110,15 @@ def test_own_sizes_override_and_one_gpu_is_the_default(pipeplan: Command) -> Non
     [
         ([], "say the network: --model, or also --layers, --hidden, --heads, --sequence, --vocabulary"),
         (["--layers", "4"], "or also --hidden"),
-        (["--model", "gpt-5"], "no GPT is named 'gpt-5'; known are gpt2-small"),
+        (["--model", "gpt-5"], "no GPT or Llama is named 'gpt-5'; known are gpt-tiny"),
         (["--model", "gpt2-xl", "--heads", "7"], "hidden: 1600 is not a multiple of heads: 7"),
         (["--model", "gpt2-xl", "--gpus", "8"], "8 GPUs can be many grids; say also --inter or --data"),
         (["--model", "gpt2-xl", "--gpus", "8", "--inter", "3"], "--gpus: 8 is not a multiple of --inter 3"),
-        (["--model", "gpt2-xl", "--gpus", "8", "--data", "3"], "--gpus: 8 is not a multiple of --data 3"),
-        (["--model", "gpt2-xl", "--gpus", "8", "--inter", "2", "--data", "2"], "--inter 2 times --data 2, which is 4"),
+        (["--model", "gpt2-xl", "--gpus", "8", "--data", "3"], "--gpus: 8 is not a multiple of --data-parallel 3"),
+        (
+            ["--model", "gpt2-xl", "--gpus", "8", "--inter", "2", "--data", "2"],
+            "--inter 2 times --data-parallel 2, which is 4",
+        ),
         (["--model", "gpt2-xl", "--inter", "49"], "inter: 49 stages are more than the network's 48 layers"),
         (["--model", "gpt2-xl", "--data", "3", "--batch", "16"], "batch: 16 is not a multiple of 3"),
         (["--model", "gpt2-xl", "--ac", "0"], "--ac: '0' is neither a positive number of layers nor none"),

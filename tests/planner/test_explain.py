@@ -34,7 +34,7 @@ def heavy(layers: int = 6) -> Chain:
 def test_least_memory_and_fewest_gpus_are_true_and_tight() -> None:
     problem = Problem(heavy(), Platform.flat(2, 4 * GB))
     sentence = reason(problem)
-    assert "weights 9.00 GB" in sentence
+    assert "weights 9 GB" in sentence
     match = re.search(r"from ([0-9.]+ GB) per GPU, or with (\d+) GPUs", sentence)
     assert match, sentence
     enough = parse_bytes(match[1].replace(" ", ""))
@@ -55,7 +55,7 @@ def test_another_weights_policy_is_offered_only_when_it_helps() -> None:
 def test_checkpointing_is_offered_when_it_helps() -> None:
     layers = tuple(Layer(f"l{i}", 10, 20, 0, 1000, saved_bytes=GB) for i in range(4))
     sentence = reason(Problem(Chain("wide", layers, 1000), Platform.flat(1, 3 * GB), checkpointing="none"))
-    assert "activations 4.00 GB" in sentence
+    assert "activations 4 GB" in sentence
     assert "checkpointing" not in sentence  # one stage of four layers needs its 4 GB while it runs backward
     deep = tuple(Layer(f"l{i}", 10, 20, 0, GB) for i in range(2))
     chain = Chain("deep", (Layer("first", 10, 20, 0, GB, saved_bytes=0), *deep), 1000)

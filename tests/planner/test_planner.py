@@ -120,13 +120,16 @@ def test_a_given_accumulate_limits_what_is_in_flight() -> None:
 def test_flush_plans_for_the_drained_mini_batch() -> None:
     chain = Chain("even", tuple(Layer(f"l{i}", 100, 200, 0, 1) for i in range(8)), 1)
     problem = Problem(chain, Platform.flat(4, GB), Policy("flush"), replicas=False, checkpointing="none")
-    plan = make_plan(problem).plan
+    plan = make_plan(problem, schedule="flush").plan
     assert plan.schedule.kind == "flush"
     assert plan.schedule.microbatches == plan.policy.accumulate == 16
     result = evaluate(plan)
     assert result.makespan_ns is not None
     # four equal stages: (m + p - 1) stage times, and the few ns of transfers
     assert 19 * 600 <= result.makespan_ns <= 19 * 600 + 40
+    grid = evaluate(make_plan(problem).plan)  # two stages on each GPU fill and drain in half the time
+    assert grid.makespan_ns is not None
+    assert 16 * 600 + 3 * 300 <= grid.makespan_ns <= 16 * 600 + 3 * 300 + 100
     one = make_plan(problem.with_policy(Policy("flush", accumulate=1))).plan
     assert evaluate(one).makespan_ns == 2400  # a single microbatch gains nothing from cuts
 

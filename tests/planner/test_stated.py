@@ -159,7 +159,7 @@ def test_what_lacks_memory_says_which_stage_and_how_much_and_what_would_do() -> 
         plan_of(problem, "2,4")
     sentence = str(caught.value)
     assert "stage 1 (layers 2 to 5 (l2 to l5)) on device 1 needs 4.00 GB" in sentence
-    assert "2.00 GB more than the 2.00 GB there" in sentence
+    assert "2.00 GB more than the 2 GB there" in sentence
     assert "stage 0 (layers 0 to 1 (l0 to l1)) on device 0" in sentence  # by its two buffers
     assert "from 4.01 GB per GPU, with --recompute each" in sentence
     assert violations(plan_of(Problem(problem.chain, Platform.flat(2, 401 * 10**7)), "2,4")) == []

@@ -115,6 +115,20 @@ def test_memory_over_the_limit_is_marked():
     assert 'class="over"' in report_html(simulate_plan(small, 200, "gpipe"))
 
 
+def test_memory_that_is_far_off_leaves_room_for_what_is_held_and_none_held_is_drawn_too():
+    def top_of(plan):
+        """Where the highest edge of what is held is, of 1000 from the top."""
+        page = report_html(simulate_plan(plan, 12))
+        return min(
+            float(y) for path in re.findall(r'class="held" d="([^"]*)"', page) for y in re.findall(r" (\S+?)[LZ]", path)
+        )
+
+    plan = straight()
+    assert top_of(plan) < 100
+    nothing = tuple(replace(x, weight_bytes=0, output_bytes=0, saved_bytes=0, saves=None) for x in plan.chain.layers)
+    assert top_of(replace(plan, chain=replace(plan.chain, layers=nothing, input_bytes=0))) == 1000
+
+
 def test_a_page_never_has_too_many_operations():
     assert microbatches_shown(straight(), 12) == 12
     assert microbatches_shown(straight(), 10**6) * 2 * 4 <= MOST_OPERATIONS
@@ -150,12 +164,12 @@ def test_schedules_stand_side_by_side_on_one_axis():
     runs, refused = compare_schedules(straight(), ["pattern", "gpipe", "zbv"], 8)
     page = report_html(simulate_plan(straight(), 8), runs, [*refused, Refused("nf1b", "it <cannot>")])
     charts = data_of(page)["charts"]
-    assert set(charts) == {"pattern", "run", "gpipe", "zbv"}
-    assert {charts[name]["group"] for name in ("run", "gpipe", "zbv")} == {"run"}
+    assert set(charts) == {"pattern", "run", "run-gpipe", "run-zbv"}
+    assert {charts[name]["group"] for name in charts if name != "pattern"} == {"run"}
     parsed = Page(page)
     assert [a["id"] for a in parsed.of("table")] == ["stages", "schedules"]
     assert "nf1b: not possible: it <cannot>" in parsed.words
-    assert sum(op[1] == "W" for op in charts["zbv"]["ops"]) == 8 * 8
+    assert sum(op[1] == "W" for op in charts["run-zbv"]["ops"]) == 8 * 8
 
 
 def test_no_name_ends_the_script():
@@ -188,7 +202,7 @@ def test_every_chart_answers_in_a_browser_at_2_8_and_32_gpus_and_on_a_phone(repo
     found = pictures.look(pages, picture)
     assert {name: page["lacking"] for name, page in found.items()} == {name: [] for name in pages}
     assert found["2 phone"]["charts"] == ["pattern", "run", "measured"]
-    assert found["8"]["charts"][-2:] == [x.schedule for x in runs]
+    assert found["8"]["charts"][-2:] == [f"run-{x.schedule}" for x in runs]
     from matplotlib.image import imread
 
     pixels = imread(picture)
@@ -213,7 +227,7 @@ def test_the_command(pipeplan, tmp_path, monkeypatch):
     code, text, err = pipeplan("report", str(plan), "-o", "-", "--schedule", "nf1b", "--schedule", "zbv")
     assert code == 0, err
     charts = data_of(text)["charts"]
-    assert {"run", "nf1b", "zbv"} < set(charts)
+    assert {"run", "run-nf1b", "run-zbv"} < set(charts)
 
 
 def test_the_command_takes_the_trace_of_a_run_by_the_plan(pipeplan, tmp_path):

@@ -151,7 +151,7 @@ def test_simulate_compares_schedules_in_one_table(pipeplan, plan_file):
     found = json.loads(out)
     assert [row["schedule"] for row in found["schedules"]] == ["zb1p", "gpipe"]
     assert all(row["jitter"]["runs"] == 3 for row in found["schedules"])
-    assert "jitter" in err
+    assert err == ""  # only a terminal shows how far it is
 
 
 def test_the_same_seed_prints_the_same(pipeplan, plan_file):
@@ -239,4 +239,4 @@ def test_without_a_barrier_a_batch_takes_what_the_busiest_gpu_needs_for_it(plan_
     out = pipeplan(*words, "--schedule", "zb2p")[1]
     assert f"span     {by_name['zb2p']['longest_span_ns'] / 1e6:.3f} ms of one GPU at most" in out
     compared = pipeplan(*several[:-1], "--no-barrier")[1]
-    assert "of the longest span of a GPU, without a barrier" in " ".join(compared.split())
+    assert "of the longest span of a GPU" in " ".join(compared.split())

@@ -137,12 +137,23 @@ def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     assert all(x.forward_ns > 0 and x.backward_ns > 0 for x in report.stages)
 
 
-@pytest.mark.parametrize("vertical_sync", [False, True])
-def test_newest_weights_in_a_periodic_pattern_too(vertical_sync, tmp_path):
-    """1F1B with a backward for each microbatch: those of one mini-batch may be taken at several versions."""
+@pytest.mark.parametrize(
+    ("devices", "vertical_sync"),
+    [
+        (((0,), (1,), (2,)), False),
+        (((0,), (1,), (2,)), True),
+        (((0,), (1,), (0,)), False),
+        (((0,), (1, 2), (3,)), False),
+    ],
+)
+def test_newest_weights_in_a_periodic_pattern_too(devices, vertical_sync, tmp_path):
+    """1F1B with a backward for each microbatch: those of one mini-batch may be taken at several versions.
+
+    Stages may have replicas, or share a device, which nF1B doesn't.
+    """
     plan = plan_of(
         chain_of(images, 4),
-        [(start, stop, (s,)) for s, (start, stop) in enumerate(THREE)],
+        [(*cut, own) for cut, own in zip(THREE, devices, strict=True)],
         weights="latest",
         accumulate=2,
         optimizer="momentum",
@@ -426,6 +437,25 @@ def test_data_of_another_shape_is_named():
             ModelSpec("cases.newest_models:images", "cases.newest_models:sequence_data"),
             RunOptions(steps=2, lr=LR),
         )
+
+
+def test_a_traced_model_trains_as_its_layers_do(tmp_path):
+    """Whose training is what formulas say; here its graph's stages have newer weights in backwards than in forwards."""
+    found = []
+    for build, cut in (("waved", 2), ("waved_whole", 6)):
+        chain = chain_of(getattr(runtime_cases, build), 4, data=runtime_cases.vectors)
+        timed = (0, 1, cut, cut + 1, len(chain) - 1)  # so that both plans have the same order
+        untimed = {"forward_ns": 0, "backward_ns": 0}
+        layers = (x if i in timed else replace(x, **untimed) for i, x in enumerate(chain.layers))
+        chain = replace(chain, layers=tuple(layers))
+        plan = nf1b_plan(chain, [Stage(0, cut, (0,)), Stage(cut, len(chain), (1,))], 2)
+        model = ModelSpec(f"cases.runtime:{build}", "cases.runtime:vectors")
+        report = run_plan(plan, model, RunOptions(steps=6, lr=LR, save=tmp_path / "s"))
+        found.append((report.losses, torch.load(tmp_path / "s")))
+        assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
+    (losses, state), (same, again) = found
+    assert same == pytest.approx(losses, abs=1e-6)
+    assert largest_difference({f"layers.{name}": x for name, x in state.items()}, again) < 1e-6
 
 
 def test_a_failing_backward_names_all_its_microbatches():

@@ -18,6 +18,7 @@ from cases.runtime import chain_of, plan_of
 from torch import nn
 
 from pipeplan.errors import BadInput, RunFailed
+from pipeplan.runtime import agreement
 from pipeplan.runtime import peers as peers_room
 from pipeplan.runtime.agreement import Statement, difference, model_items, run_items, unreachable
 from pipeplan.runtime.launch import run_plan
@@ -164,6 +165,25 @@ def test_what_may_be_each_nodes_own_is_not_compared(plan, tmp_path):
         (tmp_path / f"start{n}").write_bytes(bytes([n]))
     one, two = (run_items(plan, MODEL, replace(mine, load=tmp_path / f"start{n}")) for n in (1, 2))
     assert [name for name in one if one[name] != two[name]] == ["the file of weights to load"]
+
+
+def test_long_states_are_compared_by_pieces_and_folders_by_their_files(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(agreement, "CHUNK", 4)
+    monkeypatch.setattr(agreement, "SAMPLES", 8)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    path = folder / "model.safetensors"
+
+    def found(load, content):
+        path.write_bytes(content)
+        return run_items(plan, MODEL, replace(OPTIONS, load=load))["the file of weights to load"]
+
+    whole = bytes(range(200)) * 4
+    for load in (path, folder):
+        assert found(load, whole) == found(load, whole) != found(load, whole[:-1])
+        assert found(load, whole) != found(load, b"x" + whole[1:]) != found(load, whole[:700] + b"x" + whole[701:])
+    (folder / "notes.txt").write_text("of no matter")
+    assert found(folder, whole) == run_items(plan, MODEL, replace(OPTIONS, load=folder))["the file of weights to load"]
 
 
 def test_models_of_the_same_shapes_differ_by_what_their_layers_do():

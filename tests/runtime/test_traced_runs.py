@@ -10,9 +10,11 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from cases import traced as traced_cases
+from cases.half import halved_serial
 from cases.runtime import chain_cut, chain_of, largest_difference, plan_of, simulated_version
 from cases.traced import DATA, serial
 
+from pipeplan.check.validate import check
 from pipeplan.cli import group
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_articulation, merge_share
@@ -25,6 +27,8 @@ from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.torch_engine import refuse_crossing
+from pipeplan.runtime.training.half import HalfOptions
 
 CHAINS = {}
 
@@ -268,17 +272,10 @@ def test_more_differences_from_the_profile():
             fit(model, wrong, [])
 
 
-def test_a_trace_is_that_of_training_in_its_own_types():
-    residual = chain(traced_cases.residual)
-    linears = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
-    for weights, model, options, sentence in (
-        ("flush", spec_of(traced_cases.residual), {"evaluates": True}, "is traced and cannot be evaluated"),
-        ("latest", spec_of(traced_cases.residual), {}, "cannot be differentiated with newer weights"),
-        ("flush", linears, {}, "is a chain of 5 layers; the plan's profile test is a graph"),
-    ):
-        plan = plan_of(residual, [(0, 9, (0,)), (9, 20, (1,))], weights=weights, accumulate=2)
-        with pytest.raises(BadInput, match=sentence):
-            run_plan(plan, model, RunOptions(steps=1, lr=0.1, **options))
+def test_a_list_of_layers_is_no_graph():
+    plan = plan_of(chain(traced_cases.residual), [(0, 9, (0,)), (9, 20, (1,))], accumulate=2)
+    with pytest.raises(BadInput, match="is a chain of 5 layers; the plan's profile test is a graph"):
+        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=1, lr=0.1))
 
 
 def test_cuts_that_cannot_be_made_are_refused():
@@ -331,6 +328,63 @@ def test_data_must_be_like_the_example():
     model = load_model(ModelSpec("cases.traced:two_inputs", "cases.traced:vectors"), 4, 0)
     with pytest.raises(BadInput, match="microbatch 0 has 1 input tensors; the example input has 2"):
         model.data(0, 0)
+
+
+def test_torchs_engine_runs_stages_of_a_graph(tmp_path):
+    """The skip connection crosses both cuts; what has no gradient can cross none."""
+    build = traced_cases.residual
+    profile = chain(build)
+    plan = plan_of(profile, stages_of(profile, CUTS[build], SHAPES["alternating"]), accumulate=4)
+    report, state = run(plan, build, tmp_path, engine="torch")
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
+    model, profile = load_model(spec_of(traced_cases.transformer), 4, 0), chain(traced_cases.transformer)
+    with pytest.raises(BadInput, match=r"plan: int64 \(4, 5\) crosses the cut before layer \d+ without a gradient"):
+        refuse_crossing(model, [position(profile, "blocks.1.mix")])
+
+
+def test_mixed_precision_runs_the_trace_of_the_module_in_16_bits(tmp_path):
+    """With masters in 32 bits; a part of it that computes in 32 bits whatever comes still does."""
+    build = traced_cases.widening
+    profile = chain_of(build, 4, data=DATA[build], dtype=torch.bfloat16)
+    plan = plan_of(profile, stages_of(profile, ("block.norm",), ((0,), (1,))), accumulate=2, optimizer="adam")
+    plan = replace(plan, policy=replace(plan.policy, precision="mixed"))
+    check(plan)
+    report, state = run(plan, build, tmp_path, steps=4, lr=0.02, half=HalfOptions(loss_scale=4.0))
+    losses, expected, skipped, _ = halved_serial(
+        build, DATA[build], 4, dtype=torch.bfloat16, steps=4, accumulate=2, optimizer="adam", lr=0.02, scale=4.0,
+        window=0,
+    )  # fmt: skip
+    assert report.losses == tuple(losses)
+    assert largest_difference(state, expected) == 0
+    assert skipped == report.skipped == ()
+    assert state["enter.weight"].dtype == torch.float32
+    assert planned_bytes_are_held(report)
+    report = run_plan(plan, spec_of(build), RunOptions(steps=1, lr=0.1, evaluates=True, load=tmp_path / "trained.pt"))
+    module, _, loss = build(4)
+    module.load_state_dict(state)
+    module.eval().bfloat16()
+    pairs = [traced_cases.images(m, 0) for m in range(2)]
+    assert equal(report.losses, [float(loss(module(x.bfloat16()).float(), target)) for x, target in pairs])
+
+
+def test_evaluation_runs_the_stages_as_the_module_does_then(tmp_path):
+    """Without dropout, with the statistics of training, and with operations that training doesn't have."""
+    profile = chain(traced_cases.noisy)
+    first, *others = stages_of(profile, ("block.norm", "drop"), SHAPES["alternating"])
+    stages = [Stage(*first, ((1, 2),)), *others]
+    plan = plan_of(profile, stages, weights="flush", accumulate=2)
+    _, state = run(plan, traced_cases.noisy, tmp_path, steps=2, checkpoint=tmp_path / "c")
+    module, _, loss = traced_cases.noisy(4)
+    module.load_state_dict(state)
+    module.eval()
+    for first, given in ((0, {"load": tmp_path / "trained.pt"}), (4, {"checkpoint": tmp_path / "c", "resume": True})):
+        options = RunOptions(steps=2, lr=0.1, evaluates=True, **given)
+        report = run_plan(plan, spec_of(traced_cases.noisy), options)
+        pairs = [traced_cases.images(m, 0) for m in range(first, first + 4)]
+        expected = [float(loss(module(x), target)) for x, target in pairs]
+        assert equal(report.losses, expected)
 
 
 def test_from_the_profile_to_the_trained_model(tmp_path, monkeypatch):

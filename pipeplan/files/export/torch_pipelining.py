@@ -120,14 +120,19 @@ def schedule(model, microbatch, device, loss_fn, mesh=None):
         stages.append(stage)
 '''
 
-OWN = {
-    1: "    return Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_fn)\n",
-    2: "    return ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_fn)\n",
-}
+SCHEDULES = {1: "Schedule1F1B", 2: "ScheduleInterleaved1F1B"}  # by whether a rank has one stage, or more
+OWN = "    return without_outputs({name}({stages}, MICROBATCHES, loss_fn=loss_fn))\n"
 FROM_CSV = """    run = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_fn)
     run._load_csv(Path(__file__).with_name({csv}))
-    return run
+    return without_outputs(run)
 """
+WITHOUT_OUTPUTS = '''
+
+def without_outputs(run):
+    """Return a schedule whose step() doesn't keep the model's outputs, of all microbatches, unless it is asked to."""
+    run.step = partial(run.step, return_outputs=False)
+    return run
+'''
 
 
 def torch_split(asked: Asked) -> str:
@@ -141,8 +146,9 @@ def torch_split(asked: Asked) -> str:
             "torch-split: pipeline() traces the model, and nothing there recomputes; --to torch-csv writes stages that "
             "do, or plan with --no-checkpointing"
         )
-    kind = OWN[min(found.shape.chunks, 2)]
-    return _module(asked, _traced(asked), kind, "SplitPoint, pipeline", kind.split()[1].partition("(")[0])
+    name = SCHEDULES[min(found.shape.chunks, 2)]
+    own = OWN.format(name=name, stages="stages" if found.shape.chunks > 1 else "stages[0]")
+    return _module(asked, _traced(asked), own, "SplitPoint, pipeline", name)
 
 
 def torch_stages(asked: Asked) -> str:
@@ -179,7 +185,9 @@ def _module(asked: Asked, body: str, schedule: str, names: str, kind: str, layer
         ranks.setdefault(stage.devices, []).append(s)
     from_csv = kind.startswith("_")
     imports = [
-        *(["from pathlib import Path", ""] if from_csv else []),
+        "from functools import partial",
+        *(["from pathlib import Path"] if from_csv else []),
+        "",
         "import torch.distributed as dist",
         *(["from torch import nn"] if layers else []),
         f"from torch.distributed.pipelining import {names if from_csv else f'{kind}, {names}'}",
@@ -200,4 +208,4 @@ def _module(asked: Asked, body: str, schedule: str, names: str, kind: str, layer
         f"PIPELINES = {pipelines}",
         f"MICROBATCHES = {asked.microbatches // pipelines}",
     ]
-    return head + "\n".join([*imports, "", *facts, ""]) + body + schedule
+    return head + "\n".join([*imports, "", *facts, ""]) + body + schedule + WITHOUT_OUTPUTS

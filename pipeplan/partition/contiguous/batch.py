@@ -126,7 +126,7 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
     for group in groups:
         path = platform.paths[platform.level_of(group)]
         sync = time_model.ring_all_reduce_ns(tables.gradients.astype(object), len(group), *path).astype(np.int64)
-        if policy.coarsening is not None:
+        if policy.steps_apart:
             slowest = platform.slowest(group)
             timed, start, stop = problem.chain.timed(slowest.times), tables.cuts[:, None], tables.cuts[None, :]
             step = time_model.step_ns(timed, problem.policy, start, stop, len(group), slowest.speed)

@@ -38,6 +38,20 @@ def shortest_split(tables: Sequence[Ints], between: Sequence[Ints]) -> tuple[int
     return None if best[-1] >= NEVER else walked(chosen)
 
 
+def first_split(tables: Sequence[Ints], long_first: bool) -> tuple[int, ...] | None:
+    """Return the cuts (indices) of the split whose first stages are longest, or shortest, of those that there are."""
+    possible = [np.arange(len(tables[0])) == len(tables[0]) - 1]  # from which cuts the stages behind can go on
+    for table in reversed(tables):
+        possible.append(((table < NEVER) & possible[-1][None, :]).any(axis=1))
+    if not possible[-1][0]:
+        return None
+    split = [0]
+    for table, behind in zip(tables, reversed(possible[:-1]), strict=True):
+        stops = np.flatnonzero((table[split[-1]] < NEVER) & behind)
+        split.append(int(stops[-1 if long_first else 0]))
+    return tuple(split)
+
+
 def up_to(longest: int, table: Ints) -> Ints:
     """Return ``table`` with NEVER where it is over ``longest``."""
     return np.where(table <= longest, table, NEVER)

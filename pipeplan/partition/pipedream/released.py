@@ -218,7 +218,9 @@ def _antichains(chain: Chain) -> _Antichains | None:
         if len(queue) > MOST_STATES:
             return None
 
-    order = _topological(source, following)
+    from networkx import DiGraph, dfs_postorder_nodes  # which takes longer to load than most plans to find
+
+    order = list(dfs_postorder_nodes(DiGraph(following), source))[::-1]
     index = {antichain: n for n, antichain in enumerate(order)}
     earlier = [0] * len(order)
     for n, antichain in enumerate(order):
@@ -226,24 +228,6 @@ def _antichains(chain: Chain) -> _Antichains | None:
             earlier[index[x]] |= earlier[n] | 1 << n
     done = [antichain | _union(ancestors[a] for a in _bits(antichain)) for antichain in order]
     return _Antichains(done, [augmented[x] for x in order], earlier)
-
-
-def _topological(source: int, following: dict[int, list[int]]) -> list[int]:
-    """Return the antichains in the reverse of the order in which a depth-first search leaves them."""
-    left: list[int] = []
-    seen = {source}
-    stack = [(source, iter(following[source]))]
-    while stack:
-        antichain, rest = stack[-1]
-        for x in rest:
-            if x not in seen:
-                seen.add(x)
-                stack.append((x, iter(following[x])))
-                break
-        else:
-            left.append(antichain)
-            stack.pop()
-    return left[::-1]
 
 
 def _union(sets: Iterable[int]) -> int:

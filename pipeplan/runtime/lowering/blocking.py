@@ -13,7 +13,7 @@ from ...integers import ceil_div
 from ...plan import Plan
 from ...schedule.deadlock import MOST_MICROBATCHES, Meet, standstill
 from ...schedule.kinds import kind_of
-from .instructions import Agree, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
+from .instructions import Agree, Instruction, Norm, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
 from .lowered_run import LoweredRun, lower_run
 
 ROUNDS = 3  # of the repeated part that a proof follows
@@ -61,7 +61,7 @@ def _meet(lowered: LoweredRun, rank: int, instruction: Instruction) -> Meet | No
             return _together(lowered, (stage,), instruction)
         case ReduceTied(stages, _):
             return _together(lowered, stages, instruction)
-        case Agree() | Save():
+        case Agree() | Norm() | Save():
             return Meet(frozenset(range(len(lowered.devices))), instruction)
         case _:
             return None

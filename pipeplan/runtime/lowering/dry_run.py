@@ -10,7 +10,20 @@ from typing import Final
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...problem import Platform
-from .instructions import Agree, Backward, Forward, Instruction, Receive, Reduce, ReduceTied, Save, Send, Update
+from .instructions import (
+    Agree,
+    Backward,
+    Forward,
+    Instruction,
+    Norm,
+    PutAside,
+    Receive,
+    Reduce,
+    ReduceTied,
+    Save,
+    Send,
+    Update,
+)
 from .lowered_run import LoweredRun
 
 PORTS: Final = range(20000, 30000)  # below those that systems give to who asks for any
@@ -94,7 +107,8 @@ def program_lines(lowered: LoweredRun, most: int | None = None) -> list[str]:
     ``1F3v2`` is stage 1's forward of microbatch 3 with version 2 of its weights, ``0f3>1`` stage 0's send of its
     output to rank 1, ``0b3<1`` its receive of the gradient, ``0U4`` the update that makes version 4, ``0R4`` the sum
     over replicas before it, ``0+3R4`` that of the weights which stages 0 and 3 share, ``A4`` the agreement of all
-    ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7.
+    ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7. Where
+    gradients are clipped, ``N4`` begins the sum for their norm, and ``0G4`` puts them aside until it is known.
     """
     lines = []
     for rank, (device, instructions) in enumerate(zip(lowered.devices, lowered.instructions, strict=True)):
@@ -120,6 +134,10 @@ def word(instruction: Instruction) -> str:
             return f"{s}R{v}"
         case ReduceTied(stages, v):
             return f"{'+'.join(map(str, stages))}R{v}"
+        case PutAside(s, v):
+            return f"{s}G{v}"
+        case Norm(v):
+            return f"N{v}"
         case Update(s, v):
             return f"{s}U{v}"
         case Agree(v):

@@ -6,7 +6,7 @@ Made from the program alone, before the run and without torch; the executor only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from ...schedule.timeline import Timeline, Turn
 from ...schedule.weight_versions import Lent, Use, WeightPolicy, alive, kept, used
 
 Pass = Literal["F", "B"]
+LATER = 10**15  # before everything else of a turn
 Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), and the stage that sends them
 
 
@@ -96,6 +97,24 @@ class ReduceTied:
 
 
 @dataclass(frozen=True, slots=True)
+class PutAside:
+    """Put the gradient for ``version`` of a stage aside: passes add to the next before this one's norm is known."""
+
+    stage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Begin the sum over all ranks that tells the norm of all gradients for ``version``; updates wait for it.
+
+    It comes behind the last backward for that version on any rank, and all sums.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """Make ``version`` of a stage's weights from the gradient that has been accumulated."""
 
@@ -117,7 +136,7 @@ class Save:
     step: int
 
 
-Instruction = Forward | Backward | Send | Receive | Reduce | ReduceTied | Update | Agree | Save
+Instruction = Forward | Backward | Send | Receive | PutAside | Reduce | ReduceTied | Norm | Update | Agree | Save
 
 
 def edge_into(kind: Pass, stage: int) -> Edge:
@@ -140,6 +159,10 @@ def sentence(instruction: Instruction) -> str:
             return f"the gradient sum over the replicas of stage {stage} for update {version}"
         case ReduceTied(stages, version):
             return f"the gradient sum of what stages {' and '.join(map(str, stages))} share for update {version}"
+        case PutAside(stage, version):
+            return f"the putting aside of stage {stage}'s gradient for update {version}"
+        case Norm(version):
+            return f"the norm of all gradients for update {version}"
         case Update(stage, version):
             return f"update {version} of stage {stage}"
         case Agree(version):
@@ -163,6 +186,7 @@ def lowered(
     ranks: Mapping[int, int],
     tied: Sequence[tuple[int, ...]] = (),
     lenders: Sequence[Sequence[int]] = (),
+    clips: bool = False,
 ) -> list[list[Instruction]]:
     """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
@@ -170,13 +194,16 @@ def lowered(
     update on all replicas of a stage where :func:`..schedule.weight_versions.used` has it, an update every ``interval``
     microbatches. What stages share (``tied``) is summed right before the first one's update, which is the last. So
     collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need weights
-    that are not made yet, or more versions than the policy keeps.
+    that are not made yet, or more versions than the policy keeps. With ``clips``, where nothing drains, gradients are
+    put aside until the norm of all is known, and an update comes as late as it may: before the first use of what it
+    makes.
     """
     program, graph = timeline.program, timeline.program.graph
     orders = lower(program, timeline.start_ns)
     entries: dict[int, list[tuple[Turn, int, Instruction]]] = {device: [] for device in orders}
     use_of: dict[Step, Use] = {}
     sums = {stages[0]: stages for stages in tied}
+    late = _LateUpdates()
 
     def devices_of(stage: int) -> tuple[int, ...]:
         return graph.resources[graph.stages[stage].resource].devices
@@ -186,15 +213,28 @@ def lowered(
         devices = devices_of(s)
         for use in uses:
             use_of[use.step] = use
+            for q, version in ((s, use.version), *use.lent) if clips else ():
+                late.used(q, version, timeline.turn(use.step))
             if use.updates:
                 made, turn = use.made + 1, timeline.turn(use.step)
                 for device in {d for holder in sums.get(s, ()) for d in devices_of(holder)}:
-                    entries[device].append((turn, len(orders[device]) + 3 * made - 2, ReduceTied(sums[s], made)))
+                    entries[device].append((turn, len(orders[device]) + 4 * made - 2, ReduceTied(sums[s], made)))
                 for replica in devices:
-                    place = len(orders[replica]) + 3 * made
+                    place = len(orders[replica]) + 4 * made
+                    if clips:
+                        entries[replica].append((turn, place - 3, PutAside(s, made)))
                     if len(devices) > 1:
                         entries[replica].append((turn, place - 1, Reduce(s, made)))
-                    entries[replica].append((turn, place, Update(s, made)))
+                    if not clips:
+                        entries[replica].append((turn, place, Update(s, made)))
+                late.due(s, made, turn)
+    for turn, update in late.norms() if clips else ():
+        for device, operations in orders.items():
+            entries[device].append((turn, len(operations) + 4 * update, Norm(update)))
+    for s, version, turn, is_use in late.updates() if clips else ():
+        for replica in devices_of(s):
+            place = version - LATER if is_use else len(orders[replica]) + 4 * version + 1
+            entries[replica].append((turn, place, Update(s, version)))
     for device, operations in orders.items():
         for index, op in enumerate(operations):
             step = _step(program, op)
@@ -217,6 +257,48 @@ def lowered(
         in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
         lists[rank] = _sends_before_updates(in_order, alone)
     return lists
+
+
+class _LateUpdates:
+    """When each stage's gradients for a version are there, and when it is first used: the updates come between."""
+
+    def __init__(self) -> None:
+        self._due: dict[tuple[int, int], Turn] = {}  # by stage and version
+        self._first: dict[tuple[int, int], Turn] = {}
+
+    def used(self, stage: int, version: int, turn: Turn) -> None:
+        """Note that a pass at ``turn`` uses ``version`` of the weights of ``stage``."""
+        self._first[stage, version] = min(self._first.get((stage, version), turn), turn)
+
+    def due(self, stage: int, version: int, turn: Turn) -> None:
+        """Note that the stage's gradient for ``version`` is there behind ``turn``."""
+        self._due[stage, version] = turn
+
+    def norms(self) -> list[tuple[Turn, int]]:
+        """Return behind which turn all stages have their gradients, for each version that all make."""
+        known: dict[int, Turn] = {}
+        for (_, version), turn in self._due.items():
+            known[version] = max(known.get(version, turn), turn)
+        return [(turn, version) for version, turn in known.items()]
+
+    def updates(self) -> Iterator[tuple[int, int, Turn, bool]]:
+        """Yield (stage, version, turn, whether the update comes before that turn or behind it).
+
+        It comes before the first use of the version, and before the next gradient is put aside; InvalidPlan where that
+        would be before the norm is known.
+        """
+        for known, version in self.norms():
+            for s in sorted(stage for stage, made in self._due if made == version):
+                ends = [self._first.get((s, version)), self._due.get((s, version + 1))]
+                turn = min((end for end in ends if end is not None), default=None)
+                if turn is not None and turn <= known:
+                    raise InvalidPlan(
+                        [
+                            f"stage {s} would have three gradients at once, because the norm of all gradients for "
+                            f"update {version} is known too late; accumulate more microbatches"
+                        ]
+                    )
+                yield s, version, known if turn is None else turn, turn is not None
 
 
 def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> list[Instruction]:
@@ -279,6 +361,17 @@ def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [*passes, Agree(updates[0].version), *updates]
 
 
+def clipped(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule with all sums and then all updates at the end, between them the norm.
+
+    Sums and updates keep their order, which is the same on all ranks.
+    """
+    updates = [x for x in instructions if isinstance(x, Update)]
+    sums = [x for x in instructions if isinstance(x, Reduce)]
+    others = [x for x in instructions if not isinstance(x, Reduce | Update)]
+    return [*others, *sums, Norm(updates[0].version), *updates]
+
+
 def with_tied_sums(
     instructions: Sequence[Instruction], tied: Sequence[tuple[int, ...]], own: Sequence[int]
 ) -> list[Instruction]:
@@ -291,8 +384,8 @@ def with_tied_sums(
     sums = [stages for stages in tied if set(stages) & set(own)]
     if not sums:
         return list(instructions)
-    updates = [x for x in instructions if isinstance(x, Reduce | Update)]
-    others = [x for x in instructions if not isinstance(x, Reduce | Update)]
+    updates = [x for x in instructions if isinstance(x, Reduce | Norm | Update)]
+    others = [x for x in instructions if not isinstance(x, Reduce | Norm | Update)]
     return [*others, *(ReduceTied(stages, updates[0].version) for stages in sums), *updates]
 
 
@@ -320,7 +413,7 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
             )
         case Send() | Receive():
             return replace(instruction, microbatch=instruction.microbatch + microbatches)
-        case Reduce() | ReduceTied() | Update() | Agree():
+        case PutAside() | Reduce() | ReduceTied() | Norm() | Update() | Agree():
             return replace(instruction, version=instruction.version + versions)
         case Save(step):
             return Save(step + versions)

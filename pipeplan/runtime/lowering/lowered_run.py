@@ -26,11 +26,14 @@ from ...schedule.weight_versions import weight_policy
 from .instructions import (
     Agree,
     Instruction,
+    Norm,
+    PutAside,
     Reduce,
     ReduceTied,
     Save,
     Update,
     agreed,
+    clipped,
     forwards,
     lowered,
     with_tied_sums,
@@ -94,7 +97,9 @@ class LoweredRun:
     def minibatch(self, instruction: Instruction) -> int:
         """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
         match instruction:
-            case Reduce(_, version) | ReduceTied(_, version) | Update(_, version) | Agree(version):
+            case PutAside(_, version) | Reduce(_, version) | ReduceTied(_, version) | Update(_, version):
+                return version - 1
+            case Norm(version) | Agree(version):
                 return version - 1
             case Save(step):
                 return step - 1
@@ -166,9 +171,14 @@ class LoweredRun:
             return 2 * max(most_held(self.timeline, lane) for lane in lanes) + self.round
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
+    @property
+    def puts_aside(self) -> bool:
+        """Whether all gradients wait until the norm of all is known, while passes make the next ones."""
+        return self.plan.policy.clip and not self.drains
+
     def waits(self, stage: int) -> bool:
-        """Whether gradients of weights that ``stage`` shares wait until an earlier stage's are there."""
-        return not self.drains and any(stage in stages[1:] for stages in self.tied)
+        """Whether gradients of weights that ``stage`` shares, alone, wait until an earlier stage's are there."""
+        return not self.drains and not self.puts_aside and any(stage in stages[1:] for stages in self.tied)
 
     def homes(self, stages: Iterable[int]) -> list[int]:
         """Return of ``stages``, which share weights, those that keep them: the first on each group of devices."""
@@ -217,7 +227,8 @@ def lower_run(
         timeline = simulate(program)
         if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        return program, timeline, lowered(timeline, policy, interval, ranks, () if policy.drains else tied, lenders)
+        apart, clips = () if policy.drains else tied, plan.policy.clip and not policy.drains
+        return program, timeline, lowered(timeline, policy, interval, ranks, apart, lenders, clips)
 
     made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
     for length in sorted(set(lengths), reverse=True):
@@ -225,6 +236,8 @@ def lower_run(
             program, timeline, lists = lists_of(interval)
             if plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
                 lists = [agreed(instructions) for instructions in lists]
+            if plan.policy.clip:
+                lists = [clipped(instructions) for instructions in lists]
             lists = [with_tied_sums(x, tied, on[device]) for x, device in zip(lists, devices, strict=True)]
             made[length] = program, timeline, [Repeated([Repeat(tuple(x), length, interval, 1)]) for x in lists]
         else:

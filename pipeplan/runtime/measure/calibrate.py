@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -30,6 +31,7 @@ def calibrated(
     program, decides = lowered.program, lowered.by_arrival
     graph = program.graph
     policy = replace(graph.policy, accumulate=lowered.interval)
+    overlaps = policy.coarsening is not None and not policy.clip
     stages = []
     for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
@@ -41,7 +43,8 @@ def calibrated(
                 forward_ns=occupied["F", s],
                 backward_ns=occupied["B", s] + int(share),
                 sync_period_ns=0,
-                update_ns=waits_ns[s] + (0 if policy.coarsening is None else step) if lowered.drains else 0,
+                update_ns=waits_ns[s] + (step if overlaps else 0) if lowered.drains else 0,
+                step_ns=step if policy.clip else 0,
                 update_share_ns=int(share),
             )
         )
@@ -58,7 +61,7 @@ def calibrated(
                 operations.append(replace(op, duration_ns=duration, resource=len(resources)))
                 resources.append(graph.resources[op.resource])
     measured = replace(  # stages that share weights wait for each other in what was measured
-        graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=()
+        graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=(), norm_ns=0
     )
     lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
     orders, rules = {}, {}
@@ -146,12 +149,12 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
 def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:
     """Return how long an update keeps each stage's processes waiting, beside the optimizer's work (medians in ns).
 
-    That is for sums of gradients, as long as nothing else is done meanwhile, and for the agreement of all ranks. Of
-    each update it is the wait of the rank that came last, and so waited for nobody's work. What a device waits for an
-    agreement counts for its first stage.
+    That is for sums of gradients, as long as nothing else is done meanwhile, for their norm, and for the agreement of
+    all ranks. Of each update it is the wait of the rank that came last, and so waited for nobody's work. What a device
+    waits for an agreement or a norm counts for its first stage.
     """
     sums: dict[tuple[int, int], list[int]] = {}  # of each stage and version, on each of its ranks
-    agreements: dict[int, list[int]] = {}
+    agreements: dict[int, Counter[int]] = {}  # of all ranks together, by version and rank
     for x in measurements:
         waited: dict[tuple[int, int], int] = {}
         begun = until = 0  # of the sum at hand; of what came before it
@@ -165,12 +168,12 @@ def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement
                 continue
             if t.activity == "UPDATE" and key in waited:
                 waited[key] += max(0, t.start_ns - max(begun, until))
-            elif t.activity == "AGREE":
-                agreements.setdefault(t.microbatch, []).append(t.duration_ns)
+            elif t.activity in ("AGREE", "NORM"):
+                agreements.setdefault(t.microbatch, Counter())[x.rank] += t.duration_ns
             until, summing = t.end_ns, False
         for key, ns in waited.items():
             sums.setdefault(key, []).append(ns)
-    agreement = median(map(min, agreements.values()))
+    agreement = median(min(found.values()) for found in agreements.values())
     firsts = {lowered.stages_of(rank)[0] for rank in range(len(lowered.devices))}
     return [
         median(min(found) for (stage, _), found in sums.items() if stage == s) + (agreement if s in firsts else 0)

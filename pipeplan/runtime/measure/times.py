@@ -22,6 +22,7 @@ Activity = Literal[
     "SEND_F",
     "SEND_B",
     "REDUCE",
+    "NORM",
     "UPDATE",
     "AGREE",
     "SAVE",
@@ -35,9 +36,9 @@ class OpTime:
     DATA is making the input or target of a microbatch, WAIT_DATA the wait for workers that do, SEND_F (SEND_B) a
     process's own work to send what a stage's forward (backward) made, ROOM_F (ROOM_B) the wait before it until what was
     sent last along the edge is through, WAIT_F (WAIT_B) the wait of a stage's forward (backward) for what another rank
-    sends. Of REDUCE and UPDATE, of which there is one for each chunk of the gradient, and of AGREE ``microbatch`` is
-    the version that is made, of SAVE the updates of a checkpoint; AGREE and SAVE are of no stage. A REDUCE goes on
-    beside others.
+    sends. Of REDUCE and UPDATE, of which there is one for each chunk of the gradient, of NORM, the measuring of
+    gradients and the wait for the others', and of AGREE ``microbatch`` is the version that is made, of SAVE the updates
+    of a checkpoint; NORM, AGREE and SAVE are of no stage. A REDUCE goes on beside others.
     """
 
     activity: Activity

@@ -10,11 +10,14 @@ program looks at a value, that one is made for it. (The idea of deferred initial
 from __future__ import annotations
 
 import gc
+import math
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -26,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .structure import substitute
 
 SMALL: Final = 2**18  # bytes of a tensor that is made at once: biases, and all of a small model
+WIDEST: Final = 16  # bytes of an element
+THREADS: Final = "it is built by several threads"
 
 aten = torch.ops.aten
 _DRAWS = {
@@ -63,7 +68,7 @@ class _Given:
 
     def __init__(self, x: Tensor) -> None:
         x = x.detach()
-        small = x.nbytes <= SMALL
+        small = x.nbytes <= SMALL or x.is_meta
         self._tensor = x.clone() if small else x
         self._sum = None if small else _sum(x)
 
@@ -91,10 +96,22 @@ class _Call:
 
 
 class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
-    """The mode of all promised tensors, also of copies of them."""
+    """The mode of all promised tensors, also of copies of them.
+
+    ``thread`` is the one that builds, while it does; ``elsewhere`` says that another one has had to do with them.
+    """
+
+    thread: int | None = None
+    elsewhere = False
 
     def __deepcopy__(self, memo: Any) -> _Fake:
         return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.thread not in (None, get_ident()):
+            self.elsewhere = True
+            raise NotDeferred(THREADS)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
@@ -110,6 +127,11 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other gets the place of one
 
     @property
+    def puts_off(self) -> bool:
+        """Whether there is anything that it would promise."""
+        return self._small < sys.maxsize
+
+    @property
     def promises(self) -> bool:
         """Whether anything is promised."""
         return bool(self._storages)
@@ -117,12 +139,16 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def __enter__(self) -> Deferred:
         self._warnings.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # as copies do
+        self.fake.thread = get_ident()
         super().__enter__()  # type: ignore[no-untyped-call]  # as above
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        self.fake.thread = None
         self._warnings.close()
+        if self.fake.elsewhere and error[0] is None:
+            raise NotDeferred(THREADS)
 
     def holds(self, x: Tensor) -> bool:
         """Whether ``x`` is promised."""
@@ -190,10 +216,14 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do one operation, or promise to."""
         kwargs = kwargs or {}
+        if not self.puts_off:
+            return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         promised = [x for x in given if self.holds(x)]
         if not promised:
             return self._begun(func, args, kwargs, given)
+        if _keeps_statistics(func, args, kwargs):
+            raise NotDeferred("it runs a norm in training while it is built")
         written = _written(func, args, kwargs)
         lazily = all(self.holds(x) for x in written)
         if _random(func):
@@ -215,7 +245,8 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _begun(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
         """Do what needs nothing that is promised; what becomes large is promised."""
-        if not given and not _random(func) and _makes(func) and kwargs.get("device") in (None, torch.device("cpu")):
+        there = kwargs.get("device") in (None, torch.device("cpu"))
+        if not given and there and _makes(func) and not _random(func) and self._may_be_large(args):
             with self.fake:
                 found = func(*args, **kwargs)
             if self._is_large(found):
@@ -268,6 +299,10 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         value = self.values(_tensors(arguments))
         return pytree.tree_map_only(Tensor, value, arguments)
 
+    def _may_be_large(self, args: Any) -> bool:
+        """Whether a tensor of sizes among ``args`` can be; what isn't seen here is when it is there."""
+        return WIDEST * math.prod(max(1, abs(x)) for x in pytree.tree_leaves(args) if type(x) is int) > self._small
+
     def _is_large(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.layout == torch.strided and x.untyped_storage().nbytes() > self._small
 
@@ -283,8 +318,8 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         fills = {_key(x) for x in written[:1] if func.overloadpacket in _FILLS and _is_whole(x)}
         arguments = pytree.tree_map_only(Tensor, noted, (args, kwargs))
         reads = {x.storage for x in kept.values() if isinstance(x, _View)}
-        if func.overloadpacket in _FILLS and fills and len(reads) == 1 and not _reads_itself(args):
-            reads -= fills
+        if fills:
+            reads = {_key(x) for x in _tensors((args[1:], kwargs)) if self.holds(x)}
         made = {
             place: _View.of(x)
             for place, x in enumerate(pytree.tree_leaves(found))
@@ -406,9 +441,18 @@ def _makes(func: Any) -> bool:
 
 
 def _leaves(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation is to make something elsewhere, where the program may look at it."""
+    """Whether an operation is to make something elsewhere, where nothing is promised."""
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type != "meta"
+    return device is not None and torch.device(device).type != "cpu"
+
+
+def _keeps_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation changes averages that it is given, as norms do without telling torch."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "running_mean" not in names:
+        return False
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return given["running_mean"] is not None and bool(given.get("training") or given.get("use_input_stats"))
 
 
 def _states(kwargs: Mapping[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
@@ -428,12 +472,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 def _is_whole(x: Tensor) -> bool:
     """Whether ``x`` is all of its storage."""
     return x.is_contiguous() and not x.storage_offset() and x.nbytes == x.untyped_storage().nbytes()
-
-
-def _reads_itself(args: Sequence[Any]) -> bool:
-    """Whether what fills a tensor comes from itself, as in ``x.copy_(x.flip(0))`` of a view."""
-    first = args[0]
-    return any(isinstance(x, Tensor) and _key(x) == _key(first) for x in args[1:])
 
 
 def mode_of(tensors: Iterable[Tensor]) -> FakeTensorMode | None:

@@ -1,4 +1,4 @@
-"""How does torch see any module's training step? As a graph of operations from the tensors that go in to those that
+"""How does torch see any module's forward? As a graph of operations from the tensors that go in to those that
 come out.
 
 Inputs and outputs are flat for torch and of any type for the author (:mod:`.structure`).
@@ -57,9 +57,10 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def exported(module: nn.Module, example_input: Any, loss_alone: bool = False) -> Exported:
-    """Return the graph of ``module`` in training on ``example_input``: a tensor, a tuple of arguments or keywords.
+def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, training: bool = True) -> Exported:
+    """Return the graph of ``module`` on ``example_input``: a tensor, a tuple of arguments or keywords.
 
+    It is that of its ``training``, or else that of its evaluation.
     With ``loss_alone`` the loss that it returns is all that comes out. BadInput tells what cannot be traced, with the
     line of the user's, and what to do.
     """
@@ -67,7 +68,7 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False) ->
     if not arguments:
         raise BadInput(f"example_input: {kind_of(example_input)} holds no tensor")
     name = type(module).__name__
-    module.train()
+    module.train(training)
     notes = without_cache(module)
     inner = uncompiled(module)
     with user_code(name), run_uncompiled([module]):

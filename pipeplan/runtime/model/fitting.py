@@ -19,7 +19,7 @@ def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
     if not model.chain:
         from .traced import grouped
 
-        return grouped(model, _merged(model, chain))
+        return grouped(model, _merged(model, chain) if model.training else _evaluated(model, chain))
     count = len(model.layers) - 1
     if chain.edges is not None:
         raise BadInput(
@@ -54,6 +54,26 @@ def _merged(model: LoadedModel, chain: Chain) -> list[Sequence[LayerCode]]:
             f"{chain.name} has"
         )
     return groups
+
+
+def _evaluated(model: LoadedModel, chain: Chain) -> list[Sequence[LayerCode]]:
+    """Return the codes of a graph in evaluation in groups, one for each layer of ``chain``, which is of its training.
+
+    What has the name of a layer, or of a part of it, is that; what training doesn't have goes with the code before it.
+    Layers that only training has get no code.
+    """
+    groups: list[list[LayerCode]] = [[] for _ in chain.layers]
+    at = 0
+    for code in (code for layer in model.layers for code in layer.codes):
+        ahead = (i for i in range(at, len(chain)) if _has(chain.layers[i].name, code.name))
+        at = next(ahead, at)
+        groups[at].append(code)
+    return list(groups)
+
+
+def _has(name: str, own: str) -> bool:
+    """Whether a layer of a profile called ``name`` has, at one of its ends or inside, the layer ``own``."""
+    return name == own or any(_inside(part, own) for part in name.split(".."))
 
 
 def _is(codes: Sequence[LayerCode], start: int, stop: int, name: str, following: str | None) -> bool:
@@ -93,8 +113,12 @@ def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
     """Raise BadInput, naming the first difference, unless ``model``, fitted to ``chain``, has its sizes.
 
     Compared are the layers' parameters, the sizes of values and who reads them. ``cuts`` are the layers at which stages
-    begin; what crosses there must carry gradients.
+    begin; what crosses there must carry gradients. Of a trace of its evaluation it is the parameters alone, of which
+    layers may have fewer.
     """
+    if not model.training:
+        _check_evaluated(model, chain)
+        return
     entering = sum(model.specs[value].nbytes for value in range(model.inputs))
     if entering != chain.input_bytes:
         raise BadInput(
@@ -120,6 +144,16 @@ def check_model(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
         if not cut.trained:
             crossing = " and ".join(map(str, cut.specs))
             raise BadInput(f"model: {crossing} crosses the cut before layer {position} and carries no gradient")
+
+
+def _check_evaluated(model: LoadedModel, chain: Chain) -> None:
+    for index, (layer, profiled) in enumerate(zip(model.layers, chain.layers, strict=True)):
+        if layer.weight_bytes > profiled.weight_bytes:
+            raise BadInput(
+                f"model: in evaluation layer {index} ({profiled.name}) has {layer.weight_bytes} bytes of parameters; "
+                f"the plan's profile, which is of training, says {profiled.weight_bytes}: its operations come in "
+                "another order then; evaluate it without a pipeline"
+            )
 
 
 def _check_edges(model: LoadedModel, chain: Chain) -> None:

@@ -52,6 +52,12 @@ class HuggingFace:
                 model = self.kind(self.config)
         return model, inputs_of(self.kind, self.config, batch, self.sequence, _generator(0, seed))
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that weights have in the folder, as its config says; None if it doesn't."""
+        found = getattr(self.config, "dtype", None)
+        return found if isinstance(found, torch.dtype) else None
+
     def data(self, batch: int) -> Data:
         """Return ``data(index, seed)`` of microbatches of ``batch`` samples."""
         if batch < 1:

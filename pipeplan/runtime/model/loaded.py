@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -51,7 +52,9 @@ class LoadedModel:
     reads its predecessor alone. The whole model's state is that of ``roots``, modules with the
     prefixes of their entries. Of what stands in it more than once ``first_names`` has the first name for each of the
     others, and ``unused`` is what no layer has. ``notes`` say what the author's module gave up to be
-    run by stages.
+    run by stages. ``source`` has its state, where it has been built without. A traced model is that of its
+    ``training``, or of its evaluation; ``constants`` are what its forward makes of numbers, by their places in the
+    modules of codes.
     """
 
     chain: bool
@@ -64,6 +67,9 @@ class LoadedModel:
     first_names: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    source: Path | None = None
+    training: bool = True
+    constants: frozenset[str] = frozenset()
 
     @property
     def boundaries(self) -> list[TensorSpec]:

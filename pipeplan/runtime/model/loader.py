@@ -231,7 +231,8 @@ class Loader:
     @cached_property
     def _source(self) -> _Source:
         found = self._made()
-        source = self._loaders(found) if isinstance(found, DataLoader) else self._datasets(found)
+        with user_code(self.name):
+            source = self._loaders(found) if isinstance(found, DataLoader) else self._datasets(found)
         if source.length == 0:
             raise BadInput(f"{self.name}: has fewer samples than the {self._batch} of one microbatch")
         return source
@@ -239,8 +240,8 @@ class Loader:
     def _made(self) -> Any:
         if is_data(self._make):
             return self._make
-        asks = any(x.name == "batch" or x.default is x.empty for x in _taken(self._make))
         with user_code(self.name), OwnRandomness(key_of(0, 0, BUILD)).installed():
+            asks = any(x.name == "batch" or x.default is x.empty for x in _taken(self._make))
             return self._make(self._batch) if asks else self._make()
 
     def _datasets(self, found: Any) -> _Source:

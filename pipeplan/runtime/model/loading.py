@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...errors import BadInput
 from ..device import CPU
 from .adapted import compiled_lines
 from .contract import boundaries_of, built_by, example_of, is_whole, sample_of
-from .deferred import Deferred
+from .deferred import Deferred, NotDeferred
 from .loaded import LoadedModel, ModelLayer
 from .network import Loss, chain_network, kind_of, loss_layer
 from .spec import Data, ModelSpec, Samples, brings_data, builder_of, data_of
@@ -24,19 +25,30 @@ from .structure import leaves_in, tensors_in, tensors_of
 
 
 def load_model(
-    spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU, promised: Deferred | None = None
+    spec: ModelSpec,
+    batch: int,
+    seed: int,
+    device: torch.device = CPU,
+    promised: Deferred | None = None,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Find and build the model of ``spec`` for microbatches of ``batch`` samples; BadInput says what is wrong with it.
 
     ``seed`` is given to a zoo model, and set before any other is built, so that all ranks build the same one. The
     layers stay where they are built; the pass that sizes what lies between them visits ``device``, layer by layer.
-    Large tensors are ``promised``, if that is given.
+    Large tensors are ``promised``, if that is given; then a folder's weights are left for :func:`load_weights`.
+    What has to be traced is traced in ``training``, or else in evaluation, and as if converted to ``dtype``.
     """
     build = builder_of(spec)
     data = data_of(spec, batch)
+    apart = promised is not None and promised.puts_off and brings_data(build)
+    source: Path | None = getattr(build, "weights", None) if apart else None
     torch.manual_seed(seed)
     with nullcontext() if promised is None else promised:
-        built = built_by(build, batch, spec.build, **({"seed": seed} if brings_data(build) else {}))
+        make = build if source is None else replace(build, weights=None)
+        built = built_by(make, batch, spec.build, **({"seed": seed} if brings_data(build) else {}))
     if promised is not None:
         modules = [x for x in leaves_in((built.layers, built.loss)) if isinstance(x, nn.Module)]
         promised.adopt(modules)
@@ -45,9 +57,23 @@ def load_model(
         from .traced import traced_model
 
         example = built.example if built.example is not None else example_of(built, data)[0]
-        return traced_model(built.layers, example, built.loss, data, device)
+        model = traced_model(built.layers, example, built.loss, data, device, training, dtype)
+        return model if source is None else _from(source, model, build.dtype)
     assert built.loss is not None, "the contract wants one of layers"
     return chain_model(built.layers, built.example, built.loss, data, device)
+
+
+def _from(source: Path, model: LoadedModel, dtype: torch.dtype | None) -> LoadedModel:
+    """Return ``model`` with the folder whose files have its state, in ``dtype``; NotDeferred if only its author's own
+    way makes that of them."""
+    try:
+        state = _matched(model, source)
+    except BadInput as error:
+        raise NotDeferred(str(error)) from error
+    types = {x.dtype for x in state.values() if isinstance(x, Tensor) and x.is_floating_point()}
+    if types - {dtype}:
+        raise NotDeferred(f"{source}: has other types of weights than its config says")
+    return replace(model, source=source)
 
 
 def chain_model(layers: Any, example_input: Any, loss: Loss, data: Data, device: torch.device = CPU) -> LoadedModel:
@@ -98,8 +124,27 @@ def load_weights(model: LoadedModel, path: str | Path) -> None:
     What ``model`` has no values of is passed over. BadInput names the first tensor that is missing, too many, of
     another shape, or, of those that are one weight in the model, unlike the other.
     """
+    state = _matched(model, path)
+    with_values = {f"{prefix}{name}" for prefix, name, x in _states(model) if not isinstance(x, FakeTensor)}
+    for name, other in model.first_names.items():
+        if name in with_values and not torch.equal(state[name], state[other]):
+            raise BadInput(f"{path}: {other!r} and {name!r} differ, and are one weight in the model")
+    for prefix, module in model.roots:
+        try:
+            module.load_state_dict({name: state[f"{prefix}{name}"] for name in module.state_dict()})
+        except Exception as error:  # whatever a module's own way to load raises
+            raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+
+
+def _states(model: LoadedModel) -> Iterator[tuple[str, str, Any]]:
+    for prefix, module in model.roots:
+        yield from ((prefix, name, x) for name, x in module.state_dict().items())
+
+
+def _matched(model: LoadedModel, path: str | Path) -> dict[str, Any]:
+    """Return the state in ``path`` with all names of ``model`` and no others; BadInput if it is another model's."""
     state = read_state(path)
-    wanted = {f"{prefix}{name}": x for prefix, module in model.roots for name, x in module.state_dict().items()}
+    wanted = {f"{prefix}{name}": x for prefix, name, x in _states(model)}
     first = {name: model.first_names.get(name, name) for name in wanted}
     there = {first.get(name, name): name for name in reversed(list(state))}  # files may leave out what is there already
     for name in wanted:
@@ -114,11 +159,4 @@ def load_weights(model: LoadedModel, path: str | Path) -> None:
         if isinstance(x, Tensor) and (not isinstance(found, Tensor) or found.shape != x.shape):
             shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(found)
             raise BadInput(f"{path}: {name!r} has {shape}; the model's has shape {tuple(x.shape)}")
-    for name, other in model.first_names.items():
-        if not isinstance(wanted[name], FakeTensor) and not torch.equal(state[name], state[other]):
-            raise BadInput(f"{path}: {other!r} and {name!r} differ, and are one weight in the model")
-    for prefix, module in model.roots:
-        try:
-            module.load_state_dict({name: state[f"{prefix}{name}"] for name in module.state_dict()})
-        except Exception as error:  # whatever a module's own way to load raises
-            raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    return state

@@ -303,8 +303,9 @@ def _place(modules: Sequence[nn.Module], device: str) -> None:
         place(modules, target)
 
 
-def converted(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the floating-point parameters and buffers of ``module``; what was tied stays tied."""
+def converted(module: nn.Module, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> None:
+    """Convert the floating-point parameters and buffers of ``module`` but those ``kept``; what was tied stays tied."""
+    left = set(map(id, kept))
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
@@ -313,7 +314,7 @@ def converted(module: nn.Module, dtype: torch.dtype) -> None:
                     made[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 setattr(part, name, made[id(parameter)])
         for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_floating_point():
+            if buffer is not None and buffer.is_floating_point() and id(buffer) not in left:
                 setattr(part, name, buffer.to(dtype))
 
 

@@ -6,14 +6,14 @@ What it gets is what it would have of the whole model with that seed, to the las
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...errors import BadInput
+from ...errors import BadInput, PipeplanError
 from ..device import CPU
 from .deferred import SMALL, Deferred, NotDeferred, parameter
 from .loaded import LoadedModel
@@ -27,8 +27,19 @@ class OwnPart:
     """Builds the model of ``spec`` on one rank, as :func:`load_model` does; of large tensors :meth:`filled` makes those
     of its own part. ``small`` bytes is what isn't large."""
 
-    def __init__(self, spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU, small: int = SMALL) -> None:
-        self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(spec, batch, seed, device, promised)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: int,
+        seed: int,
+        device: torch.device = CPU,
+        small: int = SMALL,
+        training: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(
+            spec, batch, seed, device, promised, training=training, dtype=dtype
+        )
         self._name = spec.build
         self._promised = Deferred(small)
 
@@ -37,9 +48,9 @@ class OwnPart:
         try:
             return self._load(self._promised)
         except Exception as error:
-            if not self._promised.promises:
+            if not self._promised.promises and not isinstance(error, NotDeferred):
                 raise  # as it does without promises
-            why = said(error)
+            why = str(error) if isinstance(error, PipeplanError | NotDeferred) else said(error)
         return self._whole(why)
 
     def _whole(self, why: str) -> LoadedModel:
@@ -72,14 +83,15 @@ class OwnPart:
         promised, self._promised = self._promised, Deferred(sys.maxsize)
         if not promised.promises:
             return model
-        answers = model.layers[0].module in own  # for what no layer has
-        mine = [*tensors_of(own), *(model.unused.values() if answers else ())]
+        unused = model.unused if model.layers[0].module in own else {}  # which goes with the first layer
+        mine = [*tensors_of(own), *unused.values()]
         if any(isinstance(x, FakeTensor) and not promised.holds(x) for x in mine):
             raise NotDeferred("its trace makes constants of values that only a whole model has")
-        state = {id(x) for x in _state_of(model, own).values()} if given else set()
+        known = [*_state_of(model, own), *unused.items()]
+        state = {id(x) for _, x in known} if given else set()
         blank = [x for x in mine if promised.is_blank(x) and id(x) not in state]
         if blank:
-            raise BadInput(f"model: {_name_of(model, blank[0])}")
+            raise BadInput(f"model: {_without_values(blank[0], known)}")
         value = promised.values([x for x in mine if id(x) not in state], [x for x in mine if id(x) in state])
         made: dict[int, Tensor] = {}
 
@@ -92,25 +104,20 @@ class OwnPart:
 
         kept: list[Tensor] = []  # so that no other gets the number of one
         substitute([*own, *(root for _, root in model.roots)], filling)
-        unused = {name: filling(x) for name, x in model.unused.items()} if answers else model.unused
-        return replace(model, unused=unused)
+        return replace(model, unused=dict(model.unused) | {name: filling(x) for name, x in unused.items()})
 
 
-def _state_of(model: LoadedModel, own: Sequence[nn.Module]) -> Mapping[str, Tensor]:
-    """Return what of the modules ``own`` is in the model's state, by its name there."""
+def _state_of(model: LoadedModel, own: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what of the modules ``own`` is in the model's state, with its name there."""
     mine = set(map(id, own))
-    return {
-        layer.names[key]: x
-        for layer in model.layers
-        if id(layer.module) in mine
-        for key, x in layer.module.state_dict(keep_vars=True).items()
-        if key in layer.names and isinstance(x, Tensor)
-    }
+    for layer in model.layers:
+        if id(layer.module) in mine:
+            entries = layer.module.state_dict(keep_vars=True).items()
+            yield from ((layer.names[key], x) for key, x in entries if key in layer.names and isinstance(x, Tensor))
 
 
-def _name_of(model: LoadedModel, blank: Tensor) -> str:
-    modules = [layer.module for layer in model.layers]
-    name = next((name for name, x in _state_of(model, modules).items() if x is blank), None)
+def _without_values(blank: Tensor, known: Iterable[tuple[str, Tensor]]) -> str:
+    name = next((name for name, x in known if x is blank), None)
     if name is None:
         return f"a tensor of shape {tuple(blank.shape)} is on meta, without values, and in no file, as it is no state"
     return f"{name} is on meta, without values; name a file that has them by --load"

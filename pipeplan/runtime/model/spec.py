@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import BadInput
-from ...zoo import ZOO, load
+from ...zoo import HUGGING_FACE, ZOO, load
 from .user_code import said, user_code
 
-HUGGING_FACE = "hf:"  # begins the name of a transformers model
 Data = Callable[[int, int], Any]  # (microbatch index, seed) -> what a model trains on, often (input, target)
 
 

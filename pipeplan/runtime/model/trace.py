@@ -27,14 +27,17 @@ from .own_gradients import SPACE, function_of
 TRACED_ON = {"cpu", "cuda"}
 
 
-def trace_module(module: nn.Module, example_input: Any, device: str = "cpu", loss_alone: bool = False) -> Network:
+def trace_module(
+    module: nn.Module, example_input: Any, device: str = "cpu", loss_alone: bool = False, training: bool = True
+) -> Network:
     """Return the network that ``module`` is on ``example_input``: a tensor, a tuple of arguments or keywords.
 
+    It is that of its ``training``, or else that of its evaluation, where dropout is no layer.
     With ``loss_alone`` it puts out the loss that the module returns, and nothing else. The parameters of the layers are
     those of ``module``, so tied weights stay tied (torch's export names them once). BadInput tells what cannot be
     traced, and what to do.
     """
-    found = exported(module, example_input, loss_alone)
+    found = exported(module, example_input, loss_alone, training)
     graph = found.graph
     facts = _Facts.of(graph, found.arguments)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,27 +14,40 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...errors import BadInput
 from .contract import sample_of
 from .deferred import mode_of
+from .exported import ROOT
 from .loaded import LoadedModel, ModelLayer
-from .network import LayerCode, Loss, TensorSpec, loss_layer, own_loss
+from .network import LayerCode, Loss, Network, TensorSpec, converted, loss_layer, own_loss
 from .pieces import packed
 from .spec import Data, Samples
 from .structure import mapped, places_in, tensors_in, tensors_of
 from .trace import trace_module
 
+OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its trace begin with
+
 
 def traced_model(
-    module: nn.Module, example_input: Any, loss: Loss | None, data: Data, device: torch.device
+    module: nn.Module,
+    example_input: Any,
+    loss: Loss | None,
+    data: Data,
+    device: torch.device,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> LoadedModel:
-    """Trace ``module`` and return it as a model, each layer of the trace a layer of its own.
+    """Trace ``module``, in training or in evaluation, and return it as a model, with a layer for each of the trace.
 
-    Without ``loss`` the module returns it.
+    Without ``loss`` the module returns it. With ``dtype`` the trace is that of the module in this type, to which its
+    layers are yet to be converted; its data is.
     """
+    example_input = _as(example_input, dtype)
     mode = mode_of([*tensors_of([module]), *tensors_in(example_input)])
     with mode or nullcontext():  # a trace needs no values
         example = example_input
         if mode is not None:
             example = mapped(lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), example)
-        network = trace_module(module, example, str(device), loss_alone=loss is None)
+        with in_type(module, dtype):
+            network = trace_module(module, example, str(device), loss is None, training)
+    constants = _with_state_of(module, network)
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(compared, network.outputs, network.structure))
     model = LoadedModel(
@@ -46,12 +59,15 @@ def traced_model(
         Samples(data, lambda _, given: sample_of(given, loss)),
         (("", module),),
         notes=network.notes,
+        training=training,
+        constants=constants,
     )
     model = grouped(model, [(code,) for code in codes])
     inputs, wanted = model.cut(0), places_in(example_input)
 
     def entering(index: int, given: Any) -> tuple[Tensor, Any]:
         x, target = sample_of(given, loss)
+        x = _as(x, dtype)
         tensors = _in_order(f"data: microbatch {index}", x, wanted)
         chosen = [tensors[value] for value in inputs.values]
         for tensor, spec in zip(chosen, inputs.specs, strict=True):
@@ -61,6 +77,56 @@ def traced_model(
         return packed(chosen), target
 
     return replace(model, data=Samples(data, entering))
+
+
+@contextmanager
+def in_type(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within the context, let ``module`` have floating-point weights and buffers of type ``dtype`` in their place."""
+    if dtype is None:
+        yield
+        return
+    slots = [
+        (part, name, x)
+        for part in module.modules()
+        for entries in (part._parameters, part._buffers)
+        for name, x in entries.items()
+        if x is not None
+    ]
+    converted(module, dtype)
+    try:
+        yield
+    finally:
+        for part, name, x in slots:
+            setattr(part, name, x)
+
+
+def _as(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return ``value`` with its floating-point tensors in another type."""
+    if dtype is None:
+        return value
+    return mapped(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+def _with_state_of(module: nn.Module, network: Network) -> frozenset[str]:
+    """Let ``network`` have the weights and buffers that ``module`` has now; return where its constants are."""
+    others = set[str]()
+    state = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    for code in (layer.module for layer in network.layers):
+        own = [*code.named_parameters(remove_duplicate=False), *code.named_buffers(remove_duplicate=False)]
+        for place, _ in own:
+            found = state.get(place.removeprefix(OF_MODULE)) if place.startswith(OF_MODULE) else None
+            if found is None:
+                others.add(place)
+            else:
+                holder, _, name = place.rpartition(".")
+                setattr(code.get_submodule(holder), name, found)
+    return frozenset(others)
+
+
+def constants_of(model: LoadedModel) -> list[Tensor]:
+    """Return the tensors that the forward of a traced model makes from numbers: their types are the author's."""
+    buffers = (x for layer in model.layers for code in layer.codes for x in code.module.named_buffers())
+    return [x for place, x in buffers if place in model.constants]
 
 
 def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
@@ -76,7 +142,7 @@ def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
 
 
 def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> LoadedModel:
-    """Return ``model``, which is traced, with a layer for each of ``groups``."""
+    """Return ``model``, which is traced, with a layer for each of ``groups``; one without code passes values on."""
     ((_, root),) = model.roots
     first: dict[Any, str] = {}
     first_names: dict[str, str] = {}
@@ -90,7 +156,7 @@ def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> Loaded
         module = group[0].module if alone else nn.ModuleList(code.module for code in group)
         state = module.state_dict(keep_vars=True)
         names = {k: first[_identity(x)] for k, x in state.items() if _identity(x) in first}
-        name = group[0].name if alone else f"{group[0].name}..{group[-1].name}"
+        name = "..".join(dict.fromkeys(code.name for code in (*group[:1], *group[-1:])))
         layers.append(ModelLayer(name, module, tuple(group), names))
     used = {name for layer in layers for name in layer.names.values()}
     unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in first_names}

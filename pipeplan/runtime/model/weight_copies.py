@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,19 @@ from .network import TensorSpec, buffers_kept
 from .user_code import user_code
 
 
-def refuse_copies(place: str, name: str, layer: nn.Module, spec: TensorSpec) -> None:
+def refuse_copies(
+    place: str, name: str, layer: nn.Module, *specs: TensorSpec, run: Callable[..., Any] = nn.Module.__call__
+) -> None:
     """Raise BadInput if ``layer`` keeps copies of its weights for its backward, which would stay old; or CodeFailed.
 
-    It is run forward in training mode on zeros of ``spec``, and every tensor is followed: what comes from weights and
-    constants alone is a copy, what comes from the input as well is an activation. Only what autograd saves is seen, not
-    what a ``torch.autograd.Function`` puts aside in attributes.
+    ``run(layer, *inputs)`` runs it forward in training mode on zeros of ``specs``, and every tensor is followed: what
+    comes from weights and constants alone is a copy, what comes from the input as well is an activation. Only what
+    autograd saves is seen, not what a ``torch.autograd.Function`` puts aside in attributes.
     """
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if not weights:
         return
-    x = torch.zeros(spec.shape, dtype=spec.dtype, device=weights[0].device)
+    inputs = [torch.zeros(spec.shape, dtype=spec.dtype, device=weights[0].device) for spec in specs]
     origins = _Origins(weights)
     copies: list[str] = []
 
@@ -42,10 +44,10 @@ def refuse_copies(place: str, name: str, layer: nn.Module, spec: TensorSpec) -> 
         origins,
         saved_tensors_hooks(pack, _same),
     ):
-        entered = x.requires_grad_() if x.dtype.is_floating_point else x
-        origins.enters(entered)
-        with user_code(f"model: {place} ({name}): failed on {spec}"):
-            layer(entered)
+        for x in inputs:
+            origins.enters(x.requires_grad_(x.dtype.is_floating_point))
+        with user_code(f"model: {place} ({name}): failed on {' and '.join(map(str, specs))}"):
+            run(layer, *inputs)
     if copies:
         raise BadInput(
             f"model: {place} ({name}) keeps a copy of its weights, {copies[0]}, for its backward, which "

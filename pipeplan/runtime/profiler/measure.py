@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput, CodeFailed
 from ...problem import Chain, Layer
+from ...units import format_bytes
 from ...version import __version__
 from ..model.adapted import compiled_lines, no_reentry, run_uncompiled
 from ..model.contract import built_by, example_of, is_whole
@@ -193,7 +194,7 @@ def profile_network(
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
-        say(f"holding it all takes {needed / 1e9:.2f} GB" + ("; one layer at a time" if one else ""))
+        say(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
         clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .buckets import Bucket, Slice
 from .offload import PIECES, BucketBuffers, Fetched, Piece, host_rooms, in_pieces, region_size
 from .shards import Rows, is_large
-from .stage_optimizer import Rates, WholeOptimizer
+from .stage_optimizer import Factor, Rates, WholeOptimizer, changes
 
 
 class BucketedOptimizer:
@@ -75,14 +75,16 @@ class BucketedOptimizer:
         """The number of buckets."""
         return len(self._pieces)
 
-    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
-        """Step bucket ``part`` of ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
+    def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
+        """Step bucket ``part`` of ``gradients`` times ``factor``; 16-bit ``weights`` get the new values."""
         assert self.rates.optimizer is not None, "otherwise there are no buckets"
         for piece in self._pieces[part]:
-            self._step(piece, gradients, scale, weights)
+            self._step(piece, gradients, factor, weights)
             self._observed()
 
-    def _step(self, piece: Piece, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
+    def _step(
+        self, piece: Piece, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]
+    ) -> None:
         optimizer = self.rates.optimizer
         assert optimizer is not None, "otherwise there are no buckets"
         fetched = self._buffers.taken(self, piece) or self._fetched(piece)
@@ -91,7 +93,7 @@ class BucketedOptimizer:
                 self._buffers.keep_ahead(self, following, self._fetched(following))
         if fetched.event is not None:
             fetched.event.wait()
-        stepped = self._given(optimizer, piece, fetched, gradients, scale)
+        stepped = self._given(optimizer, piece, fetched, gradients, factor)
         optimizer.step()
         home: list[tuple[Tensor, Tensor]] = []
         for span, parameter in stepped:
@@ -112,7 +114,7 @@ class BucketedOptimizer:
         piece: Piece,
         fetched: Fetched,
         gradients: Sequence[Tensor | None],
-        scale: float,
+        factor: Factor,
     ) -> list[tuple[Slice, nn.Parameter]]:
         """Let ``optimizer`` have the slices of ``piece`` for its weights, and nothing else; return what they are."""
         for group in optimizer.param_groups:
@@ -127,7 +129,9 @@ class BucketedOptimizer:
                 found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
                 if self._mixed:
                     copy = self._buffer("gradient", master.dtype, offset, span.size)
-                    found = copy.copy_(found).mul_(1 / scale)
+                    found = copy.copy_(found)
+                if changes(factor):
+                    found.mul_(factor)
                 parameter.grad = found
                 if state:
                     optimizer.state[parameter] = state

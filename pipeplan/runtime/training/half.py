@@ -21,6 +21,7 @@ from ..device import CPU
 from ..model.contract import boundaries_of
 from ..model.loaded import LoadedModel
 from ..model.network import converted
+from ..model.traced import constants_of
 from .loss_scale import START, WINDOW, LossScale
 
 Half = Literal["bf16", "fp16"]
@@ -81,14 +82,15 @@ def halved(
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     ]
-    modules = [layer.module for layer in model.layers[:-1]]
-    converted(nn.ModuleList(modules), dtype)
+    converted(nn.ModuleList(layer.module for layer in model.layers), dtype, constants_of(model))
     masters: dict[nn.Parameter, Tensor] = {}
     for part, name, before in slots:
         parameter = part._parameters[name]
         assert parameter is not None, "converting replaces weights by weights"
         masters.setdefault(parameter, before.data.float())
     del slots
+    if not model.chain:  # it was traced in that type, and its data comes in it
+        return model, masters
     first = model.specs[0]
     kind = dtype if first.dtype.is_floating_point else first.dtype
     example = torch.zeros(first.shape, dtype=kind, device=device)
@@ -96,5 +98,5 @@ def halved(
     def entering(x: Tensor, target: Any) -> tuple[Tensor, Any]:
         return x.to(dtype) if x.is_floating_point() else x, target
 
-    specs = dict(enumerate(boundaries_of(modules, example)))
+    specs = dict(enumerate(boundaries_of([layer.module for layer in model.layers[:-1]], example)))
     return replace(model, specs=specs, data=model.data.then(entering)), masters

@@ -1,7 +1,7 @@
 """Which optimizers and learning-rate schedules are there? The plan's, or any of torch's by name with options.
 
-Every stage has an optimizer and a schedule of its own over its own weights, so what needs all gradients of the model at
-once, such as clipping by their total norm, isn't among them.
+Every stage has an optimizer and a schedule of its own over its own weights; what needs all gradients of the model at
+once, such as clipping by their total norm, is elsewhere (:mod:`.clipping`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ...errors import BadInput
 from ...problem import Optimizer
 from ..model.spec import find
 from ..model.user_code import user_code
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
 MOMENTUM = 0.9
+LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}  # how schedules call the updates until their end
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,43 @@ def optimizer_maker(choice: Optimizer | Choice, lr: float) -> MakeOptimizer:
     if make is torch.optim.LBFGS:
         raise BadInput("optimizer: LBFGS runs the model several times per update; a pipeline runs it once")
 
-    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer(parameters: list[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
         return make(parameters, **{"lr": lr, **options})  # type: ignore[no-any-return]  # as asked for by name
 
     _try(optimizer, [nn.Parameter(torch.zeros(1))], f"optimizer {choice.name}")
     return optimizer
 
 
-def schedule_maker(choice: Choice) -> MakeSchedule:
+def rates_maker(choice: Choice | None, warmup: int, updates: int) -> MakeSchedule | None:
+    """Return what makes the learning-rate schedule of a run of so many ``updates``, None for a rate that stays.
+
+    In the first ``warmup`` updates the rate rises in equal steps, to all of it in the last of them; then the choice's
+    schedule begins.
+    """
+    if warmup >= updates:
+        raise BadInput(f"warmup: {warmup} updates are all of the run's {updates}, so the rate would never be reached")
+    then = None if choice is None else schedule_maker(choice, updates - warmup)
+    if warmup < 2:
+        return then
+
+    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        rising = LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1)
+        return rising if then is None else SequentialLR(optimizer, [rising, then(optimizer)], [warmup])
+
+    return schedule
+
+
+def schedule_maker(choice: Choice, updates: int | None = None) -> MakeSchedule:
     """Return what makes the learning-rate schedule of a stage's optimizer; it steps after every update.
 
     The choice names a class of ``torch.optim.lr_scheduler``, or a function that takes the optimizer and its options.
-    BadInput when it doesn't take these options, or wants to see losses.
+    One that ends takes ``updates``, if nothing else is said. BadInput when it doesn't take these options, or wants to
+    see losses.
     """
     make = _named(choice, torch.optim.lr_scheduler, LRScheduler, "scheduler")
     options = dict(choice.options)
+    if updates is not None and choice.name in LENGTHS and not options.keys() & {LENGTHS[choice.name], "epochs"}:
+        options[LENGTHS[choice.name]] = updates
     if make is ReduceLROnPlateau:
         raise BadInput("scheduler: ReduceLROnPlateau follows the loss, which only the last stage sees")
 

@@ -10,16 +10,21 @@ from torch import nn
 from ...plan import Stage
 from ..lowering.lowered_run import LoweredRun
 from ..model.loaded import LoadedModel, ModelLayer
+from .groups import Groups
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank ``number`` of a ``lowered`` run, on ``device``; the stages of ``model`` that it runs share nothing."""
+    """Rank ``number`` of a ``lowered`` run, on ``device``; the stages of ``model`` that it runs share nothing.
+
+    ``groups`` are those of the whole model's weights that optimizers treat in different ways, None where there is one.
+    """
 
     lowered: LoweredRun
     number: int
     device: torch.device
     model: LoadedModel
+    groups: Groups | None = None
 
     @property
     def stages(self) -> list[int]:
@@ -38,6 +43,16 @@ class Rank:
     def layers(self, s: int) -> tuple[ModelLayer, ...]:
         """Return the layers of stage ``s``."""
         return self.model.of(self.stage(s))
+
+    def names(self, s: int) -> dict[nn.Parameter, str]:
+        """Return what the weights of stage ``s`` are called in the whole model, where they stand first."""
+        found: dict[nn.Parameter, str] = {}
+        for layer in self.layers(s):
+            for name, parameter in layer.module.named_parameters():
+                full = layer.names.get(name)
+                if full is not None:
+                    found.setdefault(parameter, self.model.first_names.get(full, full))
+        return found
 
     def modules(self, s: int) -> list[nn.Module]:
         """Return the modules of stage ``s``."""

@@ -31,6 +31,9 @@ ELEMENTWISE = (
 )  # each element's step depends on its own gradient and state alone
 
 
+Factor = float | Tensor  # what gradients are multiplied with before a step; a tensor where the host doesn't know it
+
+
 def nothing() -> None:
     """Observe nothing."""
 
@@ -50,14 +53,26 @@ def check_elementwise(make_optimizer: MakeOptimizer, why: str) -> None:
         )
 
 
+def changes(factor: Factor) -> bool:
+    """Whether gradients are to be multiplied at all."""
+    return isinstance(factor, Tensor) or factor != 1
+
+
 class Rates:
-    """What both ways to step share: the optimizer of ``masters``, if there are any, and its learning-rate schedule."""
+    """What both ways to step share: the optimizer of ``masters``, if there are any, and its learning-rate schedule.
+
+    ``groups`` are torch's parameter groups of the masters; without them they are one.
+    """
 
     def __init__(
-        self, masters: Sequence[nn.Parameter], make_optimizer: MakeOptimizer, make_schedule: MakeSchedule | None
+        self,
+        masters: Sequence[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None,
+        groups: list[dict[str, Any]] | None = None,
     ) -> None:
         self._make_optimizer = make_optimizer
-        self.optimizer = make_optimizer(list(masters)) if masters else None
+        self.optimizer = make_optimizer(list(masters) if groups is None else groups) if masters else None
         self._schedule = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
 
     def advance(self) -> None:
@@ -118,13 +133,13 @@ class WholeOptimizer:
         """The number of steps that an update is made in: 1, if anything is trained."""
         return 1 if self.rates.optimizer else 0
 
-    def step(self, part: int, gradients: Sequence[Tensor | None], scale: float, weights: Sequence[Tensor]) -> None:
-        """Step all weights with ``gradients`` divided by ``scale``; 16-bit ``weights`` get the new values."""
+    def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
+        """Step all weights with ``gradients`` times ``factor``; 16-bit ``weights`` get the new values."""
         assert self.rates.optimizer is not None, "otherwise there are no parts"
         for master, gradient in zip(self._masters, gradients, strict=True):
-            if gradient is not None and self._mixed:
-                gradient = gradient.to(master.dtype).mul_(1 / scale)
-            master.grad = gradient
+            master.grad = gradient.to(master.dtype) if gradient is not None and self._mixed else gradient
+        if changes(factor):
+            torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], factor)
         self.rates.optimizer.step()
         if self._mixed:
             for master, weight in zip(self._masters, weights, strict=True):

@@ -179,11 +179,11 @@ class TiedSums:
             if flat is not total:
                 total.copy_(flat)
             self._recorder.note("REDUCE", s, version, start)
-        scale = 1.0 if self._scaling is None else self._scaling.used
+        factor = 1.0 if self._scaling is None else 1 / self._scaling.used
         for s in stages:
             if s in self._runners:
                 start = self._recorder.mark()
-                if self._runners[s].versions.update_tied(scale):
+                if self._runners[s].versions.update_tied(factor):
                     self._recorder.note("UPDATE", s, version, start)
 
 

@@ -7,16 +7,19 @@ own share of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange.replica_sum import ChunkSum, Group
 from ..measure.recorder import Recorder
 from .buckets import in_runs
+from .clipping import Clipping
 from .loss_scale import Scaling
+from .stage_optimizer import Factor
 from .versions import Versions
 
 
@@ -34,7 +37,6 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
     A chunk has one type. The parts of an optimizer that steps all at once belong to the last chunk, and so do those of
     weights that are summed over all stages that have them, which is not done here.
     """
-    assert versions.flat is not None, "replicated stages have flat gradients"
     summed = [bucket for bucket in versions.buckets if bucket.slices[0].index < versions.own]
     runs = in_runs(summed, coarsening)
     chunks = []
@@ -44,18 +46,25 @@ def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
         parts = range(run[0], versions.parts.stop if is_last else run[-1] + 1)
         if versions.optimizer.parts != len(versions.buckets):
             parts = range(versions.optimizer.parts if is_last else 0)
-        chunks.append(Chunk(versions.flat.flats[first.dtype][first.start : last.stop], parts))
+        chunks.append(Chunk(versions.summed.flats[first.dtype][first.start : last.stop], parts))
     return chunks
 
 
 class Exchange(Protocol):
     """What replicas do together for an update: :meth:`begin`, then for each of ``parts`` of the optimizer, which are
-    stepped at once, :meth:`ready` before and :meth:`stepped` behind. The recorder hears of what was waited for."""
+    stepped at once, :meth:`ready` before and :meth:`stepped` behind. The recorder hears of what was waited for.
+    Where the norm of all sums is needed before any step, :meth:`complete` comes before all that."""
 
     parts: list[range]
 
     def begin(self, version: int) -> None:
         """Begin with the gradients from which ``version`` will be made."""
+
+    def complete(self) -> None:
+        """Wait for all sums."""
+
+    def answered(self) -> list[Tensor]:
+        """Return of the summed gradient what this replica answers for, so that all answer once for everything."""
 
     def ready(self, index: int) -> None:
         """Wait until these parts can be stepped; none of the last are, where there is but something to wait for."""
@@ -71,10 +80,18 @@ class Alone:
     """No other replica has a part in the update."""
 
     def __init__(self, versions: Versions) -> None:
+        self._versions = versions
         self.parts = [versions.parts]
 
     def begin(self, version: int) -> None:
         """Nothing is to be summed."""
+
+    def complete(self) -> None:
+        """Nothing is under way."""
+
+    def answered(self) -> list[Tensor]:
+        """Return all of the gradient."""
+        return _of_its_own(self._versions)
 
     def ready(self, index: int) -> None:
         """All is there."""
@@ -85,6 +102,11 @@ class Alone:
     def scratch(self) -> Iterator[Tensor]:
         """Nothing is used."""
         return iter(())
+
+
+def _of_its_own(versions: Versions) -> list[Tensor]:
+    """Return the gradients of the weights that no other stage has."""
+    return [gradient for gradient in versions.gradients()[: versions.own] if gradient is not None]
 
 
 class _Noted:
@@ -115,7 +137,7 @@ class Summed(_Noted):
         self, stage: int, versions: Versions, recorder: Recorder, group: Group, coarsening: int | None
     ) -> None:
         super().__init__(stage, recorder)
-        self._group = group
+        self._group, self._versions = group, versions
         self._chunks = chunks_of(versions, coarsening)
         self._sums: list[ChunkSum] = []
         self.parts = [chunk.parts for chunk in self._chunks] or [versions.parts]
@@ -125,6 +147,16 @@ class Summed(_Noted):
         self._version = version
         self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
         self._begin(0)
+
+    def complete(self) -> None:
+        """Wait for one chunk's sum after the other."""
+        for index in range(len(self._sums)):
+            self.ready(index)
+        self._sums = []
+
+    def answered(self) -> list[Tensor]:
+        """Return all of it on the first replica."""
+        return _of_its_own(self._versions) if dist.get_rank(self._group) == 0 else []
 
     def ready(self, index: int) -> None:
         """Wait for a chunk's sum, and send the sum of the next one to all."""
@@ -166,11 +198,11 @@ class Shared(_Noted):
 
     def __init__(self, stage: int, versions: Versions, recorder: Recorder, group: Group) -> None:
         super().__init__(stage, recorder)
-        assert versions.flat is not None, "replicated stages have flat gradients"
         self._versions, self._group = versions, group
         self._chunks = [chunk for chunk in versions.chunks or () if chunk.summed or not versions.waits]
-        self._rows = [versions.flat.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
+        self._rows = [versions.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
         self._sums: list[ChunkSum] = []
+        self._completed = False
         self.parts: list[range] = []
         for chunk in self._chunks:
             stop = self.parts[-1].stop if self.parts else 0
@@ -184,14 +216,26 @@ class Shared(_Noted):
         self._sums = [ChunkSum(row, self._group, chunk.first) for row, chunk in pairs]
         self._begin(0)
 
+    def complete(self) -> None:
+        """Wait for the own share of one chunk's sum after the other."""
+        for index in range(len(self._chunks)):
+            self.ready(index)
+        self._completed = True
+
+    def answered(self) -> list[Tensor]:
+        """Return the own shares."""
+        flats = self._versions.summed.flats
+        return [flats[x.dtype][own.start : own.stop] for x in self._chunks if x.summed for own in x.own]
+
     def ready(self, index: int) -> None:
         """Begin with the next chunk, and wait for the own share of this one's sum; at last for all weights."""
-        self._begin(index + 1)
+        if not self._completed:
+            self._begin(index + 1)
         if index == len(self._chunks):
             if index:
                 self._take(index - 1)
-            self._sums = []
-        elif self._chunks[index].summed:
+            self._sums, self._completed = [], False
+        elif self._chunks[index].summed and not self._completed:
             self._sums[index].add()
             self.over(("sum", index))
 
@@ -223,7 +267,8 @@ class Shared(_Noted):
 class StageUpdate:
     """Makes new versions of one stage's weights; with replicas, ``group``, :meth:`reduce` comes before each.
 
-    At most ``added`` gradients of a weight are summed.
+    At most ``added`` gradients of a weight are summed. With ``clipping`` all gradients are :meth:`measured` before; of
+    the weights that other stages have too it is those at ``counted`` that are counted here.
     """
 
     def __init__(
@@ -236,9 +281,12 @@ class StageUpdate:
         coarsening: int | None = None,
         scaling: Scaling | None = None,
         added: int = 1,
+        clipping: Clipping | None = None,
+        counted: Sequence[int] = (),
     ) -> None:
         self._stage, self._versions, self._recorder, self._added = stage, versions, recorder, added
         self._group, self._replicas, self._scaling = group, replicas, scaling
+        self._clipping, self._counted = clipping, counted
         self._exchange: Exchange = Alone(versions)
         if group is not None and versions.chunks is None:
             self._exchange = Summed(stage, versions, recorder, group, coarsening)
@@ -263,6 +311,18 @@ class StageUpdate:
             self._scaling.check(version, self._versions.gradients(), self._added, self._recorder.later)
         self._exchange.begin(version)
 
+    def put_aside(self) -> None:
+        """Put the gradient for the next update aside."""
+        self._versions.put_aside()
+
+    def measured(self) -> list[Tensor]:
+        """Return the gradients whose norm this rank answers for, once they are summed; all replicas together."""
+        if self._scaling is not None and self._scaling.skips:
+            return []
+        self._exchange.complete()
+        gradients = self._versions.gradients()
+        return [*self._exchange.answered(), *(x for i in self._counted if (x := gradients[i]) is not None)]
+
     def update(self, version: int) -> None:
         """Make ``version``, or the same weights again where the update is skipped."""
         versions, recorder, s = self._versions, self._recorder, self._stage
@@ -271,7 +331,9 @@ class StageUpdate:
             versions.skip_update(version)
             recorder.note("UPDATE", s, version, start)
             return
-        scale = 1.0 if self._scaling is None else self._scaling.used
+        factor: Factor = 1.0 if self._scaling is None else 1 / self._scaling.used
+        if self._clipping is not None:
+            factor = factor * self._clipping.factor(version)
         if self._group is None and self._scaling is not None:
             self._scaling.check(version, versions.gradients(), self._added, recorder.later)
         every = self._exchange.parts
@@ -281,7 +343,7 @@ class StageUpdate:
             if index == 0:
                 versions.begin_update()
             for part in parts:
-                versions.step(part, scale)
+                versions.step(part, factor)
             if index == len(every) - 1:
                 versions.end_update(version)
             recorder.note("UPDATE", s, version, start)

@@ -26,10 +26,11 @@ from ..exchange.replica_sum import ChunkSum
 from .borrowed import borrowed_of
 from .bucketed_optimizer import BucketedOptimizer, StageOptimizer
 from .buckets import Bucket, FlatGradient, cut_into_buckets
+from .groups import Groups
 from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule
 from .shards import Kept, Rows, SharedChunk, Sharing, gathered, shared_chunks
-from .stage_optimizer import Rates, WholeOptimizer, nothing
+from .stage_optimizer import Factor, Rates, WholeOptimizer, nothing
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class Keeping:
     ``masters`` has the 32-bit values of 16-bit weights. ``bucket`` is the number of parameters that are stepped at a
     time, None for all; with ``offload`` what is not being stepped stays in host memory. ``flat`` gradients can be
     summed over replicas in chunks; weights ``tied`` to other stages', which are summed otherwise, come last. With
+    ``aside`` a gradient is put aside before the update that it is for, while passes make the next one. With
     ``waits`` these are stepped later than the others, by :meth:`Versions.update_tied`. With ``sharing`` each replica
     keeps masters and state of its share alone.
-    ``observed`` hears when memory is at its fullest.
+    ``groups`` are the optimizer's, of weights by ``names``. ``observed`` hears when memory is at its fullest.
     """
 
     masters: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -50,9 +52,12 @@ class Keeping:
     flat: bool = False
     tied: Collection[nn.Parameter] = ()
     waits: bool = False
+    aside: bool = False
     sharing: Sharing | None = None
     buffers: BucketBuffers = field(default_factory=BucketBuffers)
     observed: Callable[[], None] = nothing
+    groups: Groups | None = None
+    names: Mapping[nn.Parameter, str] = field(default_factory=dict)
 
 
 class Versions:
@@ -111,7 +116,10 @@ class Versions:
         self._sharing, self._bucket = keeping.sharing, keeping.bucket
         self._whole: list[Kept] | None = None  # of all shares, while a checkpoint is written or read
         self.chunks = self._chunks_of(keeping.sharing)
-        rates = Rates(masters, make_optimizer, make_schedule)
+        groups = None
+        if keeping.groups is not None:
+            groups = keeping.groups.parted([keeping.names[leaf] for leaf in leaves], masters)
+        rates = Rates(masters, make_optimizer, make_schedule, groups)
         self.optimizer: StageOptimizer = (
             WholeOptimizer(masters, rates, self._mixed, keeping.observed)
             if (keeping.bucket is None and keeping.sharing is None) or not leaves
@@ -130,6 +138,8 @@ class Versions:
         self.waits = keeping.waits
         self._waiting: list[Tensor | None] | None = None  # the tied weights' gradients for the newest version
         self.flat = FlatGradient(leaves) if keeping.flat else None
+        self._flat_aside = FlatGradient(leaves) if keeping.flat and keeping.aside else None
+        self._aside: list[Tensor | None] | None = None  # the gradient for the next update, if passes make another one
         self._gradients: list[Tensor | None] = [None] * len(leaves)
         self._ahead: dict[tuple[int, int], Tensor] = {}  # by update and weight, gradients that borrowers have begun
         self._begin_gradients(range(len(leaves)), first + 1)
@@ -198,7 +208,7 @@ class Versions:
         for leaf, gradient in zip(self._shared or self._leaves[version], self._gradients, strict=True):
             leaf.grad = gradient
         for borrowed in self._borrowed:
-            borrowed.attach_gradient(self._newest + 1)
+            borrowed.attach_gradient(self._due)
 
     def detach_gradient(self, version: int) -> None:
         """Take the gradient back from ``version``."""
@@ -206,15 +216,20 @@ class Versions:
             self._gradients[index] = leaf.grad
             leaf.grad = None
         for borrowed in self._borrowed:
-            borrowed.detach_gradient(self._newest + 1)
+            borrowed.detach_gradient(self._due)
+
+    @property
+    def _due(self) -> int:
+        """The update that passes make the gradient for."""
+        return self._newest + (1 if self._aside is None else 2)
 
     def gradient_for(self, update: int, index: int) -> Tensor | None:
         """Return what there is of the gradient of the weight at ``index`` for an ``update`` to come, for borrowers."""
-        return self._gradients[index] if update == self._newest + 1 else self._ahead.get((update, index))
+        return self._gradients[index] if update == self._due else self._ahead.get((update, index))
 
     def take_gradient(self, update: int, index: int, gradient: Tensor | None) -> None:
         """Keep what a borrower has added to :meth:`gradient_for`."""
-        if update == self._newest + 1:
+        if update == self._due:
             self._gradients[index] = gradient
         elif gradient is not None:
             self._ahead[update, index] = gradient
@@ -232,12 +247,30 @@ class Versions:
             self._spare.append([leaf.data for leaf in self._leaves.pop(version)])
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the accumulated gradient; None where no pass has made any, but in a flat one."""
-        return self._gradients
+        """Return the gradient for the next update; None where no pass has made any, but in a flat one."""
+        return self._gradients if self._aside is None else self._aside
+
+    @property
+    def summed(self) -> FlatGradient:
+        """The flat gradient that replicas sum."""
+        found = self.flat if self._flat_aside is None else self._flat_aside
+        assert found is not None, "replicated stages have flat gradients"
+        return found
+
+    def put_aside(self) -> None:
+        """Keep the gradient for the next update, and let passes begin with that for the one behind it."""
+        assert self._aside is None, "the last update is over"
+        if self.flat is None or self._flat_aside is None:
+            self._aside = list(self._gradients)
+        else:
+            for dtype, flat in self.flat.flats.items():
+                self._flat_aside.flats[dtype].copy_(flat)
+            self._aside = list(self._flat_aside.views)
+        self._begin_gradients(range(len(self._gradients)), self._newest + 2)
 
     def tied_gradient(self, index: int) -> Tensor:
         """Return the gradient of the tied weight at ``index`` for the next update, to be changed; zeros for none."""
-        of, place = (self._gradients, index) if self._waiting is None else (self._waiting, index - self.own)
+        of, place = (self.gradients(), index) if self._waiting is None else (self._waiting, index - self.own)
         found = of[place]
         if found is None:
             found = of[place] = torch.zeros_like(self._leaves[self._newest][index])
@@ -272,18 +305,20 @@ class Versions:
                     storage.copy_(master.data)
                     master.data = storage
 
-    def step(self, part: int, scale: float = 1.0) -> None:
-        """Make one of the optimizer's parts of the new version from the gradient divided by ``scale``."""
-        gradients = self._gradients
+    def step(self, part: int, factor: Factor = 1.0) -> None:
+        """Make one of the optimizer's parts of the new version from the gradient times ``factor``."""
+        gradients = self.gradients()
         if self.waits:  # what there is of the tied ones' is for the next update
             gradients = [*gradients[: self.own], *[None] * (len(gradients) - self.own)]
-        self.optimizer.step(part, gradients, scale, self._next)
+        self.optimizer.step(part, gradients, factor, self._next)
 
     def end_update(self, version: int) -> None:
         """Let what has been made be ``version``; the gradient is gone afterwards, but for what waits."""
         if self._waiting is None:
             self.optimizer.finish()
-        self._begin_gradients(range(self.own if self.waits else len(self._gradients)), version + 1)
+        if self._aside is None:
+            self._begin_gradients(range(self.own if self.waits else len(self._gradients)), version + 1)
+        self._aside = None
         if self._uses[self._newest] > 0:
             self._leaves[version] = [nn.Parameter(storage) for storage in self._next]
             self._newest = version
@@ -292,7 +327,7 @@ class Versions:
         self._next = []
         self.most = max(self.most, len(self._leaves))
 
-    def update_tied(self, scale: float = 1.0) -> bool:
+    def update_tied(self, factor: Factor = 1.0) -> bool:
         """Step the tied weights of the newest version, which no pass has used yet, with the gradients that waited.
 
         Return whether there were any.
@@ -303,7 +338,7 @@ class Versions:
         weights = [leaf.data for leaf in self._leaves[self._newest]]
         whole = self.chunks is None and self.optimizer.parts != len(self.buckets)
         for part in range(0 if whole else len(self.parts), self.optimizer.parts):
-            self.optimizer.step(part, gradients, scale, weights)
+            self.optimizer.step(part, gradients, factor, weights)
         for chunk in self.chunks or ():
             if not chunk.summed:
                 self._spread(chunk, weights)
@@ -311,11 +346,11 @@ class Versions:
         self._waiting = None
         return True
 
-    def update(self, version: int, scale: float = 1.0) -> None:
-        """Make ``version`` from the newest one and the gradient divided by ``scale``, which is gone afterwards."""
+    def update(self, version: int, factor: Factor = 1.0) -> None:
+        """Make ``version`` from the newest one and the gradient times ``factor``, which is gone afterwards."""
         self.begin_update()
         for part in self.parts:
-            self.step(part, scale)
+            self.step(part, factor)
         self.end_update(version)
 
     def skip_update(self, version: int) -> None:
@@ -372,8 +407,7 @@ class Versions:
         chunk.take(self._row(chunk), self._next)
 
     def _row(self, chunk: SharedChunk) -> Tensor:
-        assert self.flat is not None, "replicated stages have flat gradients"
-        return self.flat.flats[chunk.dtype][chunk.start : chunk.stop]
+        return self.summed.flats[chunk.dtype][chunk.start : chunk.stop]
 
     def _spread(self, chunk: SharedChunk, weights: Sequence[Tensor]) -> None:
         """Give the own share of ``chunk`` of ``weights`` to all, and take theirs."""
@@ -432,6 +466,7 @@ class Versions:
             yield from ((leaf.grad, False) for leaf in leaves if leaf.grad is not None)
         for storages in (*self._spare, self._next):
             yield from ((storage, False) for storage in storages)
-        for gradients in (self._gradients, self._waiting or (), self._ahead.values()):
+        aside = (self._aside or ()) if self._flat_aside is None else self._flat_aside.views
+        for gradients in (self._gradients, self._waiting or (), aside, self._ahead.values()):
             yield from ((gradient, False) for gradient in gradients if gradient is not None)
         yield from self.optimizer.tensors()

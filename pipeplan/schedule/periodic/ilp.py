@@ -399,7 +399,9 @@ def refuse_lacking(solver: Solver) -> None:
     """Raise PipeplanError where a solver doesn't run on this machine."""
     import pulp
 
-    _SOLVERS[solver](pulp, SolverLimits())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as above
+        _SOLVERS[solver](pulp, SolverLimits())
 
 
 def _height_bounds(graph: StageGraph, low: int, high: int) -> dict[tuple[int, int], tuple[int, int]]:

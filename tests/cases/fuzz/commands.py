@@ -49,6 +49,7 @@ AMOUNTS = {
     "MODEL": ["zoo:gpt-tiny", "zoo:gpt-tiny,blocks=2", "zoo:gpt-tiny,blocks=-1", "zoo:gpt-tiny,nope=1",
               "zoo:nope", "gpt-tiny", "json:dumps", "missing_module:build", "json:nothing", ":", "a:b:c",
               "zoo:gpt-tiny,tied=true"],
+    "KEY=VALUE": ["mode=released", "straight=true", "charge=tight", "split=true", "mode=x", "=", "straight", "a=b=c"],
     "MODULE:FUNCTION": ["json:dumps", "missing_module:data", "::", "json:"],
     "NAME[,OPTION=VALUE...]": ["AdamW,weight_decay=0.01", "StepLR,step_size=10", "SGD,momentum=nan", "Nope",
                                "SGD,lr=", ","],
@@ -110,6 +111,8 @@ class Commands:
         rng.shuffle(words)
         if name == "run":
             words.append(["--dry-run"])
+        if name == "completion":  # of the user who runs this
+            words = [word for word in words if not word[0].startswith("--install")]
         if name == "profile":
             words = [["--estimate", rng.choice(AMOUNTS["GPU"])], ["-q"], *words]
         if name in ("plan", "grid", "import"):

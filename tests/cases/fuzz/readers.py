@@ -74,6 +74,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "diff {plan} {}",
         "diff {plan} {} --json",
         "diff {plan} {} --recalibrated out.json",
+        "report {plan} --trace {} -o out.html",
         "diff {plan} - --json --recalibrated out.json",
     ),
     "accelerator": (

@@ -1,6 +1,7 @@
 """Each rank makes its own layers alone, to the bit as they are in the whole model, and takes memory for no others."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -16,10 +17,11 @@ from pipeplan import zoo
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.deferred import Deferred
+from pipeplan.runtime.model.hugging_face import named
 from pipeplan.runtime.model.loading import load_model, load_weights
 from pipeplan.runtime.model.own_part import OwnPart
 from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.state_file import read_state
+from pipeplan.runtime.model.state_file import SafetensorsWriter, read_state
 from pipeplan.runtime.model.structure import tensors_of
 from pipeplan.runtime.options import RunOptions
 from pipeplan.zoo.data import corpus
@@ -78,6 +80,31 @@ def test_a_transformers_model_initialises_after_its_construction():
     assert_same(whole, part_of(spec, middle, len(whole.layers)), middle, len(whole.layers))
 
 
+def test_a_transformers_folder_is_read_by_name(tmp_path):
+    """Its head, which is tied, is in no file."""
+    pytest.importorskip("transformers")
+    small = "GPT2LMHeadModel,n_layer=1,n_embd=8,n_head=2,vocab_size=11,n_positions=16,sequence=4"
+    model, _ = named(small)(1, seed=5)
+    model.save_pretrained(tmp_path)
+    spec = ModelSpec(f"hf:{tmp_path},sequence=4")
+    whole = load_model(spec, 2, 3)
+    middle = len(whole.layers) // 2
+    part = part_of(spec, middle, len(whole.layers), given=True)
+    assert part.source == tmp_path
+    load_weights(part, part.source)
+    assert_same(whole, part, middle, len(whole.layers))
+    state = read_state(tmp_path)
+    other = {f"old.{name}": x.clone() for name, x in state.items()}
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        writer = SafetensorsWriter(file, {name: (x.shape, x.dtype) for name, x in other.items()})
+        for name, x in other.items():
+            writer.put([name], x)
+    part = part_of(spec, middle, len(whole.layers))
+    assert part.source is None
+    assert "is built whole on every rank" in part.notes[-1]
+    assert "which the model has" in part.notes[-1]
+
+
 def test_memory_is_that_of_the_own_layers_and_of_one_more():
     """The rest of the model takes none, neither while it is built nor afterwards."""
     spec = ModelSpec("gpt-tiny,hidden=128,blocks=8,tied=true")
@@ -105,13 +132,22 @@ def test_what_others_keep_has_values():
     assert torch.equal(model.layers[0].module(x), model.layers[0].module.linear(x) + torch.arange(8.0) / 8)
 
 
-def test_a_model_that_cannot_be_put_off_is_built_whole_and_says_so():
-    spec = ModelSpec("cases.built_apart:looking", "cases.built_apart:vectors")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        ("looking", "built_apart.py:"),
+        ("with_statistics", "it runs a norm in training while it is built"),
+        ("in_threads", "it is built by several threads"),
+    ],
+)
+def test_a_model_that_cannot_be_put_off_is_built_whole_and_says_so(build, why):
+    spec = ModelSpec(f"cases.built_apart:{build}", "cases.built_apart:vectors")
     built_apart.shared_table.cache_clear()
     model = part_of(spec, 0, 1)
     (note,) = model.notes
-    assert note.startswith("cases.built_apart:looking is built whole on every rank, which takes host memory for all")
-    assert "built_apart.py:" in note
+    assert note.startswith(f"{spec.build} is built whole on every rank, which takes host memory for all of it: ")
+    assert why in note
     whole = load_model(spec, 2, 3)
     pairs = zip(tensors_of(x.module for x in whole.layers), tensors_of(x.module for x in model.layers), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
@@ -195,5 +231,8 @@ def test_two_ranks_train_as_the_whole_model(kind, tmp_path):
     assert report.losses == pytest.approx(losses, abs=1e-5)
     assert largest_difference(read_state(path), state) < 1e-5
     if kind == "traced":
-        again = run_plan(plan, spec, RunOptions(steps=1, lr=0.1, load=path))
+        on_meta = replace(spec, build="cases.built_apart:wide_on_meta")
+        again = run_plan(plan, on_meta, RunOptions(steps=1, lr=0.1, load=path, save=tmp_path / "again.safetensors"))
+        assert again.notes == ()
+        assert read_state(tmp_path / "again.safetensors")["unused"].equal(state["unused"])
         assert again.losses[0] == pytest.approx(loss(model(data(0, 0)[0]), data(0, 0)[1]).item(), abs=1e-5)
