@@ -11,12 +11,33 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from .deadline import NEVER, Deadline
 from .integers import IntLike, Ints, ceil_div, plain
+
+
+class PassWork(NamedTuple):
+    """What one pass of a layer asks of an estimated device for one microbatch, each operation under what bounds it.
+
+    Arithmetic in ns at the full peak, memory traffic in ns at the full bandwidth, the ``kernels`` that are too small
+    for either to matter, and the ``operations`` that the host issues. See :mod:`pipeplan.cost.roofline`.
+    """
+
+    compute_ns: int
+    memory_ns: int
+    kernels: int
+    operations: int
+
+
+class LayerWork(NamedTuple):
+    """What an estimate of a layer's times was made of, by pass."""
+
+    forward: PassWork
+    backward: PassWork
+    optimizer: PassWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +51,7 @@ class Layer:
     is the layer (or -1) in whose output's storage the output lies, None where it has its own, of ``storage_bytes``
     (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
+    ``work`` is what its times were made of, if they are estimated.
     """
 
     name: str
@@ -44,6 +66,7 @@ class Layer:
     backward_weight_ns: int | None = None
     optimizer_ns: int = 0
     parameters: int | None = None
+    work: LayerWork | None = None
 
     @property
     def parameter_count(self) -> int:

@@ -41,7 +41,7 @@ LAW = {
     "runtime.lowering": f"{NOUNS} cost schedule check",
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
-    "runtime.profiler": f"{NOUNS} files runtime.device runtime.model",
+    "runtime.profiler": f"{NOUNS} cost files runtime.device runtime.model",
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
     "runtime": f"{NOUNS} cost schedule schedule.periodic check files {RUNTIME}",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
-from ..files.accelerators import accelerator
+from ..files.accelerators import accelerator, constants_of
 from ..files.examples import PREFIX, located
 from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
@@ -149,6 +149,7 @@ def profile(
     loss: Callable[..., Any] | None = None,
     *,
     gpu: str | None = None,
+    host_time: str | None = None,
     microbatch: int | None = None,
     data: Any = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -160,6 +161,9 @@ def profile(
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
+
+    Of an estimate, ``host_time`` says what an operation takes the host: ``"20us"``, ``"60us,35us"`` forward and
+    backward, or what issues it, ``"eager"``, ``"compiled"`` or ``"graphs"``.
 
     ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
@@ -177,6 +181,8 @@ def profile(
     merge = merging(granularity, blocks)
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto"):
         raise BadInput("--estimate needs no device; leave out --device and --hold")
+    if gpu is None and host_time is not None:
+        raise BadInput("--host-time goes with --estimate")
     if isinstance(model, str):
         batch = microbatch or MICROBATCH
         build, batches = named_model(model, batch)
@@ -199,7 +205,9 @@ def profile(
         "data": batches,
     }
     if gpu is not None:
-        measured = estimate_model(build, batch, accelerator(gpu), options, **about)
+        target = accelerator(gpu)
+        constants = constants_of(target, host_time)
+        measured = estimate_model(build, batch, target, options, **about, constants=constants)
     else:
         measured = measure_model(build, batch, options, **about)
     chain = measured.chain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +31,7 @@ def simulations(
     chunks: int | None = None,
     limit: int | None = None,
     weight_keeps: float | None = None,
+    barrier: bool = True,
     jitter: float | None = None,
     seed: int = 0,
     runs: int = RUNS,
@@ -39,8 +41,9 @@ def simulations(
 
     No name is its own, ``all`` are all, one that ends in .csv is read as torch writes it and stands alone. One alone is
     not refused but BadInput. ``batch`` are samples per update, ``depth``, ``chunks``, ``limit`` and ``weight_keeps``
-    (a share) are options of the schedules that have them. With ``jitter``, a share, each is run ``runs`` times more
-    with durations drawn around the planned ones; ``done`` hears of each.
+    (a share) are options of the schedules that have them. Without a ``barrier`` between updates, drained runs take the
+    longest span of a GPU instead of the makespan. With ``jitter``, a share, each is run ``runs`` times more with
+    durations drawn around the planned ones; ``done`` hears of each.
     """
     files = [name for name in names if name.endswith(".csv")]
     refuse_unknown([name for name in names if name not in files], ALL)
@@ -54,11 +57,11 @@ def simulations(
     chosen = list(schedules()) if ALL in names else list(dict.fromkeys(names)) or [own_schedule(plan)]
     refused: list[Refused] = []
     if files:
-        found = [simulate_written(plan, read_schedule(files[0]), files[0])]
+        found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
     elif len(chosen) == 1:
-        found = [simulate_plan(plan, microbatches, chosen[0], options)]
+        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier)]
     else:
-        found, refused = compare_schedules(plan, chosen, microbatches, options)
+        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier)
     if jitter is not None:
         first = seed * MOST_RUNS  # so that two seeds share no run
         found = [under_jitter(run, jitter, range(first, first + runs), done) for run in found]

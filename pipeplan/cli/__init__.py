@@ -32,6 +32,7 @@ COMMANDS = {
     "run": ("run", "Train a model from a plan on torch processes."),
     "profile": ("profile", "Measure a torch model layer by layer, or estimate it for a GPU."),
     "estimate": ("estimate", "Estimate memory and time of a large transformer from its sizes."),
+    "calibrate": ("calibrate", "Fit the constants of estimates to a few measured iterations."),
     "diff": ("diff", "Compare two profiles, and a plan's worth on the other."),
     "timeprest": ("timeprest", "Show what TiMePReSt's schedule does to weights and memory."),
     "list": ("listing", "List the GPUs, models, schedules and algorithms that have names."),

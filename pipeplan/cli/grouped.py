@@ -18,7 +18,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "checkpointing no-checkpointing ac bucket-size coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort gap solver schedule limit time-limit",
     "A plan that is stated": "split split-at replicas on recompute",
-    "Measuring": "",
+    "Measuring": "host-time",
     "Simulation": "",
     "Run": "",
     "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",

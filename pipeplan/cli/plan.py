@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..check.targets import TARGETS
 from ..partition import ALGORITHMS
@@ -27,7 +28,8 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @click.option(
     "--data-parallel",
     metavar="auto|N",
-    help="Plan a grid, as pipeplan grid does: N equal pipelines (auto: whatever is fastest) share every batch.",
+    help="Plan a grid, as pipeplan grid does: N equal pipelines (auto: whatever is fastest) share every batch.  With "
+    "--split: N of these stages.",
 )
 @partial(grid_options, when="With --data-parallel: ")
 @LIMIT
@@ -93,11 +95,14 @@ def command(
     pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128
     pipeplan plan zoo:gpt2-xl --gpus 8 --gpu a100 --microbatch 2 --precision mixed --optimizer adam
     pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all
+    pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --data-parallel 2 --schedule 1f1b --batch 128
 
     Ctrl-C ends the search with the best plan so far.
     """
     given = knobs_of(knobs, straight=straight or None, mode=mode, charge=charge)
-    if data_parallel is not None:
+    if data_parallel is not None and options["split"] is not None:
+        options = _stated_grid(data_parallel, options)
+    elif data_parallel is not None:
         _refuse_with_grid(algorithm, schedule, {**options, "for": target, "gap": gap, "O": given or None})
         for name in (*STATED, "solver"):
             options.pop(name)
@@ -141,6 +146,22 @@ def command(
     search(find, output, as_json)
 
 
+def _stated_grid(data_parallel: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of stages that are stated with so many equal pipelines, which drain after every batch."""
+    from ..planner.stated import replicated
+
+    if options["replicas"] is not None or options["on"] is not None:
+        raise click.UsageError("--data-parallel says how many GPUs each stage has; leave out --replicas and --on")
+    if not (
+        data_parallel.isascii() and data_parallel.isdecimal() and 0 < len(data_parallel) < 7 and int(data_parallel)
+    ):
+        raise click.UsageError("--split searches nothing: say how many pipelines --data-parallel has")
+    source = click.get_current_context().get_parameter_source("weights")
+    if source is not ParameterSource.DEFAULT and options["weights"] != "flush":
+        raise click.UsageError(f"--data-parallel drains, which is --weights flush, not {options['weights']}")
+    return options | {"replicas": replicated(options["split"], int(data_parallel)), "weights": "flush"}
+
+
 def _refuse_with_grid(algorithm: str, schedule: ScheduleKind | None, others: dict[str, Any]) -> None:
     """Raise a usage error for what contradicts --data-parallel; what it drains refuses for itself."""
     if schedule not in (None, "message-driven"):
@@ -149,8 +170,9 @@ def _refuse_with_grid(algorithm: str, schedule: ScheduleKind | None, others: dic
         )
     if algorithm != "auto":
         raise click.UsageError(f"--data-parallel has a search of its own; leave out --algorithm {algorithm}")
-    if any(others[name] is not None for name in STATED):
-        raise click.UsageError("--split searches nothing; leave out --data-parallel")
+    for name in STATED:
+        if others[name] is not None:
+            raise click.UsageError(f"--{name} goes with --split, which says the stages")
     for name, said in {"for": "--for", "gap": "--gap", "O": "-O"}.items():
         if others[name] is not None:
             raise click.UsageError(f"--data-parallel has a search of its own; leave out {said}")

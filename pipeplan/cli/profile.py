@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..files.accelerators import ENGINES
 from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
@@ -43,6 +44,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     type=completed.GPU,
     help="Estimate for a GPU instead (a100, h100, v100, rtx4090, .. or FILE.json): no GPU and no memory needed.",
 )
+@click.option(
+    "--host-time",
+    metavar="TIME[,TIME]|NAME",
+    help="With --estimate: what an operation takes the host, such as 20us, or 60us,35us forward and backward; or what "
+    f"issues it: {', '.join(ENGINES)}.  [default: eager, or what FILE.json says]",
+)
 @click.option("--dtype", type=click.Choice(DTYPES), help="Convert the model and its input.  [default: as built]")
 @click.option(
     "--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), default="sgd", show_default=True, help="To time."
@@ -76,6 +83,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def command(
     model: str,
     estimate: str | None,
+    host_time: str | None,
     output: str,
     quiet: bool,
     old_batch: int | None,
@@ -90,14 +98,18 @@ def command(
     from ..api.profiles import profile
 
     if estimate is not None and not quiet:
-        from ..files.accelerators import accelerator
+        from ..files.accelerators import USUAL_ENGINE, accelerator, constants_of
+        from ..runtime.profiler.estimate import said_host_time
 
         gpu = accelerator(estimate)
         link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
         limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
         click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
+        named = host_time or gpu.host_time or USUAL_ENGINE
+        said = said_host_time(constants_of(gpu, host_time))
+        click.echo(f"{named}: {said} (--host-time)" if named in ENGINES else said, err=True)
     options["microbatch"] = old_batch or options["microbatch"]
-    found = profile(model, gpu=estimate, say=_ignore if quiet else _progress, **options)
+    found = profile(model, gpu=estimate, host_time=host_time, say=_ignore if quiet else _progress, **options)
     if not quiet and found.measured is not None:
         from ..report.measurements import print_measurements
 

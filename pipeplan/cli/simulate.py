@@ -53,6 +53,13 @@ MOST_RUNS = 10**4
 @click.option(
     "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
 )
+@click.option(
+    "--barrier/--no-barrier",
+    default=True,
+    show_default=True,
+    help="Drained schedules: all GPUs wait for each other between updates, and a batch takes the makespan; or none "
+    "does, and it takes the longest span of a GPU.",
+)
 @click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of --jitter.")
 @click.option("--runs", type=click.IntRange(1, MOST_RUNS), default=20, show_default=True, help="Of --jitter.")

@@ -4,21 +4,50 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
+from typing import Annotated
 
 import msgspec
 
+from ..cost.roofline import Constants
 from ..errors import BadInput
 from ..names import shown
 from ..units import parse_bandwidth, parse_bytes, parse_time
 from .forms import read_json
 from .text import read_text
 
+ENGINES = {  # host time of an operation, forward and backward
+    "eager": "20us,10us",  # Python and the dispatcher; the autograd engine alone
+    "compiled": "3us",  # an operation's part of fused kernels
+    "graphs": "0us",  # the host launches a whole graph
+}
+USUAL_ENGINE = "eager"
+RATES = {"convolution": 0.8, "convolution-1x1": 0.8, "convolution-3x3": 0.8}  # of the shares, where none are said
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Units = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=100)]
+
+
+def parse_host_time(text: str, place: str) -> tuple[int, int]:
+    """Return the nanoseconds forward and backward that ``20us,10us`` names, ``20us`` for both, or an engine's name."""
+    parts = ENGINES.get(text, text).split(",")
+    if len(parts) > 2 or not text[:1].isdigit() | (text in ENGINES):
+        raise BadInput(
+            f"{place}: '{shown(text)}' is no time such as 20us, none forward and backward such as 20us,10us, and none "
+            f"of {', '.join(ENGINES)}"
+        )
+    forward, backward = (parse_time(part, place) for part in (parts[0], parts[-1]))
+    return forward, backward
+
 
 class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One device: memory and its bandwidth, the link to its peers per direction, dense peaks by type in 1e12 flop/s.
 
     ``tf32`` is what convolutions of float32 run in, as torch has it by default; products of float32 matrices don't.
-    ``launch`` is the least time of an operation.
+    ``units`` are its multiprocessors, by which a product's shape decides what it reaches; None: no shape is worse.
+    ``launch`` is the least time of a kernel. The shares are what kernels reach of the peak and of the bandwidth, and
+    ``rates`` what those of some kinds reach of these shares (None: :data:`RATES`). ``host_time`` is what the host takes
+    to issue an operation, forward and backward (``20us,10us``, or one for both); None: as long as the engine's
+    (:data:`ENGINES`). ``source`` says where such constants are from.
     """
 
     name: str
@@ -27,6 +56,12 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tflops: dict[str, float]
     link: str | None = None
     launch: str = "5us"
+    units: Units | None = None
+    compute_share: Share = 0.75
+    bandwidth_share: Share = 0.9
+    host_time: str | None = None
+    rates: dict[str, Rate] | None = None
+    source: str = ""
 
     @property
     def memory_bytes(self) -> int:
@@ -42,6 +77,15 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def launch_ns(self) -> int:
         """The least time of one operation."""
         return parse_time(self.launch, "$.launch")
+
+    def constants(self, host_time: str | None = None) -> Constants:
+        """Return what turns work into time, with a ``host_time`` for :func:`parse_host_time` (None: its own)."""
+        forward, backward = parse_host_time(host_time or self.host_time or USUAL_ENGINE, "$.host_time")
+        return Constants(self.compute_share, self.bandwidth_share, self.launch_ns, forward, backward)
+
+    def rate(self, kind: str) -> float:
+        """Return what kernels of a kind reach of what others do."""
+        return (RATES if self.rates is None else self.rates).get(kind, 1.0)
 
     def peak(self, dtype: str, convolution: bool = False) -> float:
         """Return flop/s for numbers of ``dtype``; BadInput when the table has none."""
@@ -72,7 +116,27 @@ def accelerator(text: str) -> Accelerator:
     if not found.tflops or any(peak <= 0 for peak in found.tflops.values()):
         raise BadInput(f"{text}: $.tflops must have positive peaks")
     try:
-        _ = found.memory_bytes, found.bandwidth_bytes, found.launch_ns  # refuse wrong units here, not later
+        _ = found.memory_bytes, found.bandwidth_bytes, found.constants()  # refuse wrong units here, not later
     except BadInput as error:
         raise BadInput(f"{text}: {error}") from None
     return found
+
+
+def with_constants(device: Accelerator, constants: Constants, source: str) -> Accelerator:
+    """Return the accelerator with other constants, and where they are from."""
+    forward, backward = (f"{round(ns)}ns" for ns in (constants.forward_host_ns, constants.backward_host_ns))
+    return msgspec.structs.replace(
+        device,
+        compute_share=round(constants.compute_share, 4),
+        bandwidth_share=round(constants.bandwidth_share, 4),
+        launch=f"{round(constants.kernel_ns)}ns",
+        host_time=f"{forward},{backward}",
+        source=source,
+    )
+
+
+def constants_of(device: Accelerator, host_time: str | None = None) -> Constants:
+    """Return what turns work into time on ``device``, with the ``--host-time`` that is said."""
+    if host_time is not None:
+        parse_host_time(host_time, "--host-time")
+    return device.constants(host_time)

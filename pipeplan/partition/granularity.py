@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..cost.memory_model import weights_of
+from ..cost.roofline import whole_work
 from ..cost.saved import inner_bytes, saved_bytes, storages
 from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
@@ -268,6 +269,7 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
         backward_weight_ns=sum(weight_part) if len(weight_part) == len(part) else None,
         optimizer_ns=whole_step_ns(chain, start, stop),
         parameters=part[0].parameters if len(part) == 1 else parameters,
+        work=whole_work(part),
         **saved,
     )
 

@@ -17,7 +17,7 @@ from ..schedule.pattern import DeviceUse
 from ..schedule.registry import schedules
 from ..schedule.simulate import jittered_ns, simulate
 from ..schedule.steady import SteadyRun
-from ..schedule.timeline import Timeline, flush_makespan_ns
+from ..schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
 from ..schedule.weight_versions import kept_by_stages, weight_policy
 from ..schedule.written import Written
 from ..units import format_ns
@@ -30,7 +30,8 @@ Progress = Callable[[], None]  # called after each simulated run
 class Simulation:
     """The timeline of a plan under a schedule; ``promised`` is what the plan's own pattern promises.
 
-    ``jitter_ns`` holds one time per microbatch for each seed under jitter, none without.
+    ``jitter_ns`` holds one time per microbatch for each seed under jitter, none without. ``barrier``: whether all GPUs
+    wait for each other between two updates of a drained run, so that it takes its makespan.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class Simulation:
     promised: Evaluation
     timeline: Timeline
     jitter_ns: tuple[float, ...] = ()
+    barrier: bool = True
 
     def __repr__(self) -> str:
         return (
@@ -87,11 +89,16 @@ class Simulation:
         return flush_makespan_ns(self.timeline) if self.drained else self.timeline.makespan_ns
 
     @property
+    def span_ns(self) -> int | None:
+        """The longest that one GPU is at a drained mini-batch, from its first start; None for other schedules."""
+        return longest_span_ns(self.timeline) if self.drained else None
+
+    @property
     def per_microbatch_ns(self) -> float:
         """What a microbatch costs in the long run: its share of a drained run, or the steady period."""
         if self.steady is not None:
             return self.steady.period_ns
-        return per_microbatch_ns(self.timeline, self.drained)
+        return per_microbatch_ns(self.timeline, self.drained, self.barrier)
 
     @property
     def fits(self) -> bool:
@@ -111,6 +118,8 @@ class Simulation:
             "schedule": self.schedule,
             "microbatches": timeline.program.microbatches,
             "makespan_ns": self.makespan_ns,
+            "longest_span_ns": self.span_ns,
+            "barrier": self.barrier,
             "fill_ns": timeline.fill_ns,
             "period_ns": timeline.steady_period_ns(),
             "per_microbatch_ns": self.per_microbatch_ns,
@@ -163,10 +172,15 @@ class Refused:
     reason: str
 
 
-def per_microbatch_ns(timeline: Timeline, drained: bool) -> float:
-    """Return the share of a microbatch in a drained run, or the period of the steady middle of an endless one."""
+def per_microbatch_ns(timeline: Timeline, drained: bool, barrier: bool = True) -> float:
+    """Return the share of a microbatch in a drained run, or the period of the steady middle of an endless one.
+
+    A drained run takes its makespan, or without a ``barrier`` between updates the longest span of a GPU.
+    """
     steady = None if drained else timeline.steady_period_ns()
-    total = flush_makespan_ns(timeline) if drained else timeline.makespan_ns
+    total = timeline.makespan_ns
+    if drained:
+        total = flush_makespan_ns(timeline) if barrier else longest_span_ns(timeline)
     return total / timeline.program.microbatches if steady is None else steady
 
 
@@ -181,17 +195,19 @@ def simulate_plan(
     microbatches: int | None = None,
     schedule: str | None = None,
     options: Mapping[str, Any] | None = None,
+    barrier: bool = True,
 ) -> Simulation:
     """Return the simulated run of a valid plan under ``schedule``, by default its own.
 
     By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: 16 times those
-    in flight, at least 64.
+    in flight, at least 64. Without a ``barrier`` between updates a drained run takes the longest span of a GPU.
     """
     promised = evaluate(plan)
     schedule = schedule or own_schedule(plan)
     if microbatches is None:
         microbatches = default_microbatches(plan, schedule, options)
-    return Simulation(plan, schedule, promised, simulate(program_of(plan, schedule, microbatches, options)))
+    timeline = simulate(program_of(plan, schedule, microbatches, options))
+    return Simulation(plan, schedule, promised, timeline, barrier=barrier)
 
 
 def simulate_written(plan: Plan, written: Written, name: str) -> Simulation:
@@ -209,9 +225,9 @@ def under_jitter(simulation: Simulation, share: float, seeds: Iterable[int], don
     times = []
     for seed in seeds:
         timeline = simulate(program, jittered_ns(program, share, seed))
-        times.append(per_microbatch_ns(timeline, simulation.drained))
+        times.append(per_microbatch_ns(timeline, simulation.drained, simulation.barrier))
         done()
-    return Simulation(simulation.plan, simulation.schedule, simulation.promised, simulation.timeline, tuple(times))
+    return replace(simulation, jitter_ns=tuple(times))
 
 
 def compare_schedules(
@@ -219,6 +235,7 @@ def compare_schedules(
     schedules: Iterable[str],
     microbatches: int | None = None,
     options: Mapping[str, Any] | None = None,
+    barrier: bool = True,
 ) -> tuple[list[Simulation], list[Refused]]:
     """Return the runs of ``plan`` under each schedule, best first, and the schedules that it cannot run under.
 
@@ -227,7 +244,7 @@ def compare_schedules(
     runs, refused = [], []
     for schedule in schedules:
         try:
-            runs.append(simulate_plan(plan, microbatches, schedule, options))
+            runs.append(simulate_plan(plan, microbatches, schedule, options, barrier))
         except BadInput as error:
             refused.append(Refused(schedule, str(error)))
     runs.sort(key=lambda run: (not run.fits, run.per_microbatch_ns))

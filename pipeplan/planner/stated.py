@@ -56,6 +56,11 @@ def stated(
     yield Allocation(stages)
 
 
+def replicated(split: str, pipelines: int) -> str:
+    """Return the GPUs of each stage, as ``replicas`` of :func:`stated` says them, in so many equal pipelines."""
+    return ",".join([str(pipelines)] * (split.count(",") + (1 if _counts(split) else 2)))
+
+
 def why_not_stated(incumbent: Incumbent) -> str | None:
     """Return in one sentence which stated stages lack how much memory with one microbatch in flight, or which rule they
     break; None where neither is so."""
@@ -92,7 +97,7 @@ def why_not_stated(incumbent: Incumbent) -> str | None:
 def _cuts(text: str, chain: Chain) -> list[int]:
     """Return where the later stages begin."""
     words = text.split(",")
-    if all(re.fullmatch(r"[0-9]{1,8}", word) for word in words):
+    if _counts(text):
         counts = list(map(int, words))
         if 0 in counts:
             raise BadInput(f"--split: stage {counts.index(0)} has no layers")
@@ -105,6 +110,11 @@ def _cuts(text: str, chain: Chain) -> list[int]:
             why = "begins the network" if other == 0 else f"does not come after {_named(chain, one)}"
             raise BadInput(f"--split: {_named(chain, other)} {why}; name what begins the later stages, in order")
     return cuts
+
+
+def _counts(split: str) -> bool:
+    """Whether ``split`` says how many layers stages have, and not with which they begin."""
+    return all(re.fullmatch(r"[0-9]{1,8}", word) for word in split.split(","))
 
 
 def _layer(name: str, chain: Chain) -> int:

@@ -25,13 +25,18 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     caption = "times in ms, ± width of the middle half"
     table = make_table("layer", *columns, left=("layer",), names=("layer",), space=2, caption=caption)
     unsteady = 0
+    bound = set(measured.host_bound)
     for index, x in enumerate(measured.layers):
         layer, kept = x.layer, int(saved_bytes(measured.chain, index, index + 1))
         time, spread = layer.forward_ns + layer.backward_ns, x.forward_spread_ns + x.backward_spread_ns
         unsteady += spread > UNSTEADY * time
         times = (layer.forward_ns, x.forward_spread_ns, layer.backward_ns, x.backward_spread_ns, layer.optimizer_ns)
         sizes = (layer.weight_bytes, kept, layer.output_bytes)
-        table.add_row(Name.of(layer.name), *(f"{t / 1e6:.3f}" for t in times), *(format_bytes(s) for s in sizes))
+        table.add_row(
+            Name.of(layer.name + (" h" if index in bound else "")),
+            *(f"{t / 1e6:.3f}" for t in times),
+            *(format_bytes(s) for s in sizes),
+        )
     print_fitted(out, table)
     whole, count = chain.sums, len(chain)
     out.print(
@@ -42,6 +47,11 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     for one, other in chain.tied:
         names = shown(chain.layers[one].name), shown(chain.layers[other].name)
         out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts, and the sum once")
+    if bound:
+        out.print(
+            f"note: the GPU waits for its host in {len(bound)} of {len(measured.layers)} layers, marked h: larger "
+            "microbatches cost little more there, and --host-time compiled or graphs less"
+        )
     if unsteady:
         out.print(
             f"note: times of {unsteady} of {len(measured.layers)} layers spread over more than {UNSTEADY:.0%}; "

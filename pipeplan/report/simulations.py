@@ -60,6 +60,12 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         f"makespan {format_ns(simulation.makespan_ns)} (fill {format_ns(timeline.fill_ns)}), "
         f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
     )
+    if simulation.span_ns is not None:
+        out.print(
+            f"span     {format_ns(simulation.span_ns)} of one GPU at most "
+            f"({format_ns(simulation.span_ns / figures['microbatches'])} per microbatch): what a batch takes without a "
+            "barrier between updates"
+        )
     for rate in _rates(simulation, figures["period_ns"]):
         out.print(rate)
     steady = simulation.steady
@@ -106,10 +112,11 @@ def print_schedules(
     """Print schedules side by side, best first: time per microbatch, makespan, bubble, in flight, memory, links."""
     out = console(width)
     count = runs[0].timeline.program.microbatches if runs else 0
+    barrier = all(run.barrier for run in runs)
     out.print(headline(plan))
     out.print(
-        f"{count} microbatches; period: ms per microbatch, of a drained run filled, drained and with its weight "
-        "synchronisation"
+        f"{count} microbatches; period: ms per microbatch, of a drained run "
+        f"{'filled, drained and with its weight synchronisation' if barrier else 'of the longest span of a GPU'}"
     )
     out.print(
         "held: microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest"

@@ -21,6 +21,22 @@ def flush_makespan_ns(timeline: Timeline) -> int:
     return updates_end_ns(graph, done)
 
 
+def longest_span_ns(timeline: Timeline) -> int:
+    """Return the time of a mini-batch where no barrier stands between two: the longest that one device takes, from its
+    first start to the end of its stages' all-reduces.
+
+    Such runs check the optimizer's step afterwards (Qi et al. 2024, section 4), so that a device begins the next
+    mini-batch when it is done with this one.
+    """
+    program = timeline.program
+    stages = program.graph.stages
+    return max(
+        timeline.span_ns(i) + sum(stages[s].update_ns for s in program.stages_of(i))
+        for i, lane in enumerate(program.lanes)
+        if lane.device is not None and lane.steps
+    )
+
+
 Times = tuple[tuple[int, ...], ...]  # [microbatch][position], in ns
 
 

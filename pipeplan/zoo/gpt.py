@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ class GPTConfig:
     """Sizes of a GPT: ``sequence`` is the length trained on, ``positions`` (0: ``sequence``) the longest possible.
 
     ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
-    between tied layers. ``dropout`` is off by default: its masks depend on how a run is split.
+    between tied layers. ``dropout`` is off by default: its masks depend on how a run is split. ``attention`` is
+    ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own.
+    ``loss`` is ``same``, in the logits' type, or ``fp32``, as Megatron-LM has it (:class:`ExactLoss`).
     """
 
     blocks: int
@@ -36,6 +39,8 @@ class GPTConfig:
     positions: int = 0
     tied: bool = True
     dropout: float = 0.0
+    attention: str = "fused"
+    loss: str = "same"
 
 
 class Embedding(nn.Module):
@@ -63,7 +68,10 @@ class Block(nn.Module):
         super().__init__()
         if config.hidden % config.heads:
             raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
+        if config.attention not in ("fused", "unfused"):
+            raise BadInput(f"attention: {config.attention!r} is neither fused nor unfused")
         self.heads = config.heads
+        self.unfused = config.attention == "unfused"
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = nn.Linear(config.hidden, 3 * config.hidden)
         self.project = nn.Linear(config.hidden, config.hidden)
@@ -82,10 +90,24 @@ class Block(nn.Module):
         batch, sequence, hidden = x.shape
         heads = self.attention(self.norm1(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.unfused:
+            attended = self._unfused(query, key, value)
+        else:
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.project(attended.transpose(1, 2).reshape(batch, sequence, hidden)))
         out: Tensor = x + self.dropout(self.narrow(functional.gelu(self.widen(self.norm2(x)), approximate="tanh")))
         return out
+
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of (batch, heads, sequence, width) with all scores kept: four kernels, the mask added in the first.
+
+        As Megatron-LM has it without flash attention: dropout also of the scores.
+        """
+        batch, heads, sequence, width = query.shape
+        later = torch.full((sequence, sequence), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
+        flat = (batch * heads, sequence, width)
+        scores = torch.baddbmm(later, query.reshape(flat), key.reshape(flat).transpose(1, 2), alpha=width**-0.5)
+        return torch.bmm(self.dropout(scores.softmax(-1)), value.reshape(flat)).view(query.shape)
 
 
 def head(hidden: int, vocabulary: int) -> nn.Linear:
@@ -108,7 +130,43 @@ def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     layers = chain(factories(), seed)
     if config.tied:
         layers.head.weight = layers.embedding.tokens.weight  # type: ignore[union-attr]
-    return layers, token_loss
+    if config.loss not in ("same", "fp32"):
+        raise BadInput(f"loss: {config.loss!r} is neither same nor fp32")
+    return layers, token_loss if config.loss == "same" else exact_token_loss
+
+
+class ExactLoss(torch.autograd.Function):
+    """The mean cross-entropy in fp32: the softmax is made in the forward, step by step, and kept for the backward.
+
+    Source: Megatron-LM, tensor_parallel/cross_entropy.py, on one GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of logits (tokens, vocabulary)."""
+        exact = logits.float()
+        exact = exact - exact.amax(-1, keepdim=True)
+        chosen = exact.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        softmax = exact.exp()
+        whole = softmax.sum(-1)
+        softmax.div_(whole.unsqueeze(-1))
+        ctx.save_for_backward(softmax, target)
+        ctx.dtype = logits.dtype
+        return (whole.log() - chosen).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits, the softmax less one at the target, by one kernel for all of them."""
+        softmax, target = ctx.saved_tensors
+        softmax.scatter_add_(-1, target.unsqueeze(-1), -torch.ones_like(target.unsqueeze(-1), dtype=softmax.dtype))
+        found = torch.empty_like(softmax, dtype=ctx.dtype)
+        return torch.mul(softmax, gradients[0] / len(target), out=found), None
+
+
+def exact_token_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and token numbers, in fp32."""
+    loss: Tensor = ExactLoss.apply(output.flatten(0, 1), target.flatten())  # type: ignore[no-untyped-call]  # torch's
+    return loss
 
 
 def batches(config: GPTConfig, batch: int) -> Data:

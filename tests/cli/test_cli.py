@@ -123,12 +123,21 @@ def test_a_stated_configuration_is_evaluated_and_nothing_else(profile: str, tmp_
         ["--algorithm", "contiguous"],
         ["--effort", "quick"],
         ["--gap", "5%"],
-        ["--data-parallel", "2", "--batch", "8"],
     ):
         code, _, err = pipeplan("plan", profile, *SMALL, "--split", "2,6", *more)
         assert code == 2
         assert f"--split searches nothing; leave out {more[0]}" in err
     assert "--on goes with --split" in pipeplan("plan", profile, *SMALL, "--on", "0/1")[2]
+    grid = ("plan", profile, "--gpus", "4", "--mem", "1GB", "--split", "2,6", "--data-parallel")
+    one = ("--batch", "64", "--schedule", "1f1b", "--json")
+    same = pipeplan(*grid[:-1], "--replicas", "2,2", "--weights", "flush", *one)[1]
+    stated, said = (
+        {key: value for key, value in json.loads(text).items() if key != "provenance"}  # which has seconds
+        for text in (pipeplan(*grid, "2", *one)[1], same)
+    )
+    assert stated == said, "two pipelines of the stages are two replicas of each, drained"
+    for more, message in ((("auto",), "say how many pipelines"), (("2", "--weights", "2bw"), "--data-parallel drains")):
+        assert message in pipeplan(*grid, *more)[2]
 
 
 def test_algorithms_and_schema(pipeplan: Command) -> None:

@@ -219,3 +219,24 @@ def test_a_plan_without_pattern_needs_a_named_schedule():
     with pytest.raises(BadInput, match="the plan has no pattern; name a schedule"):
         program_of(bare, "pattern", 4)
     assert program_of(bare, "gpipe", 4).microbatches == 4
+
+
+def test_without_a_barrier_a_batch_takes_what_the_busiest_gpu_needs_for_it(plan_file, pipeplan):
+    """By hand: 4 equal stages, F and B of a microbatch one slot of three; the first GPU is there for all of 1F1B's run,
+    and with zero bubbles every GPU's work ends in a staircase as steep as the one that it began in."""
+    words = ("simulate", plan_file, "--microbatches", "8", "--batch", "8")
+    several = (*words, "--schedule", "1f1b", "--schedule", "zb2p", "--json")
+    with_barrier, without = (json.loads(pipeplan(*several, *more)[1])["schedules"] for more in ((), ("--no-barrier",)))
+    for run in with_barrier:
+        assert run["per_microbatch_ns"] == run["makespan_ns"] / 8
+        assert run["longest_span_ns"] <= run["makespan_ns"]
+    for run in without:
+        assert run["per_microbatch_ns"] == run["longest_span_ns"] / 8
+    by_name = {run["schedule"]: run for run in without}
+    assert by_name["1f1b"]["longest_span_ns"] == by_name["1f1b"]["makespan_ns"]
+    assert by_name["zb2p"]["longest_span_ns"] < by_name["zb2p"]["makespan_ns"]
+    assert max(x["busy_ns"] for x in by_name["zb2p"]["devices"]) <= by_name["zb2p"]["longest_span_ns"]
+    out = pipeplan(*words, "--schedule", "zb2p")[1]
+    assert f"span     {by_name['zb2p']['longest_span_ns'] / 1e6:.3f} ms of one GPU at most" in out
+    compared = pipeplan(*several[:-1], "--no-barrier")[1]
+    assert "of the longest span of a GPU" in " ".join(compared.split())

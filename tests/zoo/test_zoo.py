@@ -255,3 +255,20 @@ def test_the_auxiliary_logits_travel_beside_the_features():
         cross_entropy = torch.nn.functional.cross_entropy
         expected = cross_entropy(main, target) + 0.4 * cross_entropy(auxiliary, target)
         torch.testing.assert_close(loss(output, target), expected)
+
+
+def test_unfused_attention_and_a_loss_in_fp32_compute_the_same():
+    name = "gpt-tiny,blocks=1"
+    one, other = zoo.load(name), zoo.load(f"{name},attention=unfused,loss=fp32")
+    x, target = one.data(2)(0, 0)
+    results = []
+    for model in (one, other):
+        layers, _, loss = model(2)
+        found = loss(layers(x), target)
+        found.backward()
+        results.append((found, layers.block0.attention.weight.grad, layers.head.weight.grad))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for wrong in ("attention=flash", "loss=fp64"):
+        with pytest.raises(BadInput, match="is neither"):
+            zoo.load(f"{name},{wrong}")(2)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ...problem import PassWork
+
 
 class Clock:
     """Marks on a time line, read once it is settled: here numbers of ns, which can be read at once."""
@@ -22,6 +24,10 @@ class Clock:
         """Return the nanoseconds from one mark to a later one."""
         ns: int = round(end - start)
         return ns
+
+    def work(self, start: Any, end: Any) -> PassWork | None:
+        """Return what was asked of the device between two marks, where that is counted."""
+        return None
 
 
 class HostClock(Clock):

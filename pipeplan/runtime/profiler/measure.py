@@ -65,13 +65,15 @@ class LayerMeasurement:
 class MeasuredModel:
     """A measured model: its profile, its layers with spreads, and whether one layer at a time was on the device.
 
-    ``notes`` say what its author's module gave up to be run by layers.
+    ``notes`` say what its author's module gave up to be run by layers, ``host_bound`` the layers with a pass that an
+    estimated device waits for its host in.
     """
 
     chain: Chain
     layers: tuple[LayerMeasurement, ...]
     one_at_a_time: bool
     notes: tuple[str, ...] = ()
+    host_bound: tuple[int, ...] = ()
 
 
 def measure_model(
@@ -216,6 +218,7 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples) -> LayerMeasur
         backward_ns=_median(samples.backward_ns),
         backward_weight_ns=backward_weight_ns,
         optimizer_ns=_median(samples.optimizer_ns),
+        work=samples.work,
     )
     return LayerMeasurement(
         layer,

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...cost.roofline import NO_WORK
 from ...errors import BadInput
+from ...problem import LayerWork
 from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed
 from .clock import Clock
@@ -58,12 +60,13 @@ USUAL = MeasureOptions()
 
 @dataclass
 class Samples:
-    """Times of one layer, one entry for each measured step."""
+    """Times of one layer, one entry for each measured step, and what was asked of an estimated device in the last."""
 
     forward_ns: list[int] = field(default_factory=list)
     backward_ns: list[int] = field(default_factory=list)
     inputs_only_ns: list[int] = field(default_factory=list)
     optimizer_ns: list[int] = field(default_factory=list)
+    work: LayerWork | None = None
 
 
 def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions) -> list[Samples]:
@@ -140,6 +143,11 @@ class _Marks:
     backward: list[tuple[Any, Any] | None]
     optimizer: list[tuple[Any, Any] | None]
 
+    @property
+    def passes(self) -> tuple[list[tuple[Any, Any] | None], ...]:
+        """The three, in the order of :class:`LayerWork`."""
+        return self.forward, self.backward, self.optimizer
+
 
 def _add(sample: Samples, clock: Clock, run: _Marks, index: int, inputs_only: bool) -> None:
     def between(pair: tuple[Any, Any] | None) -> int:
@@ -151,6 +159,9 @@ def _add(sample: Samples, clock: Clock, run: _Marks, index: int, inputs_only: bo
     sample.forward_ns.append(between(run.forward[index]))
     sample.backward_ns.append(between(run.backward[index]))
     sample.optimizer_ns.append(between(run.optimizer[index]))
+    work = [clock.work(*pair) if pair else NO_WORK for pair in (row[index] for row in run.passes)]
+    counted = [x for x in work if x is not None]
+    sample.work = LayerWork(*counted) if len(counted) == len(work) else None
 
 
 def _step(

@@ -1,0 +1,112 @@
+"""How long does a layer take on a device that isn't here? The longer of what its kernels and its host take.
+
+A kernel takes what bounds it: arithmetic at a share of the peak, traffic at a share of the memory's bandwidth, or the
+least time of any kernel. The host issues operations one after the other while kernels run, so a pass takes as long as
+the slower of the two; forward and backward each have their time per operation, as Python issues the one and C++ the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from ..problem import Chain, Layer, LayerWork, PassWork
+
+NO_WORK = PassWork(0, 0, 0, 0)
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.8), (64, 64, 0.65))
+"""Rows and columns of a product that one multiprocessor makes at a time, and what share of the best such kernels reach:
+those of cuBLAS and CUTLASS for tensor cores."""
+_DEPTH = 192  # of a product, that a tile's beginning and end take as long as
+_LEAST_SHARE = 0.2
+
+
+def product_share(batch: int, rows: int, columns: int, depth: int, units: int) -> float:
+    """Return the share of the best rate that a product of matrices reaches on ``units`` multiprocessors.
+
+    These make tiles of the result in waves, the last of which leaves some of them idle; to fill and to empty its
+    registers takes a tile as long as :data:`_DEPTH` more of depth. The kernel is the one that does best; where tiles
+    are few, kernels share out the depth too.
+    """
+    best = 0.0
+    for high, wide, rate in _TILES:
+        waves = -(-batch * -(-rows // high) * -(-columns // wide) // units)
+        best = max(best, rate * batch * rows * columns / (waves * units * high * wide))
+    return max(_LEAST_SHARE, best * depth / (depth + _DEPTH))
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What turns work into time: shares of peak and of bandwidth, ns of a kernel at least, and ns of the host for an
+    operation."""
+
+    compute_share: float = 0.75
+    bandwidth_share: float = 0.9
+    kernel_ns: float = 5000.0
+    forward_host_ns: float = 0.0
+    backward_host_ns: float = 0.0
+
+    def kernels_ns(self, work: PassWork) -> float:
+        """Return how long the device works."""
+        return (
+            work.compute_ns / self.compute_share + work.memory_ns / self.bandwidth_share + work.kernels * self.kernel_ns
+        )
+
+    def host_ns(self, work: PassWork, backward: bool = False) -> float:
+        """Return how long the host takes to issue the operations of a pass."""
+        return work.operations * (self.backward_host_ns if backward else self.forward_host_ns)
+
+    def pass_ns(self, work: PassWork, backward: bool = False) -> float:
+        """Return how long a pass takes."""
+        return max(self.kernels_ns(work), self.host_ns(work, backward))
+
+    def bound_by_host(self, work: LayerWork) -> bool:
+        """Whether the device waits for its host in the forward or the backward of a layer."""
+        passes = ((work.forward, False), (work.backward, True))
+        return any(self.host_ns(x, backward) > self.kernels_ns(x) for x, backward in passes)
+
+    def passes_ns(self, works: Sequence[PassWork], backward: bool, ahead: bool) -> list[float]:
+        """Return how long passes take that come one after the other.
+
+        With ``ahead`` the host is as far ahead as kernels before have let it come: for layers that are single
+        operations. Otherwise each begins with an idle device, as one of another stage does.
+        """
+        if not ahead:
+            return [self.pass_ns(work, backward) for work in works]
+        times, lead = [], 0.0
+        for work in works:
+            kernels, host = self.kernels_ns(work), self.host_ns(work, backward)
+            times.append(max(kernels, host - lead))
+            lead = max(0.0, lead + kernels - host)
+        return times
+
+
+def whole_work(layers: Sequence[Layer]) -> LayerWork | None:
+    """Return the work of ``layers`` together, None where one of them has none said."""
+    known = [layer.work for layer in layers if layer.work is not None]
+    if len(known) < len(layers):
+        return None
+    return LayerWork(*(PassWork(*map(sum, zip(*parts, strict=True))) for parts in zip(*known, strict=True)))
+
+
+def timed(chain: Chain, constants: Constants) -> Chain:
+    """Return an estimated chain with the times that its work takes by ``constants``.
+
+    Weight gradients keep their share of the backward. In a DAG the host runs ahead from layer to layer.
+    """
+    works = [layer.work for layer in chain.layers if layer.work is not None]
+    assert len(works) == len(chain), "only estimated layers can be timed again"
+    ahead = chain.edges is not None
+    forward = constants.passes_ns([x.forward for x in works], False, ahead)
+    backward = constants.passes_ns([x.backward for x in reversed(works)], True, ahead)[::-1]
+    layers = []
+    for layer, work, f, b in zip(chain.layers, works, forward, backward, strict=True):
+        part = layer.backward_weight_ns
+        if part is not None and layer.backward_ns:
+            part = round(Fraction(part * round(b), layer.backward_ns))
+        step = round(constants.pass_ns(work.optimizer))
+        layers.append(
+            replace(layer, forward_ns=round(f), backward_ns=round(b), backward_weight_ns=part, optimizer_ns=step)
+        )
+    return replace(chain, layers=tuple(layers))

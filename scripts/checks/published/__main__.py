@@ -1,0 +1,232 @@
+"""Predict published iterations of GPTs and print how far off that is, by source; no row is judged by a fit to itself.
+
+    python scripts/checks/published [--rows FILE.csv] [--source NAME] [--each]
+
+``runs.csv`` has what was published: sizes of a GPT, samples of a microbatch, equal pipelines x stages, samples per
+update, the schedule, blocks of each stage where they aren't equal, ms of an iteration and GB of the fullest GPU. From
+
+- ``vtrain``: vTrain (Bang et al. 2024), validation data on 2 to 8 A100 80GB under NVSwitch: Megatron-DeepSpeed in fp16,
+  every block recomputed, attention not fused, dropout 0.1;
+- ``zero-bubble``: Zero Bubble Pipeline Parallelism (Qi et al. 2024), Table 4: A100 80GB, 8 in a server, RoCE between
+  servers; attention not fused, dropout; zero-bubble runs have no barrier between updates;
+- ``vocabulary``: Balancing Pipeline Parallelism with Vocabulary Parallelism (Yeung et al. 2024), artifact: 8 A100 80GB,
+  fused attention, no dropout.
+
+Printed, as means of |predicted / measured - 1|: with the constants that every estimate has; by two-fold cross
+validation, or of few rows with each row left out; with constants fitted to the other width only; the regret of the
+microbatch, and of the schedule, chosen by prediction; and the error of the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeplan import zoo
+from pipeplan.cost.roofline import Constants
+from pipeplan.files.accelerators import accelerator
+from pipeplan.planner.calibration import FREEDOMS, Freedom, Run, calibrate, critical_passes, fitted
+from pipeplan.planner.costed import Configuration, Costed
+from pipeplan.problem import Chain, Device, Level, Platform, Policy
+from pipeplan.runtime.profiler.estimate import estimate_model
+from pipeplan.runtime.profiler.steps import MeasureOptions, optimizer_of
+
+SETTINGS = {  # source -> options of the zoo's GPT
+    "vtrain": "dropout=0.1,attention=unfused,loss=fp32,tied=true",
+    "zero-bubble": "dropout=0.1,attention=unfused,loss=same,tied=false",
+    "vocabulary": "attention=fused,loss=fp32,tied=false",
+}
+SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
+MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
+Row = dict[str, str]
+TWO_HOSTS = FREEDOMS[2]
+
+
+def size(row: Row, name: str) -> int:
+    return int(row[name])
+
+
+@cache
+def profile(source: str, hidden: int, heads: int, sequence: int, vocabulary: int, blocks: int, batch: int) -> Chain:
+    model = zoo.load(
+        f"gpt2-small,blocks={blocks},hidden={hidden},heads={heads},sequence={sequence},positions={sequence},"
+        f"vocabulary={vocabulary},{SETTINGS[source]}"
+    )
+    options = MeasureOptions(
+        dtype=torch.float16, optimizer=optimizer_of("adam", foreach=True), split_backward=source == "zero-bubble"
+    )
+    about: dict[str, Any] = {"name": source, "date": "", "data": model.data(batch)}
+    return estimate_model(model, batch, accelerator("a100"), options, **about).chain
+
+
+def run_of(row: Row) -> Run:
+    names = "hidden", "heads", "sequence", "vocabulary", "blocks", "microbatch"
+    source, blocks, stages = row["source"], size(row, "blocks"), size(row, "stages")
+    gpus = stages * size(row, "pipelines")
+    servers = [Level(SERVER, INSIDE), Level(gpus // SERVER, ACROSS)] if gpus > SERVER else [Level(gpus, INSIDE)]
+    megatron = source != "vtrain"  # whose transfers the GPUs wait for
+    platform = Platform((Device(80 * 10**9),) * gpus, tuple(servers), blocking=megatron)
+    split, on = layers_of(row, blocks, stages)
+    configuration = Configuration(
+        split,
+        size(row, "pipelines"),
+        on,
+        "none" if megatron else ",".join(f"{i}-{i}" for i in range(1, blocks + 1)),
+        row["schedule"],
+        size(row, "batch"),
+        barrier=not row["schedule"].startswith("zb"),
+    )
+    policy = Policy("flush", optimizer="adam", precision="mixed", bytes_per_parameter=MEGATRON if megatron else None)
+    chain = profile(source, *(size(row, name) for name in names))
+    return Run(
+        " ".join(row[x] for x in (*names, "schedule")), chain, platform, policy, configuration, 1e6 * float(row["ms"])
+    )
+
+
+def layers_of(row: Row, blocks: int, stages: int) -> tuple[str, str | None]:
+    """Return the layers of each stage, with the embedding in the first and norm, head and loss in the last."""
+    on = None
+    if row["counts"]:
+        counts = list(map(int, row["counts"].split("-")))
+    elif row["source"] == "zero-bubble" and row["schedule"] == "interleaved":
+        counts = [0, *[1] * blocks, 0]  # a chunk each, as large as the embedding's and the head's
+        on = "/".join(str(i % stages) for i in range(len(counts)))
+    elif row["source"] == "zero-bubble":
+        each = (blocks + 2) // stages
+        counts = [each - 1, *[each] * (stages - 2), each - 1]
+    else:
+        counts = [blocks // stages] * stages
+    counts[0] += 1
+    counts[-1] += 3
+    return ",".join(map(str, counts)), on
+
+
+class Source:
+    """The rows of one source: its runs, and predictions of them that are made once for each set of constants."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.runs = [run_of(row) for row in rows]
+        self.measured = np.array([x.measured_ns for x in self.runs])
+
+    def predicted(self, constants: Constants, which: Sequence[int] | None = None) -> np.ndarray:
+        chosen = range(len(self.runs)) if which is None else which
+        return np.array([costed(self.runs[i], constants).iteration_ns for i in chosen], dtype=float)
+
+    def error(self, predicted: np.ndarray, which: Sequence[int] | None = None) -> float:
+        measured = self.measured if which is None else self.measured[list(which)]
+        return float(np.mean(np.abs(predicted / measured - 1)))
+
+    def fit(self, which: Sequence[int], freedom: Freedom, start: Constants) -> Constants:
+        return fitted([self.runs[i] for i in which], start, freedom)
+
+    def parts(self, key: Callable[[Row], Hashable]) -> list[list[int]]:
+        found: dict[Hashable, list[int]] = defaultdict(list)
+        for i, row in enumerate(self.rows):
+            found[key(row)].append(i)
+        return list(found.values())
+
+    def held_out(self, parts: Sequence[Sequence[int]], freedom: Freedom, start: Constants) -> np.ndarray:
+        """Return each part predicted by constants fitted to the others."""
+        found = np.zeros(len(self.runs))
+        for part in parts:
+            others = [i for i in range(len(self.runs)) if i not in set(part)]
+            found[list(part)] = self.predicted(self.fit(others, freedom, start), part)
+        return found
+
+    def regret(self, predicted: np.ndarray, key: Callable[[Row], Hashable]) -> tuple[float, int, int]:
+        """Return by how much the run chosen by prediction takes longer than the best, of those equal by ``key``; how
+        often it is the best; and among how many groups of several."""
+        groups = [part for part in self.parts(key) if len(part) > 1]
+        taken = [self.measured[min(g, key=lambda i: predicted[i])] / min(self.measured[g]) - 1 for g in groups]
+        return float(np.mean(taken)), sum(x == 0 for x in taken), len(groups)
+
+
+@cache
+def costed(run: Run, constants: Constants) -> Costed:
+    return run.costed(constants)
+
+
+def without(*names: str) -> Callable[[Row], Hashable]:
+    left_out = {*names, "ms", "gb"}
+    return lambda row: tuple(value for name, value in row.items() if name not in left_out)
+
+
+def halves(count: int) -> list[list[int]]:
+    order = np.random.default_rng(0).permutation(count).tolist()
+    return [order[::2], order[1::2]]
+
+
+def said(label: str, value: float, more: str = "") -> None:
+    print(f"  {label:66} {value:7.1%}{more}")
+
+
+def judge(name: str, source: Source) -> None:
+    start = accelerator("a100").constants()
+    print(f"{name}: {len(source.runs)} rows")
+    usual = source.predicted(start)
+    said("time, the usual constants", source.error(usual))
+    if name == "vtrain":
+        folds = source.held_out(halves(len(source.runs)), TWO_HOSTS, start)
+        said("time, fitted on one half and judged on the other", source.error(folds))
+        for part, what in zip(source.parts(lambda row: row["hidden"]), _names(source, "hidden"), strict=True):
+            rest = [i for i in range(len(source.runs)) if i not in set(part)]
+            constants = source.fit(rest, TWO_HOSTS, start)
+            said(
+                f"time, hidden {what}, fitted on the other width", source.error(source.predicted(constants, part), part)
+            )
+        for label, found in (("usual constants", usual), ("the other half's constants", folds)):
+            regret, best, groups = source.regret(found, without("microbatch"))
+            said(f"regret of the microbatch, {label}", regret, f"   best in {best} of {groups}")
+        return
+    chosen = calibrate([], start, [critical_passes(run, start) for run in source.runs]).chosen
+    said("time, fitted on all rows but one", chosen.left_out or 0.0, f"   {', '.join(chosen.freedom.names)}")
+    if name == "zero-bubble":
+        regret, best, groups = source.regret(usual, without("schedule"))
+        said("regret of the schedule, usual constants", regret, f"   best in {best} of {groups}")
+        right = sum(_ordered(source.measured[g], usual[g]) for g in source.parts(without("schedule")))
+        said("pairs of schedules in the right order, usual constants", right / 36)
+    gb = np.array([float(row["gb"]) * 1e9 for row in source.rows])
+    peaks = np.array([costed(run, start).peak_bytes for run in source.runs])
+    said(f"memory, {MEGATRON} bytes per parameter as Megatron-LM has them", float(np.mean(np.abs(peaks / gb - 1))))
+
+
+def _ordered(measured: np.ndarray, predicted: np.ndarray) -> int:
+    pairs = [(i, j) for i in range(len(measured)) for j in range(i)]
+    return sum((measured[i] < measured[j]) == (predicted[i] < predicted[j]) for i, j in pairs)
+
+
+def _names(source: Source, column: str) -> list[str]:
+    return list(dict.fromkeys(row[column] for row in source.rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
+    parser.add_argument("--source", choices=list(SETTINGS), help="only these rows")
+    parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
+    arguments = parser.parse_args()
+    with open(arguments.rows, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for name in SETTINGS:
+        of_source = [row for row in rows if row["source"] == name]
+        if not of_source or arguments.source not in (None, name):
+            continue
+        source = Source(of_source)
+        judge(name, source)
+        if arguments.each:
+            predicted = source.predicted(accelerator("a100").constants())
+            for run, ratio in zip(source.runs, predicted / source.measured, strict=True):
+                print(f"    {run.name:60} {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
