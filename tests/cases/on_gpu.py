@@ -13,7 +13,7 @@ from oracles.gpu import Event, Gpu, Kernels, Stream, in_stream
 from oracles.ranks import Ranks
 from torch import nn
 
-from pipeplan.runtime import phases, preparation
+from pipeplan.runtime import phases, preparation, reading
 from pipeplan.runtime.device import random_state
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.job import Job
@@ -60,7 +60,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (links, "on_host", gpu.on_host),
             (stage, "on_host", gpu.on_host),
             (loss_scale, "on_host", gpu.on_host),
-            (phases, "moved", gpu.moved),
+            (reading, "moved", gpu.moved),
             (draws, "random_state", lambda device: gpu.of_the_host(random_state(device))),
             (phases, "gc", SimpleNamespace(collect=int, freeze=int)),
             (preparation, "exchange_of", lambda *_: "nccl"),
@@ -88,5 +88,5 @@ def play(job: Job, lowered, number: int) -> tuple[Gpu, Ranks]:
             meeting = preparation.meet(job, rank, launcher, ties, masters)
             stages = preparation.build_stages(job, rank, meeting, ties, masters)
             gpu.waits.clear()  # what is waited for before the run is no matter
-            phases.train(job, rank, meeting, stages, launcher)
+            phases.train(job, rank, meeting, stages, launcher, reading.reader_of(job, rank))
     return gpu, ranks
