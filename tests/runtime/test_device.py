@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,11 +92,9 @@ def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
 def test_where_there_is_a_gpu_ranks_are_spawned_not_forked(monkeypatch):
     """These take the CPU themselves: their torch sees no GPU, or the profile, which is of a CPU, decides."""
     monkeypatch.setattr(launch, "kind_of", lambda choice, profiled_on: "cuda")
-    start = launch.multiprocessing.context.SpawnProcess.start
+    start = SpawnProcess.start
     started = []
-    monkeypatch.setattr(
-        launch.multiprocessing.context.SpawnProcess, "start", lambda self: (started.append(self.name), start(self))
-    )
+    monkeypatch.setattr(SpawnProcess, "start", lambda self: (started.append(self.name), start(self)))
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     report = run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=3, lr=0.01))
     assert started == ["pipeplan rank 0", "pipeplan rank 1"]
