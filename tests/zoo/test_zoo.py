@@ -167,7 +167,7 @@ def test_options():
     ("text", "message"),
     [
         ("gpt-4", "no model is named 'gpt-4'; the zoo has gpt-tiny"),
-        ("gpt-tiny,depth=2", "no option is named 'depth'; this model has blocks"),
+        ("gpt-tiny,depth=2", "no option is named 'depth'; this model has attention, blocks, "),
         ("gpt-tiny,blocks", "not of the form key=value"),
         ("gpt-tiny,blocks=two", "blocks=two: expected a value like 4"),
         ("gpt-tiny,tied=maybe", "tied=maybe: expected a value like false"),
