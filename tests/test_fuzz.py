@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases.fuzz.commands import Commands
+from cases.fuzz.commands import FREE, Commands, without_usual_values
 from cases.fuzz.readers import SHARES, Readers
 
 pytest.importorskip("torch")  # it reads checkpoints, and estimates profiles
@@ -30,6 +30,11 @@ def test_broken_files_end_as_they_have_to(kind: str, readers: Readers) -> None:
         if faults := readers.faults(case):
             found[index, case.arguments] = faults
     assert not found
+
+
+def test_every_option_is_usually_given_what_it_takes() -> None:
+    """Or odd command lines are refused for it, and nothing behind it is tried."""
+    assert set(without_usual_values()) == FREE
 
 
 @pytest.mark.parametrize("part", range(3))

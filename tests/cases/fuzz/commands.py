@@ -30,6 +30,12 @@ AMOUNTS = {
     "N,..": ["1", "1,2,4", "8", "4-6", "0", "1-4096", "2-1", "1,,2", "3,3"],
     "COUNTS": ["1", "2,4", "1-4", "0", "2-1", "5000", "1,,2", "2,2", "-1-2"],
     "COUNTS|NAMES": ["4,4", "2,2,2,2", "1,3", "8", "3,3,2", "l4", "block1,block2", "0,8", "4,,4", "99999999,1"],
+    "N|NXN": ["2", "4", "1x2", "8", "2x2", "3", "0", "5000", "2x", "x8", "2x4096", "1-4"],
+    "SIZE|auto": ["auto", "1MB", "0.1GB", "1GB", "auto1", "-1GB", "1e17B", "2"],
+    "PATTERN=NAME,..": [r"block(\d+)=layers.\1", "(.*)=\\1", "x=y,head=lm_head", "(=x", "=", "a=b=c", "[bold]=1"],
+    "WORD,..": ["norm,bias", "bias", "norm", ",", "nothing,norm"],
+    "TIME[,TIME]|NAME": ["20us", "eager", "60us,35us", "graphs", "compiled", "0", "-1us", "1us,", "1h", "nope"],
+    "FILE.csv": ["runs.csv", "even.json", "missing.csv", "empty.json"],
     "GPUS": ["0/1", "0/1/0", "1/0", "0,1/2-3", "0/0", "0/9", "0,0/1", "/", "0-99999999/1"],
     "all|none|each|LAYERS": ["all", "0-3", "each", "none", "0-1,4", "4,0", "3-1", "99999999", "0-"],
     "auto|N": ["auto", "1", "2", "4", "0", "4097", "auto1"],
@@ -38,7 +44,7 @@ AMOUNTS = {
     "N": ["1", "2", "4", "300e9", "1e18", "1e19", "0", "2-4"],
     "W": ["1", "2", "4", "2-4", "0", "1000"],
     "PERCENT": ["5%", "0%", "100%", "101%", "-1%", "nan%", "inf%", "1e-9%", "5", "%"],
-    "node|articulation|N%": ["node", "articulation", "1%", "50%", "0%", "100%", "99.9%", "%", "1e1%"],
+    "node|block|articulation|N%": ["node", "articulation", "block", "1%", "50%", "0%", "100%", "99.9%", "%", "1e1%"],
     "TFLOPS": ["100", "1e-6", "1e6", "nan", "inf", "0", "-0"],
     "NAMES": ["auto", "contiguous,pipedream", "balance", "all", "balance,balance", ","],
     "NAME": ["gpt2-small", "gpt2-medium", "myelin-12b", "gpt-tiny"],
@@ -59,15 +65,35 @@ AMOUNTS = {
 }  # fmt: skip
 NEEDED = {"grid": ["--batch", "--gpus", "--mem"], "plan": ["--gpus", "--mem"], "compare": ["--gpus", "--mem"],
           "import": ["--gpus", "--mem"],
-          "estimate": ["--model", "--gpus", "--inter"], "timeprest": ["--workers", "--microbatches"]}  # fmt: skip
+          "estimate": ["--model", "--gpus", "--inter"], "timeprest": ["--workers", "--microbatches"], "calibrate": ["--measured"]}  # fmt: skip
 LITTLE = {  # how much is asked of what takes as long as it is asked to
     "--microbatches": 64, "--runs": 4, "--gpus": 8, "--batch": 256, "--inter": 4, "--chunks": 4, "--workers": 8,
     "--width": 400, "--steps": 20, "--epochs": 2, "--epoch-length": 50, "--time-points": 400, "--depth": 100,
     "--accumulate": 64, "--limit": 100,
 }  # fmt: skip
 PLATFORM = {"--platform", "--gpus", "--mem", "--bandwidth", "--latency"}
-KINDS = {"PROFILE": "profile", "A": "profile", "B": "profile", "PLAN": "plan"}
+KINDS = {"PROFILE": "profile", "PROFILE...": "profile", "A": "profile", "B": "profile", "PLAN": "plan"}
 FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--plan": "plan", "--load": "plan"}
+
+
+FREE = {("plan", "--algorithm-mode"), ("plan", "--charge"), ("profile", "--name")}  # any text may be meant
+
+
+def without_usual_values() -> list[tuple[str, str]]:
+    """Return the options, and arguments, for which nothing is known that they would usually be given."""
+    found = []
+    for name in COMMANDS:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        for param in command.params:
+            if getattr(param, "is_flag", False):
+                continue
+            option, shape = param.opts[0], param.metavar or param.type.name.upper()
+            known = option in OUTPUT_OPTIONS or option in FILE_OPTIONS or {option, shape} & AMOUNTS.keys()
+            typed = isinstance(param.type, click.Choice | click.IntRange | click.FloatRange)
+            if not (known or typed or (isinstance(param, click.Argument) and shape in KINDS)):
+                found.append((name, option))
+    return found
 
 
 class Commands:
@@ -82,6 +108,7 @@ class Commands:
             "L='Et*2|t*2L'\n--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout $L"
         )
         (folder / "flags.sh").write_text("--parallelism.pipeline_parallel_degree=2 --parallelism.num_pp_microbatches 8")
+        (folder / "runs.csv").write_text("ms,data_parallel,batch\n10,1,8\n19.5,1,16\n")
         (folder / "checkpoints").mkdir()
         self.all = [name for names in self.good.values() for name in names]
 
@@ -113,6 +140,8 @@ class Commands:
             words.append(["--dry-run"])
         if name == "completion":  # of the user who runs this
             words = [word for word in words if not word[0].startswith("--install")]
+        if name == "calibrate":
+            words.append(["--gpu", rng.choice(AMOUNTS["GPU"])])
         if name == "profile":
             words = [["--estimate", rng.choice(AMOUNTS["GPU"])], ["-q"], *words]
         if name in ("plan", "grid", "import"):
