@@ -65,7 +65,8 @@ AMOUNTS = {
 }  # fmt: skip
 NEEDED = {"grid": ["--batch", "--gpus", "--mem"], "plan": ["--gpus", "--mem"], "compare": ["--gpus", "--mem"],
           "import": ["--gpus", "--mem"],
-          "estimate": ["--model", "--gpus", "--inter"], "timeprest": ["--workers", "--microbatches"], "calibrate": ["--measured"]}  # fmt: skip
+          "estimate": ["--model", "--gpus", "--inter"], "timeprest": ["--workers", "--microbatches"],
+          "calibrate": ["--measured"]}  # fmt: skip
 LITTLE = {  # how much is asked of what takes as long as it is asked to
     "--microbatches": 64, "--runs": 4, "--gpus": 8, "--batch": 256, "--inter": 4, "--chunks": 4, "--workers": 8,
     "--width": 400, "--steps": 20, "--epochs": 2, "--epoch-length": 50, "--time-points": 400, "--depth": 100,
