@@ -5,7 +5,8 @@
 For each model: its operations and its blocks; the bytes that a whole training step saves by its profile, against those
 that autograd's hooks count in plain training; plans for 2 and 4 GPUs; two updates of two microbatches on two processes
 by the first plan, against plain training in one (the largest difference of any loss, and of any entry of the state);
-and whether the state loads strictly into the author's model. Sizes are tiny, weights random, dropout is off: nothing
+whether the state loads strictly into the author's model; and the loss of that state in an evaluation on the same two
+processes, against the author's model in ``eval()``. Sizes are tiny, weights random, dropout is off: nothing
 is downloaded. Of transformers, torchvision and timm what is installed is tried. With --csv rows are added to FILE, and
 models that stand there are left out; --markdown prints the table of FILE.
 """
@@ -34,6 +35,7 @@ from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import PipeplanError
 from pipeplan.partition.granularity import merge_blocks, merge_zero_time
+from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.launch import run_plan
@@ -328,6 +330,7 @@ class Row:
     loss_difference: float = float("nan")
     state_difference: float = float("nan")
     strict: str = ""
+    evaluation: str = ""
     failure: str = ""
 
 
@@ -365,12 +368,27 @@ def _try(found: Task, number: int, row: Row) -> None:
         spec = ModelSpec(f"scripts.checks.models:build_{number}", f"scripts.checks.models:data_{number}")
         report = run_plan(plans[2], spec, RunOptions(steps=STEPS, lr=RATE, save=path))
         trained = torch.load(path)
+        model.load_state_dict(trained)
+        row.strict = "yes"
+        row.evaluation = evaluated(found, model, plans[2], spec, path)
     row.loss_difference = max(abs(a - b) for a, b in zip(report.losses, losses, strict=True))
     row.state_difference = max(
         float((trained[k].double() - x.double()).abs().max()) for k, x in state.items() if x.numel()
     )
-    model.load_state_dict(trained)
-    row.strict = "yes"
+
+
+def evaluated(found: Task, model: nn.Module, plan: Plan, spec: ModelSpec, path: Path) -> str:
+    """Return the relative difference of the mean loss of the state in ``path`` from that of ``model``, or why not."""
+    try:
+        report = run_plan(plan, spec, RunOptions(steps=STEPS, lr=RATE, evaluates=True, load=path))
+    except PipeplanError as error:
+        return str(error)
+    _, loss = _built(found)
+    model.eval()
+    with torch.no_grad():
+        plain = [float(_loss(model, loss, found.data(m, 0))) for m in range(STEPS * ACCUMULATE)]
+    there, here = sum(report.losses) / len(report.losses), sum(plain) / len(plain)
+    return f"{abs(there - here) / abs(here):.0e}"
 
 
 def _loss(model: nn.Module, loss: Any, given: Any) -> Tensor:
@@ -429,19 +447,20 @@ def plainly(found: Task) -> tuple[list[float], dict[str, Tensor], nn.Module]:
 def markdown(rows: list[dict[str, str]]) -> str:
     """Return the table of ``rows``."""
     lines = [
-        "| model | operations | blocks | saved MB | of eager's | stages on 2 and 4 | loss | state | strict |",
-        "|---|--:|--:|--:|--:|---|--:|--:|---|",
+        "| model | operations | blocks | saved MB | of eager's | stages on 2 and 4 | loss | state | strict "
+        "| evaluation |",
+        "|---|--:|--:|--:|--:|---|--:|--:|---|---|",
     ]
     for row in rows:
         if row["failure"]:
-            lines.append(f"| {row['model']} | {row['failure']} | | | | | | | |")
+            lines.append(f"| {row['model']} | {row['failure']} | | | | | | | | |")
             continue
         share = int(row["saved_bytes"]) / int(row["eager_bytes"])
         stages = " and ".join(row["plans"].split()[1::2])
         lines.append(
             f"| {row['model']} | {row['operations']} | {row['blocks']} | {int(row['saved_bytes']) / 1e6:.3f} | "
             f"{share:.3f} | {stages} | {float(row['loss_difference']):.0e} | "
-            f"{float(row['state_difference']):.0e} | {row['strict']} |"
+            f"{float(row['state_difference']):.0e} | {row['strict']} | {row['evaluation']} |"
         )
     return "\n".join(lines)
 
