@@ -129,13 +129,14 @@ class Piece:
     ) -> list[Tensor]:
         """Return the values that go out for those that come in.
 
-        Each layer runs in the context that ``around`` gives for it, called by the first value that it makes.
+        Each layer runs in the context that ``around`` gives for it, called by the first value that it makes, or reads
+        where nobody reads what it makes.
         """
         values: dict[int, Any] = dict(zip(self.reads, entered, strict=True))
         del entered
         values[TARGET] = target
         for layer, over in zip(self.layers, self.over, strict=True):
-            with around(layer.makes[0]):
+            with around((layer.makes or layer.reads)[0]):
                 outputs = layer.run(layer.module, *[values[v] for v in layer.reads])
             values.update(zip(layer.makes, outputs, strict=True))
             del outputs

@@ -1,5 +1,7 @@
 """Random numbers depend on seed, microbatch and layer, and on nothing else of a plan."""
 
+from contextlib import nullcontext
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +12,8 @@ from torch import nn
 
 from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.model.network import LayerCode
+from pipeplan.runtime.model.pieces import pieces_of
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.draws import Draws
@@ -38,6 +42,16 @@ def test_layers_that_draw_nothing_are_seeded_once():
     with draws.of(1, 0):
         linear(torch.ones(4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_whose_values_nobody_reads_runs_as_others_do():
+    """As an LSTM's last state, of which a model has no use."""
+    kept = LayerCode("kept", "kept", nn.Identity(), lambda _, x: (x + 1,), (0,), (1,))
+    idle = LayerCode("idle", "idle", nn.Identity(), lambda _, x: (), (1,), ())
+    (piece,) = pieces_of(0, [(kept,), (idle,)], (), (1,))
+    seen = []
+    (out,) = piece.run([torch.zeros(1)], None, lambda layer: nullcontext(seen.append(layer)))
+    assert (out.item(), seen) == (1.0, [1, 1])
 
 
 def test_any_plan_draws_what_one_process_draws_also_recomputed_and_resumed_on_another(tmp_path):
