@@ -122,7 +122,8 @@ class Start:
                 if presences is not None:
                     presences.check(WHERE, lambda: range(1, self.world) if self.rank == 0 else [0])
                 if note is not None and leader is not None and time.monotonic() >= late:
-                    note(f"waits for {listed(self._missing(store))} of {self.world} to start")
+                    if missing := self._missing(store):
+                        note(f"waits for {listed(missing)} of {self.world} to start")
                     note = None
             missing = self._missing(store)
         raise PeerLost(f"{WHERE}: timed out after {seconds:g} s", *missing)
