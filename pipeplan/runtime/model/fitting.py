@@ -72,8 +72,8 @@ def _evaluated(model: LoadedModel, chain: Chain) -> list[Sequence[LayerCode]]:
 
 
 def _has(name: str, own: str) -> bool:
-    """Whether a layer of a profile called ``name`` has, at one of its ends or inside, the layer ``own``."""
-    return name == own or any(_inside(part, own) for part in name.split(".."))
+    """Whether a layer of a profile called ``name`` has, at one of its ends or inside, what ``own`` begins with."""
+    return name == own or any(_inside(part, own.split("..")[0]) for part in name.split(".."))
 
 
 def _is(codes: Sequence[LayerCode], start: int, stop: int, name: str, following: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_blocks
 from pipeplan.planner.stated import stated
-from pipeplan.problem import Platform, Problem
-from pipeplan.runtime.model.fitting import check_model, fitted
-from pipeplan.runtime.model.network import final_outputs
+from pipeplan.problem import Chain, Layer, Platform, Problem
+from pipeplan.runtime.model.fitting import _evaluated, check_model, fitted
+from pipeplan.runtime.model.network import LayerCode, final_outputs
 from pipeplan.runtime.model.trace import trace_module
 from pipeplan.runtime.model.traced import traced_model
 from pipeplan.runtime.profiler.measure import measure_model
@@ -205,3 +206,13 @@ def test_a_layer_for_each_block_by_its_own_name():
     assert allocation.stages[1].start == names.index("layers.blocks.1")
     (allocation,) = stated(replace(problem, chain=fine), "layers.blocks.1")
     assert fine.layers[allocation.stages[1].start].name == "layers.blocks.1.first"
+
+
+def test_what_training_has_joined_is_found_in_an_evaluation_by_what_it_begins_with():
+    names = ["conv1", "bn1..relu", "maxpool", "layer1.0.conv1", "layer1.0.bn1..layer1.0.relu"]
+    numbered = enumerate(names)
+    codes = [LayerCode(name, name, nn.Identity(), lambda _, x: (x,), (i,), (i + 1,)) for i, name in numbered]
+    layers = ["conv1", "bn1..relu..maxpool", "layer1.0", "loss"]
+    chain = Chain("c", tuple(Layer(name, 1, 1, 0, 1) for name in layers), 1)
+    groups = _evaluated(SimpleNamespace(layers=[SimpleNamespace(codes=[code]) for code in codes]), chain)
+    assert [[code.name for code in group] for group in groups] == [names[:1], names[1:3], names[3:], []]
