@@ -465,21 +465,23 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(words: str | None) -> argparse.ArgumentParser:
+    """Return what reads the arguments of :func:`tabulate`."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--csv", type=Path, metavar="FILE")
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--list", action="store_true")
-    given = parser.parse_args()
-    if given.list:
-        print("\n".join(names()))
-        return
+    return parser
+
+
+def tabulate(
+    given: argparse.Namespace, tried: Callable[[str], Any], table: Callable[[list[dict[str, str]]], str]
+) -> None:
+    """Print, and add to --csv, the rows that ``tried`` makes of the models asked for; or the ``table`` of the file."""
     done = list(csv.DictReader(given.csv.open())) if given.csv is not None and given.csv.exists() else []
     if given.markdown:
-        print(markdown(done))
+        print(table(done))
         return
-    os.chdir(Path(__file__).parents[2])
     torch.set_num_threads(1)
     known = {row["model"] for row in done}
     for name in names():
@@ -490,10 +492,22 @@ def main() -> None:
         if given.csv is not None:
             new = not given.csv.exists()
             with given.csv.open("a", newline="") as file:
-                writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+                writer = csv.DictWriter(file, [field.name for field in fields(row)])
                 if new:
                     writer.writeheader()
                 writer.writerow(asdict(row))
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(names()))
+        return
+    given.csv = given.csv and given.csv.absolute()
+    os.chdir(Path(__file__).parents[2])
+    tabulate(given, tried, markdown)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ or first. With --csv rows are added to FILE, and models that stand there are lef
 
 from __future__ import annotations
 
-import argparse
-import csv
 import os
 import re
 import signal
@@ -21,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from torch.utils._pytree import tree_map
 
-from scripts.checks.models import ACCUMULATE, BATCH, RATE, STEPS, Task, _built, names, plainly, task
+from scripts.checks.models import ACCUMULATE, BATCH, RATE, STEPS, Task, _built, parser_of, plainly, tabulate, task
 
 LONGEST_S = 300.0  # for one model
 EQUAL = 1e-6  # differences up to here are of rounding
@@ -191,31 +189,5 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n".join([*lines, *(f"| {what} | {len(models)} | {', '.join(models)} |" for what, models in ordered)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", action="store_true")
-    given = parser.parse_args()
-    done = list(csv.DictReader(given.csv.open())) if given.csv is not None and given.csv.exists() else []
-    if given.markdown:
-        print(markdown(done))
-        return
-    torch.set_num_threads(1)
-    known = {row["model"] for row in done}
-    for name in names():
-        if name in known or (given.names and not any(part in name for part in given.names)):
-            continue
-        row = tried(name)
-        print(row, flush=True)
-        if given.csv is not None:
-            new = not given.csv.exists()
-            with given.csv.open("a", newline="") as file:
-                writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-                if new:
-                    writer.writeheader()
-                writer.writerow(asdict(row))
-
-
 if __name__ == "__main__":
-    main()
+    tabulate(parser_of(__doc__).parse_args(), tried, markdown)
