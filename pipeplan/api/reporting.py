@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from math import lcm
 
 from ..errors import BadInput
-from ..files.text import read_text
 from ..plan import Plan
 from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
 from ..planner.simulation import compare_schedules, simulate_plan
 from ..report.html import Measured, microbatches_shown, report_html
-from ..runtime.measure.trace_file import MOST_BYTES, check_same_plan, read_measured, read_operations
+from ..runtime.measure.trace_file import read_operations, read_run_of
 from ..schedule.registry import schedules
 from .simulating import ALL, refuse_unknown
 
@@ -43,9 +42,5 @@ def report_page(
 
 def _measured(plan: Plan, trace: str) -> Measured:
     """Return the run by ``plan`` in the file ``trace``, or raise BadInput."""
-    text = read_text(trace, MOST_BYTES)
-    run = read_measured(trace, text)
-    if run is None:
-        raise BadInput(f"{trace}: is not the trace of a run, which `pipeplan run --trace` writes")
-    check_same_plan(plan, run, trace)
+    run, text = read_run_of(plan, trace)
     return Measured(run, read_operations(plan, trace, text))

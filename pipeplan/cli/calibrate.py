@@ -157,14 +157,10 @@ def _gpus(row: MeasuredRow, split: str | None, pipelines: int, on: str | None) -
 def _traced(plan: str, trace: str) -> list[Passes]:
     """Return what a run measured of each stage of its plan."""
     from ..files.plans import load_plan
-    from ..files.text import read_text
     from ..planner.calibration import stage_passes
-    from ..runtime.measure.trace_file import MOST_BYTES, check_same_plan, read_measured
+    from ..runtime.measure.trace_file import read_run_of
 
     loaded = load_plan(plan)
-    run = read_measured(trace, read_text(trace, MOST_BYTES))
-    if run is None:
-        raise BadInput(f"{trace}: is not the trace of a run, which `pipeplan run --trace` writes")
-    check_same_plan(loaded, run, trace)
+    run, _ = read_run_of(loaded, trace)
     times = [(x.forward_ns, x.backward_ns, x.update_ns) for x in run.stages]
     return stage_passes(loaded.chain, loaded.allocation.stages, times)

@@ -16,6 +16,7 @@ from ...errors import BadInput
 from ...files.forms import Count, Positive, converted, form, read_json
 from ...files.profile_rules import check_chain
 from ...files.profiles import digest
+from ...files.text import read_text
 from ...names import shown
 from ...plan import Plan
 from ...problem import Chain
@@ -150,6 +151,16 @@ def read_measured(path: str, text: str) -> MeasuredRun | None:
     raise BadInput(
         f"{path}: is not the trace of a run: $.otherData.format is missing, which `pipeplan run --trace` writes"
     )
+
+
+def read_run_of(plan: Plan, path: str) -> tuple[MeasuredRun, str]:
+    """Return the figures in the file of a run by ``plan``, and the file's text; BadInput when it is of no such run."""
+    text = read_text(path, MOST_BYTES)
+    run = read_measured(path, text)
+    if run is None:
+        raise BadInput(f"{path}: is not the trace of a run, which `pipeplan run --trace` writes")
+    check_same_plan(plan, run, path)
+    return run, text
 
 
 def read_operations(plan: Plan, path: str, text: str) -> dict[int, tuple[OpTime, ...]]:
