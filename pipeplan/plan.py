@@ -14,7 +14,7 @@ from .problem import Chain, Checkpointing, Platform, Policy, Weights
 AllocationClass = Literal[
     "contiguous", "one-special", "any", "megatron", "torchtitan", "deepspeed", "torch"
 ]  # the last are what these can express
-ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved"]
+ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved", "zb1p", "zb2p", "zbv"]
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
+from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .looks import console, make_table, print_fitted
@@ -34,7 +35,7 @@ def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> N
     if places is not None:
         out.print(places)
     out.print(
-        f"{window.title}; {LEGEND}{_shared(rows)}"
+        f"{window.title}; {SPLIT if kind_of(plan).splits else LEGEND}{_shared(rows)}"
         f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
     )
     for line in draw(_shown(rows, links), start, end, out.width):
