@@ -355,8 +355,6 @@ def _refuse(plan: Plan) -> None:
     kind = kind_of(plan)
     if kind.by_arrival:
         _refuse_uneven(message_driven_plan(plan))
-    elif kind.splits:
-        raise BadInput(f"plan: {plan.schedule.kind} has backwards in two parts, which is not run yet")
     elif plan.pattern is None and kind.simulated is None:
         raise BadInput("plan: has no pattern, so nothing says when its operations run")
     if plan.policy.precision == "mixed" and plan.chain.dtype not in HALVES:

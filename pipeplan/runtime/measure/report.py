@@ -183,10 +183,10 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             planned_forward_ns=cost.forward_ns,
             planned_backward_ns=cost.backward_ns - cost.update_share_ns,
             forward_ns=durations["F", s],
-            backward_ns=durations["B", s],
+            backward_ns=durations["B", s] + durations["W", s],
             update_ns=durations["UPDATE", s],
             data_ns=durations["DATA", s],
-            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
+            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B", "W")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
@@ -285,7 +285,7 @@ def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> 
         ranks.append(Counter())
         for t in x.times:  # an update has a part for each chunk of the gradient
             ranks[-1][t.activity, t.stage, t.microbatch] += t.duration_ns
-    return medians(lowered, ("F", "B", "DATA", "UPDATE"), ranks)
+    return medians(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
 
 
 def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:

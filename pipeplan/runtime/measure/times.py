@@ -13,6 +13,7 @@ from ..lowering.lowered_run import LoweredRun
 Activity = Literal[
     "F",
     "B",
+    "W",
     "DATA",
     "WAIT_DATA",
     "WAIT_F",
