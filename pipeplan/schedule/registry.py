@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .controlled import v_half, v_min
 from .gpipe import gpipe
 from .kinds import KINDS, ProgramSchedule
 from .one_f_one_b import one_f_one_b
@@ -45,6 +46,22 @@ OTHERS: dict[str, ProgramSchedule] = {
         "Controllable Memory (Qi et al. 2024)",
         homes=vee,
         refuses=no_vee,
+        options=("weight_keeps",),
+    ),
+    "v-half": ProgramSchedule(
+        v_half,
+        "split backward, two chunks per GPU placed like a V, half of 1F1B's activations",
+        "Controllable Memory (Qi et al. 2024)",
+        homes=vee,
+        refuses=lambda graph: no_vee(graph, "v-half"),
+        options=("weight_keeps",),
+    ),
+    "v-min": ProgramSchedule(
+        v_min,
+        "split backward, two chunks per GPU placed like a V, a third of 1F1B's activations",
+        "Controllable Memory (Qi et al. 2024)",
+        homes=vee,
+        refuses=lambda graph: no_vee(graph, "v-min"),
         options=("weight_keeps",),
     ),
 }
