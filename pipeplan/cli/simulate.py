@@ -37,7 +37,9 @@ MOST_RUNS = 10**4
     "it, instead.  [default: the plan's own]",
 )
 @click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
-@click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
+@click.option(
+    "--chunks", type=Count(most=10**4), help="interleaved, interleaved-zb, breadth-first: stages per GPU.  [default: 2]"
+)
 @click.option(
     "--batch",
     type=Count(),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from .breadth_first import breadth_first
 from .controlled import v_half, v_min
 from .gpipe import gpipe
-from .kinds import KINDS, ProgramSchedule
+from .interleaved import not_interleaved
+from .interleaved_zero_bubble import interleaved_zero_bubble
+from .kinds import KINDS, ProgramSchedule, loop
 from .one_f_one_b import one_f_one_b
 from .program import no_pipelines
 from .zbv import no_vee, zbv
@@ -63,6 +66,22 @@ OTHERS: dict[str, ProgramSchedule] = {
         homes=vee,
         refuses=lambda graph: no_vee(graph, "v-min"),
         options=("weight_keeps",),
+    ),
+    "interleaved-zb": ProgramSchedule(
+        interleaved_zero_bubble,
+        "interleaved 1F1B with split backward, weight gradients fill the bubble",
+        "Zero Bubble (Qi et al. 2024), as in torch",
+        homes=loop,
+        refuses=lambda graph: not_interleaved(graph, "interleaved-zb"),
+        options=("chunks", "weight_keeps"),
+    ),
+    "breadth-first": ProgramSchedule(
+        breadth_first,
+        "several chunks of the model per GPU, all microbatches through each of them in turn",
+        "Breadth-First (Lamy-Poirier 2023)",
+        homes=loop,
+        refuses=lambda graph: not_interleaved(graph, "breadth-first"),
+        options=("chunks",),
     ),
 }
 
