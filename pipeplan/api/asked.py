@@ -10,7 +10,7 @@ from typing import Literal, TypedDict, get_args
 
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
-from ..files.machines import gpu_counts, platform_of_gpus
+from ..files.machines import platform_of_gpus
 from ..files.platforms import read_platform, reserving
 from ..names import shown
 from ..partition.merging import merging
@@ -28,7 +28,7 @@ from ..problem import (
     Zero,
 )
 from ..schedule.periodic.ilp import Solver
-from ..units import parse_time
+from ..units import gpu_counts, parse_time
 from .profiles import Profile
 
 RESERVE = "2GB"  # docs/network.md says for what, and from where that is known

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -13,7 +12,7 @@ import pipeplan
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
-from pipeplan.plan import Schedule, ScheduleKind
+from pipeplan.plan import Schedule
 from pipeplan.planner.carry import carried
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
@@ -83,10 +82,6 @@ def test_a_new_kind_is_offered_for_its_weights(toy):
         make_plan(Problem(toy.chain, toy.platform, Policy("2bw")), schedule="toy")
     with pytest.raises(BadInput, match=r"a flush schedule holds what its order says; .* and toy have a limit"):
         make_plan(Problem(toy.chain, toy.platform, Policy("flush")), schedule="flush", limit=2)
-
-
-def test_files_know_the_kinds_of_the_table():
-    assert set(KINDS) == set(get_args(ScheduleKind))
 
 
 @pytest.mark.parametrize(
