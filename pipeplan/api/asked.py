@@ -31,7 +31,7 @@ from ..schedule.periodic.ilp import Solver
 from ..units import gpu_counts, parse_time
 from .profiles import Profile
 
-RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
+RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
 WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
 Effort = Literal["quick", "normal", "high"]
 CHOICES = {
