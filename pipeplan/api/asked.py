@@ -141,7 +141,7 @@ def problem_of(
         policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
     allowed = checkpointing or ("segments" if segments else "stages")
     problem = Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline)
-    return problem, [*assumptions, *profile.assumptions]
+    return problem, [*assumptions, *profile.assumptions, *filter(None, [chain.worth])]
 
 
 def refuse_others(**said: object) -> None:
