@@ -104,7 +104,7 @@ def problem_of(
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
     problem = Problem(chain, where, policy, not asked.get("no_replicas"), allowed, deadline=deadline)
-    return problem, [*assumptions, *profile.assumptions]
+    return problem, [*assumptions, *profile.assumptions, *filter(None, [chain.worth])]
 
 
 def _policy(asked: Asked, every: int | None) -> Policy:

@@ -16,12 +16,13 @@ from .forms import Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
 
+OPTIONAL = ("edges", "tied", "shared", "worth")
 LayerFile = form(Layer, brief=True)
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,
-    ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers", "edges", "tied", "shared"),
-    optional=("edges", "tied", "shared"),
+    ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers", *OPTIONAL),
+    optional=OPTIONAL,
     brief=True,
     format=Literal["pipeplan-profile/1"],
     microbatch=Positive,

@@ -293,4 +293,5 @@ def _replaced(
         dtype=chain.dtype,
         device=chain.device,
         source=chain.source,
+        worth=chain.worth,
     )
