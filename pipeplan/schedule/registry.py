@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .breadth_first import breadth_first
 from .controlled import v_half, v_min
+from .dualpipev import dualpipev
 from .gpipe import gpipe
 from .interleaved import not_interleaved
 from .interleaved_zero_bubble import interleaved_zero_bubble
@@ -36,6 +37,14 @@ OTHERS: dict[str, ProgramSchedule] = {
         homes=vee,
         refuses=lambda graph: no_vee(graph, "v-min"),
         options=("weight_keeps",),
+    ),
+    "dualpipev": ProgramSchedule(
+        dualpipev,
+        "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
+        "DualPipe (DeepSeek-V3 2024), as in torch",
+        homes=vee,
+        refuses=lambda graph: no_vee(graph, "dualpipev"),
+        options=("overlap", "weight_keeps"),
     ),
     "interleaved-zb": ProgramSchedule(
         interleaved_zero_bubble,
