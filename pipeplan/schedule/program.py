@@ -89,7 +89,8 @@ class Program:
 
     ``batch``: microbatches that one backward covers. ``split``: whether the backward's weight part is a step of its
     own. ``limit``: how many batches may be between the first stage's first forward and last backward, None for what
-    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs.
+    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs; 1:
+    what the profile says, or all.
     """
 
     graph: StageGraph
