@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -13,7 +12,7 @@ import pipeplan
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
-from pipeplan.plan import Schedule, ScheduleKind
+from pipeplan.plan import Schedule
 from pipeplan.planner.carry import carried
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
@@ -99,10 +98,6 @@ def test_a_split_backward_is_planned_and_shown(capsys):
     out = capsys.readouterr().out
     assert "W weight gradient +" in " ".join(out.split())
     assert "W5" in out
-
-
-def test_files_know_the_kinds_of_the_table():
-    assert set(KINDS) == set(get_args(ScheduleKind))
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ class RunReport:
     did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
     one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
     operations are left out. ``notes`` say what the author's module gave up to be run by stages, ``reading`` is that of
-    loaders. What stages wait for it is in ``calibrated_period_ns``.
+    loaders. What stages wait for it is in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has
+    that of each update before, None where it was skipped.
     """
 
     steps: int
@@ -152,6 +153,7 @@ class RunReport:
     forgotten: int = 0
     notes: tuple[str, ...] = ()
     reading: tuple[ReadingTime, ...] = ()
+    gradient_norms: tuple[float | None, ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -201,6 +203,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
     busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
+    norms = measurements[0].norms
     again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
     return RunReport(
         steps=steps,
@@ -269,6 +272,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             for rank, device in enumerate(lowered.devices)
             if (read := measurements[rank].reading) is not None
         ),
+        gradient_norms=tuple(norms.get(lowered.first.step + 1 + step) for step in range(steps if norms else 0)),
     )
 
 
