@@ -57,7 +57,7 @@ def test_gradients_and_statistics_equal_plain_training(checkpoint):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("checkpoint", [(), ((0, 4),), ((1, 3),), ((0, 1), (2, 5))])
 def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
-    """The first stage leaves all of its first layer that trains to the second part; recomputed layers run again once."""
+    """The first stage leaves its first layer that trains to the second part; recomputed layers run again once."""
     target, runs = torch.zeros(6, 4), []
     inputs = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     options = {"loss": nn.functional.mse_loss, "checkpoint": checkpoint, "divisor": 3, "index": index}
