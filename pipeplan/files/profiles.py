@@ -10,14 +10,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..errors import BadInput
-from ..problem import Chain, Layer, SharedWeights
+from ..problem import Chain, Layer, SharedWeights, WeightNeeds
 from .examples import located
 from .forms import Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
 
 OPTIONAL = ("edges", "tied", "shared", "worth")
-LayerFile = form(Layer, brief=True)
+NeedsFile = form(WeightNeeds)
+LayerFile = form(Layer, brief=True, weight_needs=NeedsFile | None)
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,

@@ -89,7 +89,8 @@ class Program:
 
     ``batch``: microbatches that one backward covers. ``split``: whether the backward's weight part is a step of its
     own. ``limit``: how many batches may be between the first stage's first forward and last backward, None for what
-    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs.
+    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs; 1:
+    what the profile says, or all.
 
     ``fused`` are steps that follow each other in a lane and run as one operation: it starts when all that they need is
     there, and what they make leaves at its end. They are the two parts of a backward, or a forward and those, which run
