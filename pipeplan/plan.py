@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
+from .choices import ScheduleKind as ScheduleKind
+from .choices import TargetName
 from .problem import Chain, Checkpointing, Platform, Policy, Weights
 
-AllocationClass = Literal[
-    "contiguous", "one-special", "any", "megatron", "torchtitan", "deepspeed", "torch"
-]  # the last are what these can express
-ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved"]
+AllocationClass = Literal["contiguous", "one-special", "any", TargetName]  # the last are what targets can express
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
 

@@ -530,6 +530,11 @@ class Policy:
         """Whether optimizer steps come behind a drained batch, with sums or after them, and not among its backwards."""
         return self.coarsening is not None or (self.clip and self.drains)
 
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether an update's gradients wait aside for the norm of all, while passes make the next ones."""
+        return self.clip and not self.drains
+
     def update_interval(self, replicas: int = 1) -> int:
         """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
         return max(replicas, self.accumulate or (ENDLESS if self.open else 1))

@@ -11,7 +11,7 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "version errors integers names units deadline scratch problem plan"
+NOUNS = "choices version errors integers names units deadline scratch problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -20,6 +20,7 @@ TORCH_FREE = [
 
 # A room, and the rooms above it in this list that it may import. A module lies in the longest room that names it.
 LAW = {
+    "choices": "",
     "version": "",
     "errors": "",
     "integers": "",
@@ -28,7 +29,7 @@ LAW = {
     "deadline": "errors",
     "scratch": "",
     "problem": "integers deadline",
-    "plan": "problem",
+    "plan": "choices problem",
     "zoo": "errors",
     "cost": NOUNS,
     "schedule": f"{NOUNS} cost",

@@ -176,6 +176,8 @@ def _menus(problem: Problem) -> list[_Menu]:
     """
     chain = problem.chain
     total = chain.sums.forward_ns + chain.sums.backward_ns
+    if problem.policy.drains:  # some schedules leave the gradients of weights for later
+        total = total - chain.sums.backward_weight_ns
     forwards = [layer.forward_ns for layer in chain.layers]
     prices: list[list[int | None]] = [[None] * len(chain)]
     if problem.checkpointing != "none":
@@ -185,7 +187,7 @@ def _menus(problem: Problem) -> list[_Menu]:
     return [
         _Menu(
             [
-                (size, int(total[-1] - total[i]), layer.backward_ns, price)
+                (size, int(total[-1] - total[i]), int(total[i + 1] - total[i]) - layer.forward_ns, price)
                 for i, (size, layer, price) in enumerate(zip(first_saved(chain), chain.layers, row, strict=True))
             ]
         )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import click
 from click.core import ParameterSource
 
-from ..check.targets import TARGETS
-from ..partition import ALGORITHMS
-from ..plan import ScheduleKind
-from ..schedule.kinds import KINDS
+from ..choices import AlgorithmName, ScheduleKind, TargetName
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
 from .grouped import GroupedCommand
@@ -35,7 +32,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @LIMIT
 @click.option(
     "--algorithm",
-    type=click.Choice(["auto", *ALGORITHMS]),
+    type=click.Choice(["auto", *get_args(AlgorithmName)]),
     default="auto",
     show_default=True,
     help="auto is the portfolio: exact contiguous first, then what might beat it.",
@@ -48,7 +45,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @GAP
 @click.option(
     "--schedule",
-    type=click.Choice(list(KINDS)),
+    type=click.Choice(get_args(ScheduleKind)),
     help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
     "[default: the first]",
 )
@@ -60,7 +57,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @click.option(
     "--for",
     "target",
-    type=click.Choice(list(TARGETS)),
+    type=click.Choice(get_args(TargetName)),
     help="The best plan that this framework can express and run, and what the restriction costs; weights are flush.",
 )
 @SOLVER

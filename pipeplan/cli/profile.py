@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..files.accelerators import ENGINES
+from ..choices import ENGINES, USUAL_ENGINE
 from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
@@ -98,7 +98,7 @@ def command(
     from ..api.profiles import profile
 
     if estimate is not None and not quiet:
-        from ..files.accelerators import USUAL_ENGINE, accelerator, constants_of
+        from ..files.accelerators import accelerator, constants_of
         from ..runtime.profiler.estimate import said_host_time
 
         gpu = accelerator(estimate)

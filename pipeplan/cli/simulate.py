@@ -33,11 +33,13 @@ MOST_RUNS = 10**4
     multiple=True,
     metavar="NAME|FILE.csv",
     type=completed.WRITTEN,
-    help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
-    "several are compared.  One that is written as torch reads it, instead.  [default: the plan's own]",
+    help="One that `pipeplan list schedules` names, or all; several are compared.  One that is written as torch reads "
+    "it, instead.  [default: the plan's own]",
 )
 @click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
-@click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
+@click.option(
+    "--chunks", type=Count(most=10**4), help="interleaved, interleaved-zb, breadth-first: stages per GPU.  [default: 2]"
+)
 @click.option(
     "--batch",
     type=Count(),
@@ -51,7 +53,9 @@ MOST_RUNS = 10**4
     "[default: the plan's]",
 )
 @click.option(
-    "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
+    "--weight-keeps",
+    type=Share(),
+    help="Where the backward is split: activations that weight gradients need.  [default: 100%]",
 )
 @click.option(
     "--barrier/--no-barrier",

@@ -337,7 +337,7 @@ def borrowed_weights(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
 
 def _waiting_bytes(chain: Chain, policy: Policy, stages: Sequence[Stage], parts: Sequence[StageCost]) -> list[int]:
     """Return what waits in each stage of its gradients, those of shared weights once on a group of devices."""
-    if policy.clip and not policy.drains:
+    if policy.waits_for_norm:
         return [int(memory_model.gradient_bytes(policy, part.weight_bytes, part.parameters)) for part in parts]
     found = [0] * len(stages)
     for shared in chain.ties:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from ..choices import ENGINES, USUAL_ENGINE
 from ..cost.roofline import Constants
 from ..errors import BadInput
 from ..names import shown
@@ -15,12 +16,6 @@ from ..units import parse_bandwidth, parse_bytes, parse_time
 from .forms import read_json
 from .text import read_text
 
-ENGINES = {  # host time of an operation, forward and backward
-    "eager": "20us,10us",  # Python and the dispatcher; the autograd engine alone
-    "compiled": "3us",  # an operation's part of fused kernels
-    "graphs": "0us",  # the host launches a whole graph
-}
-USUAL_ENGINE = "eager"
 RATES = {"convolution": 0.8, "convolution-1x1": 0.8, "convolution-3x3": 0.8}  # of the shares, where none are said
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Units = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
@@ -47,7 +42,7 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``launch`` is the least time of a kernel. The shares are what kernels reach of the peak and of the bandwidth, and
     ``rates`` what those of some kinds reach of these shares (None: :data:`RATES`). ``host_time`` is what the host takes
     to issue an operation, forward and backward (``20us,10us``, or one for both); None: as long as the engine's
-    (:data:`ENGINES`). ``source`` says where such constants are from.
+    (:data:`.choices.ENGINES`). ``source`` says where such constants are from.
     """
 
     name: str

@@ -110,10 +110,16 @@ class Simulation:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return every figure under a name with its unit; ``period_ns`` is None when the run is too short to settle."""
+        """Return every figure under a name with its unit.
+
+        ``period_ns`` is what a microbatch takes: its share of a drained run, filled and drained, else the time between
+        two in the steady state, None where the run is too short to have one. ``beat_ns`` is the time between two while
+        the pipeline of a drained run is full. ``pattern_period_ns`` is the one or the other as planned.
+        """
         timeline, plan = self.timeline, self.plan
         lanes = timeline.program.lanes
         own, steady = self.own, self.steady
+        reached = timeline.steady_period_ns()
         found: dict[str, Any] = {
             "schedule": self.schedule,
             "microbatches": timeline.program.microbatches,
@@ -121,7 +127,8 @@ class Simulation:
             "longest_span_ns": self.span_ns,
             "barrier": self.barrier,
             "fill_ns": timeline.fill_ns,
-            "period_ns": timeline.steady_period_ns(),
+            "period_ns": self.per_microbatch_ns if self.drained or steady is not None else reached,
+            "beat_ns": reached if self.drained else None,
             "per_microbatch_ns": self.per_microbatch_ns,
             "pattern_period_ns": plan.pattern.period_ns if plan.pattern else None,
             "longest_stage_bubble": timeline.longest_stage_bubble(),

@@ -20,10 +20,12 @@ from .message_driven import default_limit, message_driven
 from .nf1b import nf1b
 from .one_f_one_b import one_f_one_b, shared_replicas
 from .pattern import Group, groups, most_in_flight, starts_of
-from .program import Program, not_one_each, unroll
+from .program import Program, no_pipelines, not_one_each, unroll
 from .simulate import simulate
 from .steady import SteadyRun, steady_nf1b
 from .timeline import Timeline
+from .zbv import no_vee, zbv
+from .zero_bubble import zb1p, zb2p
 
 MOST_STEPS = 4 * 10**6  # of one simulated run: they take a gigabyte, and half a minute
 Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
@@ -88,6 +90,11 @@ class Kind:
     headline: Callable[[Schedule], tuple[str, str]] | None = None
 
     @property
+    def splits(self) -> bool:
+        """Whether the gradients of weights come apart from those of inputs, later."""
+        return self.simulated is not None and "weight_keeps" in self.simulated.options
+
+    @property
     def steady(self) -> Callable[..., SteadyRun] | None:
         """What finds the steady state of a simulated schedule that doesn't drain, like ``steady_nf1b``."""
         return None if self.simulated is None else self.simulated.steady
@@ -146,6 +153,11 @@ def loop(devices: int, chunks: int) -> list[int]:
     return list(range(devices)) * chunks
 
 
+def vee(devices: int, chunks: int) -> list[int]:
+    """Place two stages on each device, down the devices and back up again."""
+    return [*range(devices), *reversed(range(devices))]
+
+
 _DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
 _drained = partial(Kind, weights=("flush",), refusal=_DRAINS, shown=_mini_batch, judged=_drained_run, drains=True)
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
@@ -202,6 +214,37 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             refuses=not_interleaved,
         ),
         headline=lambda schedule: ("order", "interleaved 1F1B, several stages on each GPU in turn, drained"),
+    ),
+    "zb1p": _drained(
+        simulated=ProgramSchedule(
+            zb1p,
+            "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
+            "Zero Bubble (Qi et al. 2024)",
+            refuses=lambda graph: no_pipelines(graph, "zb1p"),
+            options=("weight_keeps",),
+        ),
+        headline=lambda schedule: ("order", "ZB-H1: 1F1B with weight gradients later, in its bubbles, drained"),
+    ),
+    "zb2p": _drained(
+        simulated=ProgramSchedule(
+            zb2p,
+            "split backward, twice the activations, nearly no bubble (ZB-H2)",
+            "Zero Bubble (Qi et al. 2024)",
+            refuses=lambda graph: no_pipelines(graph, "zb2p"),
+            options=("weight_keeps",),
+        ),
+        headline=lambda schedule: ("order", "ZB-H2: about 2p - 1 forwards ahead, weight gradients later, drained"),
+    ),
+    "zbv": _drained(
+        simulated=ProgramSchedule(
+            zbv,
+            "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
+            "Controllable Memory (Qi et al. 2024)",
+            homes=vee,
+            refuses=no_vee,
+            options=("weight_keeps",),
+        ),
+        headline=lambda schedule: ("order", "ZBV: stages d and 2p - 1 - d on GPU d, weight gradients later, drained"),
     ),
     "pattern": Kind(
         weights=("2bw", "stash", "latest"),

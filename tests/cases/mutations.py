@@ -1,4 +1,4 @@
-"""Thirteen kinds of small plans, every change of one field of their files, and which of those are right to accept."""
+"""Many kinds of small plans, every change of one field of their files, and which of those are right to accept."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pipeplan.planner.grid.plan import make_grid_plan
 from pipeplan.planner.grid.problem import grid_problem
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.restricted import make_target_plan
+from pipeplan.planner.stated import STATED
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
 LAYERS = tuple(
@@ -63,10 +64,19 @@ def kinds() -> dict[str, Plan]:
         "flush, tied graph": planned(Policy("flush", 3), replace(GRAPH, tied=((0, 4),)), algorithm="balance"),
         "nf1b": planned(Policy("latest", 2), schedule="nf1b", limit=2, algorithm="balance"),
         "message-driven": planned(Policy("flush", 4), schedule="message-driven", limit=2, algorithm="balance"),
+        "zb1p": planned(Policy("flush", 4), schedule="zb1p", algorithm="balance"),
+        "zb2p": planned(Policy("flush", 4), schedule="zb2p", algorithm="balance"),
+        "zbv": _vee(flat),
         "grid": make_grid_plan(grid, effort="quick").plan,
         "1f1b, for deepspeed": make_target_plan(_drained(servers), "deepspeed").plan,
         "interleaved, for torch": make_target_plan(_drained(flat), "torch", kinds=("interleaved",)).plan,
     }
+
+
+def _vee(platform: Platform) -> Plan:
+    """Return a plan whose stages go down the GPUs and back up."""
+    problem = Problem(CHAIN, platform, Policy("flush", 8))
+    return make_plan(problem, STATED, {"split": "1,1,1,2", "on": "0/1/1/0"}, schedule="zbv").plan
 
 
 def _drained(platform: Platform) -> Problem:

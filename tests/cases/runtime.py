@@ -159,13 +159,27 @@ def built(name, batch, seed):
     return layers.train(), loss, model.data(batch)
 
 
-def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=(), clip=None, stepping=None):
+def serial(
+    name,
+    batch,
+    *,
+    steps,
+    accumulate,
+    optimizer,
+    lr,
+    seed=0,
+    version=None,
+    cuts=(),
+    clip=None,
+    stepping=None,
+    norms=None,
+):
     """Train in one process; return (losses per microbatch, state).
 
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, forward and
     backward, where stages begin at layer 0 and at ``cuts``; without it, all updates before its own mini-batch.
-    ``clip`` is the total norm that gradients are clipped to by torch; ``stepping(named weights)`` gives an optimizer,
-    and its schedule, instead of ours.
+    ``clip`` is the total norm that gradients are clipped to by torch, and what they had before is added to ``norms``;
+    ``stepping(named weights)`` gives an optimizer, and its schedule, instead of ours.
     """
     layers, loss, data = built(name, batch, seed)
     stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(layers) for p in layer.parameters()}
@@ -190,7 +204,9 @@ def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=Non
         for p, master in zip(parameters, newest, strict=True):
             master.grad = p.grad.clone()
         if clip is not None:
-            nn.utils.clip_grad_norm_(newest, clip)
+            norm = nn.utils.clip_grad_norm_(newest, clip)
+            if norms is not None:
+                norms.append(float(norm))
         stepper.step()
         if schedule is not None:
             schedule.step()

@@ -174,7 +174,7 @@ class LoweredRun:
     @property
     def puts_aside(self) -> bool:
         """Whether all gradients wait until the norm of all is known, while passes make the next ones."""
-        return self.plan.policy.clip and not self.drains
+        return self.plan.policy.waits_for_norm
 
     def waits(self, stage: int) -> bool:
         """Whether gradients of weights that ``stage`` shares, alone, wait until an earlier stage's are there."""
@@ -227,7 +227,7 @@ def lower_run(
         timeline = simulate(program)
         if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
             program = timeline.program
-        apart, clips = () if policy.drains else tied, plan.policy.clip and not policy.drains
+        apart, clips = () if policy.drains else tied, plan.policy.waits_for_norm
         return program, timeline, lowered(timeline, policy, interval, ranks, apart, lenders, clips)
 
     made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
