@@ -27,6 +27,7 @@ ProfileFile = form(
     brief=True,
     format=Literal["pipeplan-profile/1"],
     microbatch=Positive,
+    beside=Positive,
     layers=Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)],  # type: ignore[valid-type]  # a form
     edges=Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MOST_EDGES)] | None,
     shared=tuple[SharedFile, ...] | None,  # type: ignore[valid-type]  # a form
