@@ -24,7 +24,7 @@ FOREVER = 10**9  # steps
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """``count`` processes, each of which calls ``train(options)``, over and over, and so must be able to unpickle it."""
+    """``count`` processes, each of which unpickles ``train`` and calls ``train(options)`` over and over."""
 
     count: int
     train: Callable[[MeasureOptions], object]
