@@ -64,7 +64,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 )
 @click.option(
     "--beside",
-    type=click.IntRange(1, 256),
+    type=Count(),
     default=1,
     show_default=True,
     help="Measure on the CPU while so many processes less one train the model, too, as they will when it runs.",
