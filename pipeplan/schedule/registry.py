@@ -21,6 +21,13 @@ OTHERS: dict[str, ProgramSchedule] = {
 def schedules() -> dict[str, ProgramSchedule]:
     """Return every schedule by name: those above, and the kinds of schedules that plans are made for."""
     own: dict[str, ProgramSchedule] = {
-        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None
+        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None and not kind.written
     }
     return {**OTHERS, **own}
+
+
+def named(name: str) -> ProgramSchedule:
+    """Return a schedule by its name, or what runs plans of the kind that has the name."""
+    found = schedules().get(name) or next(kind.simulated for own, kind in KINDS.items() if own == name)
+    assert found is not None, "a plan without a pattern is simulated"
+    return found
