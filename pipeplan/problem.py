@@ -120,7 +120,7 @@ class Chain:
     layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
     have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
-    numbers come from.
+    numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known.
     """
 
     name: str
@@ -133,6 +133,7 @@ class Chain:
     dtype: str = "float32"
     device: str = ""
     source: str = ""
+    worth: str = ""
 
     @property
     def of_cpu(self) -> bool:

@@ -305,4 +305,5 @@ def _replaced(
         dtype=chain.dtype,
         device=chain.device,
         source=chain.source,
+        worth=chain.worth,
     )

@@ -166,7 +166,11 @@ class Incumbent:
             return False
         graph = self._graph(allocation)
         found = self._decided(graph, allocation) if self.limits else self._patterned(graph, allocation)
-        if found is None or (self.best is not None and found.cost >= self._to_beat(len(graph.stages))):
+        return found is not None and self.take(found)
+
+    def take(self, found: Scheduled) -> bool:
+        """Make ``found`` the best if it beats the best so far; return whether it does."""
+        if self.best is not None and found.cost >= self._to_beat(len(found.allocation.stages)):
             return False
         self.best = found
         if self.settings.progress:

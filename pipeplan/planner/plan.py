@@ -21,7 +21,6 @@ from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
-from .block_search import MOVES
 from .explain import claimed, why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
@@ -70,8 +69,9 @@ def make_plan(
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
     if row.drains:
-        grids = MOVES[effort] if algorithm == AUTO and schedule is None else None
-        incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit, grids)
+        kinds = kinds_for(problem.policy.weights) if schedule is None else ()
+        searched = effort if algorithm == AUTO else None
+        incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit, searched, kinds)
     elif row.simulated is not None:
         incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from ..check.targets import GRIDS
 from ..cost.stage_graph import StageGraph
-from ..deadline import Deadline
+from ..deadline import Deadline, OutOfTime
 from ..errors import BadInput
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind
 from ..problem import Problem
@@ -16,11 +17,13 @@ from ..schedule.kinds import KINDS
 from ..schedule.program import unroll
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns
-from .block_search import BlockSearch
+from .block_search import MOVES, BlockSearch
+from .drained import EFFORTS, DrainedSearch
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .limits import ENOUGH, LimitSearch
-from .proposals import holding, move, widened, with_special
+from .proposals import holding, move, moved, widened, with_special
 
+ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
 MOST_UNITS = 128  # blocks, or layers that are in none, of which grids are tried
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
 
@@ -32,11 +35,13 @@ def plan_drained(
     widen: bool,
     kind: ScheduleKind,
     limit: int | None,
-    moves: int | None = None,
+    effort: str | None = None,
+    kinds: Sequence[ScheduleKind] = (),
 ) -> tuple[Incumbent, str | None]:
     """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic.
 
-    With ``moves``, simulated steps, grids of whole blocks are tried as well, under the schedules that these run.
+    With an ``effort`` stages are searched for that drain soonest, under any of ``kinds`` (none: ``kind`` alone), and
+    grids of whole blocks as well.
     """
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
@@ -46,10 +51,39 @@ def plan_drained(
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
-    status = run_search(widened(propose) if widen else propose, incumbent)
-    if moves is not None and status is None and len(problem.chain) > 1:
-        status = _try_grids(incumbent, moves)
+    alternating = tuple(name for name in kinds or (kind,) if name in ALTERNATING)
+    if effort is None or not alternating:
+        status = run_search(widened(propose) if widen else propose, incumbent)
+    else:
+        status = run_search(moved(propose) if widen else propose, incumbent)
+        status = status or _with_best(incumbent, partial(_alternating, alternating, effort))
+    if effort is not None and status is None and len(kinds) > 1 and len(problem.chain) > 1:
+        status = _try_grids(incumbent, MOVES[effort])
     return incumbent, status
+
+
+def _alternating(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
+    """Let stages that drain soonest with forwards and backwards in turn beat the best so far."""
+    search = DrainedSearch(incumbent.problem, kinds, EFFORTS[effort])
+    try:
+        search.run()
+    finally:
+        if search.best is not None:
+            incumbent.take(search.best.scheduled)
+
+
+def _with_best(incumbent: Incumbent, search: Callable[[Incumbent], None]) -> str | None:
+    """Let a search of its own beat the best so far; return why that ended early, or None."""
+    try:
+        with incumbent.problem.deadline.insist():
+            search(incumbent)
+    except OutOfTime:
+        return "time limit"
+    except KeyboardInterrupt:
+        if incumbent.best is None:
+            raise
+        return "interrupted"
+    return None
 
 
 def _try_grids(incumbent: Incumbent, moves: int) -> str | None:
@@ -65,7 +99,7 @@ def _try_grids(incumbent: Incumbent, moves: int) -> str | None:
     if search.best is not None:
         schedule = Schedule(search.best.config.kind, problem.policy.accumulate)
         found = Allocation(search.best.stages)
-        incumbent.best = Scheduled(search.best.makespan_ns, found, None, schedule=schedule)
+        incumbent.take(Scheduled(search.best.makespan_ns, found, None, schedule=schedule))
     return status
 
 
