@@ -15,6 +15,7 @@ from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import Weights
 from .breadth_first import breadth_first
 from .controlled import v_half, v_min
+from .dualpipev import dualpipev
 from .gpipe import gpipe
 from .interleaved import interleaved, not_interleaved
 from .interleaved_zero_bubble import interleaved_zero_bubble
@@ -225,6 +226,17 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             options=_SPLIT,
         ),
         "V-Min: stages d and 2p - 1 - d on GPU d, weight gradients later, a third of 1F1B's activations",
+    ),
+    "dualpipev": _ordered(
+        ProgramSchedule(
+            dualpipev,
+            "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
+            "DualPipe (DeepSeek-V3 2024), as in torch",
+            homes=vee,
+            refuses=lambda graph: no_vee(graph, "dualpipev"),
+            options=("overlap", *_SPLIT),
+        ),
+        "DualPipeV: stages d and 2p - 1 - d on GPU d, forwards together with backwards of others",
     ),
     "written": _ordered(
         ProgramSchedule(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from .dualpipev import dualpipev
-from .kinds import KINDS, vee
+from .kinds import KINDS
 from .one_f_one_b import one_f_one_b
 from .registered import ProgramSchedule
-from .zbv import no_vee
 
 OTHERS: dict[str, ProgramSchedule] = {
     "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
@@ -16,14 +14,6 @@ OTHERS: dict[str, ProgramSchedule] = {
         "PipeDream section 3.2",
         "stash",
         options=("depth",),
-    ),
-    "dualpipev": ProgramSchedule(
-        dualpipev,
-        "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
-        "DualPipe (DeepSeek-V3 2024), as in torch",
-        homes=vee,
-        refuses=lambda graph: no_vee(graph, "dualpipev"),
-        options=("overlap", "weight_keeps"),
     ),
 }
 

@@ -36,7 +36,7 @@ SMALL = 10**4
 LOOP, VEE = "0/1/0/1", "0/1/1/0"
 PLACED: dict[ScheduleKind, str] = {
     **dict.fromkeys(("breadth-first", "interleaved-zb"), LOOP),
-    **dict.fromkeys(("zbv", "v-half", "v-min"), VEE),
+    **dict.fromkeys(("zbv", "v-half", "v-min", "dualpipev"), VEE),
 }
 
 
