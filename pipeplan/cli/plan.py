@@ -8,7 +8,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from ..choices import AlgorithmName, ScheduleKind, TargetName
+from ..choices import PLANNED, AlgorithmName, ScheduleKind, TargetName
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
 from .grouped import GroupedCommand
@@ -45,7 +45,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @GAP
 @click.option(
     "--schedule",
-    type=click.Choice(get_args(ScheduleKind)),
+    type=click.Choice(PLANNED),
     help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
     "[default: the first]",
 )

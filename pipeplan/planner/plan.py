@@ -134,6 +134,8 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
 def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:
     """Return the kind of schedule to plan for; BadInput when ``wanted`` or ``limit`` doesn't go with the weights."""
     kind = wanted or kinds_for(weights)[0]
+    if KINDS[kind].written:
+        raise BadInput(f"schedule: no plan is made for one that is {kind}; `run --schedule FILE.csv` runs it")
     if weights not in KINDS[kind].weights:
         raise BadInput(f"schedule: {kind} doesn't go with weights {weights}; only {' and '.join(kinds_for(weights))}")
     if limit is not None and limit < 1:
