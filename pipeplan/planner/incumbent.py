@@ -76,6 +76,10 @@ class Scheduled:
     status: IlpStatus | None = None
     schedule: Schedule | None = None
 
+    def same_as(self, other: Scheduled) -> bool:
+        """Whether both have the same stages under the same schedule."""
+        return self.allocation.stages == other.allocation.stages and self.schedule == other.schedule
+
 
 class Incumbent:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
@@ -238,7 +242,7 @@ class Incumbent:
 
     def keep(self, scheduled: Scheduled) -> None:
         """Keep a plan among the :data:`KEPT` of least cost near the best."""
-        others = [x for x in self.near if x.allocation.stages != scheduled.allocation.stages]
+        others = [x for x in self.near if not x.same_as(scheduled)]
         self.near = sorted([*others, scheduled], key=lambda x: x.cost)[:KEPT]
 
     def _breaks_rules(self, allocation: Allocation) -> bool:

@@ -116,7 +116,7 @@ def make_plan(
     if robust is None:
         chosen = composed(problem, incumbent.best)
         return Planned(chosen.plan, chosen.evaluation)
-    found = [incumbent.best, *(x for x in incumbent.near if x.allocation.stages != incumbent.best.allocation.stages)]
+    found = [incumbent.best, *(x for x in incumbent.near if not x.same_as(incumbent.best))]
     chosen, figures = most_robust(problem, found, composed, robust, asked.policy.open)
     provenance = chosen.plan.provenance
     told = replace(provenance, options={**provenance.options, "robust": figures})
