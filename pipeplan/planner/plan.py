@@ -16,7 +16,7 @@ from ..check.validate import check, class_violations
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
-from ..partition.contiguous.contiguous import on_lowest_devices
+from ..partition.contiguous.claims import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
@@ -24,7 +24,7 @@ from ..version import __version__
 from .explain import claimed, why_infeasible, why_not_admitted
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
-from .portfolio import EFFORTS, propose_contiguous, search
+from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
 from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
 from .simulated import plan_drained, plan_nf1b
@@ -197,8 +197,8 @@ def _plan_pattern(
 
     Where ``propose`` makes local ``moves``, which others pay at another interval, it makes them as well with the one
     that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search is run
-    once more, unless nothing can get shorter; the bounds are those of the first, which hold for every
-    interval.
+    once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought for a
+    smaller interval. The bounds are those of the first, which hold for every interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
@@ -206,11 +206,13 @@ def _plan_pattern(
     status = run_search(propose, incumbent)
     if not problem.policy.open or incumbent.best is None:
         return incumbent, status
+    quick = places(problem) <= MOST_PLACES
+    widen = widen and quick
     again, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
     filled = 2 * len(problem.platform) - 1
     sooner = again.problem.policy.update_interval() <= filled
-    if moves and sooner and not incumbent.near_bound and not _ended(status, incumbent):
+    if moves and quick and sooner and not incumbent.near_bound and not _ended(status, incumbent):
         other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
         status = run_search(propose, other, dispensable=True) or status
         best = None if other.best is None else rescheduled(other.problem, other.best, None)
@@ -219,7 +221,7 @@ def _plan_pattern(
             again, cut = _decided(incumbent, widen, _ended(status, incumbent))
             status = cut or status
     shortest = widen and again.best_ns == incumbent.best_ns
-    if not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
+    if quick and not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
         status = run_search(propose, again, dispensable=True) or status
     again.bounds = incumbent.bounds
     for scheduled in incumbent.near:

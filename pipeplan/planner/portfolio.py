@@ -18,8 +18,11 @@ from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..partition.madpipe.tables import MOST_CUTS
 from ..plan import Allocation
-from ..problem import Checkpointing
+from ..problem import Checkpointing, Problem
 from .incumbent import Incumbent
+
+FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+MOST_PLACES = 10**7  # above, the exact contiguous search takes more than a second, and nothing is searched twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,24 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
                 if incumbent.best is None:
                     break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
-            patience = effort.moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / bound - 1)
-            local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, walk, patience)
+            moves = _moves(effort, problem, start)
+            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / bound - 1)
+            local_search(problem, start, incumbent.lower_bound, incumbent.try_, moves, done, walk, min(moves, patience))
+
+
+def places(problem: Problem) -> int:
+    """Return the cuts squared times GPUs, by which searches take their time."""
+    return len(legal_cuts(problem)) ** 2 * len(problem.platform)
+
+
+def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
+    """Return how many moves a walk may make: fewer where each takes long, with very many stages or layers."""
+    return (
+        effort.moves
+        * FEW_STAGES
+        * FEW_LAYERS
+        // (max(FEW_STAGES, len(start.stages)) * max(FEW_LAYERS, len(problem.chain)))
+    )
 
 
 def _patience(effort: SearchEffort, gap: float) -> int:
@@ -100,7 +119,8 @@ def _starts(incumbent: Incumbent) -> Iterator[Allocation]:
     seen = {incumbent.best.allocation.stages}
     yield incumbent.best.allocation
     whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
-    for replicas in (True, False) if problem.replicas else (False,):
+    quick = places(problem) <= MOST_PLACES
+    for replicas in (True, False)[: 2 if quick else 1] if problem.replicas else (False,):
         for allocation in contiguous(replace(problem, checkpointing=whole, replicas=replicas)):
             incumbent.try_(allocation)
             if allocation.stages not in seen:
@@ -132,9 +152,10 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
     shorter periods propose allocations that may, and ``tight`` those that only just might.
     """
-    if not periods or len(legal_cuts(incumbent.problem, several=True)) > MOST_CUTS + 1:
-        return
     problem = incumbent.problem
+    too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
+    if not periods or too_many or places(problem) > MOST_PLACES // 2:
+        return
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
