@@ -39,6 +39,7 @@ class ProgramSchedule:
     places its stages where they cannot be the plan's own; ``refuses(graph)`` says why stages cannot run so.
     ``replicas``: whether stages may have some.
     ``steady(graph, microbatches of a mini-batch, limit)`` finds the steady state of what plans can be judged by.
+    ``searches``: its program takes a search of many simulated runs.
     """
 
     build: Callable[..., Program] | None
@@ -50,6 +51,7 @@ class ProgramSchedule:
     replicas: bool = True
     options: tuple[str, ...] = ()
     steady: Callable[..., SteadyRun] | None = None
+    searches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             "Zero Bubble (Qi et al. 2024)",
             refuses=lambda graph: no_pipelines(graph, "zb2p"),
             options=("weight_keeps",),
+            searches=True,
         ),
         headline=lambda schedule: ("order", "ZB-H2: about 2p - 1 forwards ahead, weight gradients later, drained"),
     ),

@@ -122,9 +122,9 @@ def test_a_message_driven_plan_is_as_good_as_the_best_split_of_any_grid(seed):
         assert evaluate(plan).makespan_ns <= choice.cost_ns * 1.001
 
 
-def test_flush_is_a_pattern_where_no_grid_drains_sooner():
+def test_flush_is_a_pattern_where_nothing_drains_sooner():
     assert make_plan(even(weights="flush", accumulate=8), schedule="flush").plan.schedule == Schedule("flush", 8)
-    assert make_plan(even(weights="flush", accumulate=8)).plan.schedule == Schedule("interleaved", 8)
+    assert make_plan(even(weights="flush", accumulate=8)).plan.schedule == Schedule("zbv", 8)
     alone = replace(even(weights="flush", accumulate=8), platform=Platform.flat(1, 10**9))
     assert make_plan(alone).plan.schedule == Schedule("flush", 8)
     assert make_plan(even(accumulate=1), schedule="pattern").plan.schedule == Schedule()
