@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound
+from ..check.drained_bound import drained_bounds
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
 from ..deadline import OutOfTime
@@ -21,7 +22,7 @@ from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
-from .explain import claimed, why_infeasible, why_not_admitted
+from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, propose_contiguous, search
@@ -91,7 +92,7 @@ def make_plan(
         policy=problem.policy,
         allocation=allocation,
         pattern=pattern,
-        lower_bounds=(*_class_bounds(incumbent), any_bound(asked if asked.policy.open else problem)),
+        lower_bounds=(*_class_bounds(incumbent, kind), any_bound(asked if asked.policy.open else problem)),
         provenance=Provenance(
             algorithm,
             options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
@@ -124,6 +125,8 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
             reason = why_not_stated(incumbent) if algorithm == STATED else None
             if reason is not None:
                 return reason
+            if algorithm == AUTO and incumbent.limits is not None and incumbent.limits.places:
+                return why_not_placed(problem, incumbent.limits.schedule.kind)
             if incumbent.limits is not None:
                 return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
             return why_infeasible(problem, incumbent.rejected, incumbent.broken)
@@ -249,10 +252,12 @@ def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
     return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
-def _class_bounds(incumbent: Incumbent) -> list[Bound]:
-    """Return the bounds that the search proved and whose class contains its best plan."""
+def _class_bounds(incumbent: Incumbent, kind: ScheduleKind) -> list[Bound]:
+    """Return the bounds that the search proved and whose class contains its best plan, or of a drained one those of
+    its class."""
     assert incumbent.best is not None
-    if not incumbent.periodic:  # those are bounds on a period that never drains
-        return []
-    best, platform = incumbent.best.allocation, incumbent.problem.platform
-    return [bound for bound in incumbent.bounds if not class_violations(bound, best, platform)]
+    best, problem = incumbent.best, incumbent.problem
+    found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
+    if problem.policy.drains:
+        found = drained_bounds(problem, best.cost, best.schedule.kind if best.schedule else kind)
+    return [bound for bound in found if not class_violations(bound, best.allocation, problem.platform)]

@@ -59,7 +59,9 @@ def plan_drained(
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
     alternating = [name for name in searched if name in ALTERNATING]
     others = [name for name in searched if name not in ALTERNATING and (not kinds or not _searches(name))]
-    status = run_search(moved(propose) if kind in ALTERNATING else propose, incumbent)
+    status = None
+    if incumbent.limits is None or not incumbent.limits.places:
+        status = run_search(moved(propose) if kind in ALTERNATING else propose, incumbent)
     searches = [partial(_alternating, alternating, effort), partial(_on_pipelines, others, effort)]
     for search in [*searches, partial(_under_others, kinds)] if kinds else searches:
         status = status or _with_best(incumbent, search)
