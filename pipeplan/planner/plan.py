@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound
+from ..check.drained_bound import drained_bounds
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
 from ..deadline import OutOfTime
@@ -21,7 +22,7 @@ from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
-from .explain import claimed, why_infeasible, why_not_admitted
+from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
@@ -97,7 +98,7 @@ def make_plan(
             allocation=allocation,
             pattern=scheduled.pattern,
             lower_bounds=(
-                *_class_bounds(incumbent, scheduled.allocation),
+                *_class_bounds(incumbent, problem, scheduled, kind),
                 any_bound(asked if asked.policy.open else problem),
             ),
             provenance=Provenance(
@@ -141,6 +142,8 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
             reason = why_not_stated(incumbent) if algorithm == STATED else None
             if reason is not None:
                 return reason
+            if algorithm == AUTO and incumbent.limits is not None and incumbent.limits.places:
+                return why_not_placed(problem, incumbent.limits.schedule.kind)
             if incumbent.limits is not None:
                 return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
             return why_infeasible(problem, incumbent.rejected, incumbent.broken)
@@ -274,9 +277,10 @@ def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
     return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
-def _class_bounds(incumbent: Incumbent, allocation: Allocation) -> list[Bound]:
-    """Return the bounds that the search proved and whose class contains ``allocation``."""
-    if not incumbent.periodic:  # those are bounds on a period that never drains
-        return []
-    platform = incumbent.problem.platform
-    return [bound for bound in incumbent.bounds if not class_violations(bound, allocation, platform)]
+def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, kind: ScheduleKind) -> list[Bound]:
+    """Return the bounds that the search proved and whose class contains ``scheduled``, or of a drained one those of its
+    class."""
+    found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
+    if problem.policy.drains:
+        found = drained_bounds(problem, scheduled.cost, scheduled.schedule.kind if scheduled.schedule else kind)
+    return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

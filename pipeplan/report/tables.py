@@ -48,12 +48,14 @@ def bound_class(bound: Bound) -> str:
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
-    return f"{bound.allocation}{allowed}, {'any' if bound.any_interval else 'this'} interval"
+    under = f" under {bound.schedule}" if bound.schedule else ""
+    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
 def orders_sentence(plan: Plan, bound: Bound) -> str | None:
     """Return in which orders stages were given unequal devices for ``bound``, in words; None where there is but one."""
-    if bound.allocation != "contiguous" or plan.provenance.algorithm not in ("auto", "contiguous"):
+    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains
+    if bound.allocation != "contiguous" or not searched:
         return None
     return Orders.of(bounded(plan, bound)).sentence()
 
