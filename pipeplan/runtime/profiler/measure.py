@@ -201,7 +201,8 @@ def profile_network(
         saved, values = saved_values(network, device, release, options.split_backward)
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
-        one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
+        processes = 1 if options.others is None else 1 + options.others.count
+        one = hold == "one" or (hold == "auto" and processes * needed > FILL * free_bytes(device))
         say(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
         clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
