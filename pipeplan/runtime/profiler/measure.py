@@ -164,9 +164,9 @@ def profile_network(
 
     A step runs the whole network as a pipeline would with every layer a stage: forward layer by layer, each on the
     detached outputs of those before; backward layer by layer from the loss; then one optimizer step per layer.
-    Gradients are fresh in every step. The optimizer is plain SGD by default, at rate 0 so that the weights stay; batch
-    norm statistics do move. A step of a lone scalar goes before
-    them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
+    Gradients are added to sums that are 0 before each step, as in all microbatches of an update but the first. The
+    optimizer is plain SGD by default, at rate 0 so that the weights stay; batch norm statistics do move. A step of a
+    lone scalar goes before them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
 
     ``hold="all"`` does that; all activations are on the device at once. ``hold="one"`` takes one layer at a time
     through all its steps: its module moves to the device and back, its backward starts from a gradient of ones,
