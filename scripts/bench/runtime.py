@@ -7,8 +7,8 @@ periods: measured period over the prediction with the run's own times, for a bal
 cuts:    every cut of a model into two stages, planned and measured: is the planner's best cut the measured best?
 torch:   throughput with 2bw and stash against torch's own runtime with 1F1B, 8 microbatches per step, same cut and
          model, in pairs that take turns. In the ideal 2bw wins (m + p - 1) / m = 1.125.
-chunks:  two stages a process: torch's ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on torch's own runtime, and ours
-         on the same stages, in pairs that take turns.
+chunks:  two stages a process: torch's ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on torch's runtime, and ours on
+         the same stages, in pairs that take turns.
 
 Wants a quiet machine with two cores to spare; the load is printed beside the figures.
 """
