@@ -18,6 +18,7 @@ from ...problem import Level, Platform, Problem
 from ..cuts import legal_cuts
 
 MOST_PLACES = 4_200_000  # cuts times devices squared, for which one decision takes less than a second
+_FEWEST = 8  # groups
 _MOST_CUTS = 1000  # tables over more cuts are searched between about so many
 
 
@@ -48,7 +49,7 @@ def group_sizes(problem: Problem) -> list[int]:
     count, cuts = len(problem.platform), min(len(legal_cuts(problem)), _MOST_CUTS)
     if not problem.replicas or cuts * count**2 <= MOST_PLACES:
         return []
-    most = max(8, isqrt(MOST_PLACES // cuts))
+    most = max(_FEWEST, isqrt(MOST_PLACES // cuts))
     found = [_size(problem.platform, most), _size(problem.platform, 2 * most)]
     return [size for size in dict.fromkeys(found) if size > 1]
 
