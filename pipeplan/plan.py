@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
+from .choices import ScheduleKind as ScheduleKind
+from .choices import TargetName
 from .problem import Chain, Checkpointing, Platform, Policy, Weights
 
-AllocationClass = Literal[
-    "contiguous", "one-special", "any", "megatron", "torchtitan", "deepspeed", "torch"
-]  # the last are what these can express
-ScheduleKind = Literal["pattern", "flush", "nf1b", "message-driven", "1f1b", "interleaved"]
+AllocationClass = Literal["contiguous", "one-special", "any", TargetName]  # the last are what targets can express
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
 
 
@@ -111,11 +110,15 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How microbatches run: the pattern without end, or ``microbatches`` per mini-batch in a drained schedule."""
+    """How microbatches run: the pattern without end, or ``microbatches`` per mini-batch in a drained schedule.
+
+    Of a written one ``order`` has the passes of every GPU, or group of them, in the order of these: ``0F0,0I0,0W0``.
+    """
 
     kind: ScheduleKind = "pattern"
     microbatches: int | None = None
     limit: int | None = None
+    order: tuple[str, ...] | None = None
 
     @property
     def mini_batch(self) -> int:

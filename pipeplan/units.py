@@ -62,6 +62,19 @@ def parse_counts(text: str, where: str, most: int = MOST_COUNT) -> list[int]:
     return counts
 
 
+def gpu_counts(text: str, place: str = "--gpus", most: int = MOST_COUNT) -> tuple[int, ...]:
+    """Return the GPUs of one server, and of several the number of servers behind it, that ``8`` or ``2x8`` says."""
+    found = re.fullmatch(r"(?:([0-9]{1,7})[xX])?([0-9]{1,7})", text)
+    counts = (int(found[2]), *([int(found[1])] if found[1] else [])) if found else (0,)
+    total = counts[0] * counts[-1] if len(counts) > 1 else counts[0]
+    if not 1 <= total <= most:
+        raise BadInput(
+            f"{place}: '{shown(text, 40)}' is no number of GPUs such as 8, or 2x8 for two servers of "
+            f"eight, up to {most}"
+        )
+    return counts
+
+
 def ms_to_ns(milliseconds: str | float | Fraction) -> int:
     """Return nanoseconds for a decimal count of milliseconds, rounded half to even (exactly, from its decimal text)."""
     exact = milliseconds if isinstance(milliseconds, Fraction) else Fraction(str(milliseconds))

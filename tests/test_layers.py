@@ -11,7 +11,7 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "version errors integers names units deadline scratch problem plan"
+NOUNS = "choices version errors integers names units deadline scratch problem plan"
 RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
@@ -20,6 +20,7 @@ TORCH_FREE = [
 
 # A room, and the rooms above it in this list that it may import. A module lies in the longest room that names it.
 LAW = {
+    "choices": "",
     "version": "",
     "errors": "",
     "integers": "",
@@ -28,7 +29,7 @@ LAW = {
     "deadline": "errors",
     "scratch": "",
     "problem": "integers deadline",
-    "plan": "problem",
+    "plan": "choices problem",
     "zoo": "errors",
     "cost": NOUNS,
     "schedule": f"{NOUNS} cost",
@@ -37,14 +38,15 @@ LAW = {
     "check": f"{NOUNS} cost schedule",
     "planner": f"{NOUNS} cost schedule schedule.periodic partition check",
     "files": f"{NOUNS} cost schedule check",
+    "runtime.own_processes": "scratch",
     "runtime.device": NOUNS,
     "runtime.lowering": f"{NOUNS} cost schedule check",
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
-    "runtime.profiler": f"{NOUNS} cost files runtime.device runtime.model",
+    "runtime.profiler": f"{NOUNS} cost files runtime.own_processes runtime.device runtime.model",
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
-    "runtime": f"{NOUNS} cost schedule schedule.periodic check files {RUNTIME}",
+    "runtime": f"{NOUNS} cost schedule schedule.periodic check files runtime.own_processes {RUNTIME}",
     "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic check partition planner files runtime runtime.profiler "

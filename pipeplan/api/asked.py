@@ -6,11 +6,11 @@ The names are those of the command line's options, and so are the sentences that
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict, Unpack, get_args
 
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
-from ..files.machines import gpu_counts, platform_of_gpus
+from ..files.machines import platform_of_gpus
 from ..files.platforms import read_platform, reserving
 from ..names import shown
 from ..partition.merging import merging
@@ -28,10 +28,10 @@ from ..problem import (
     Zero,
 )
 from ..schedule.periodic.ilp import Solver
-from ..units import parse_time
+from ..units import gpu_counts, parse_time
 from .profiles import Profile
 
-RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
+RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
 WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
 Effort = Literal["quick", "normal", "high"]
 CHOICES = {
@@ -73,34 +73,11 @@ class Asked(TypedDict, total=False):
     vertical_sync: bool
 
 
+DEFAULTS: Asked = {"granularity": "node", "optimizer": "sgd", "precision": "fp32", "zero": 0}  # of the rest None, False
+
+
 def problem_of(
-    profile: Profile,
-    *,
-    gpus: int | str | tuple[int, ...] | None = None,
-    gpu: str | None = None,
-    mem: int | str | None = None,
-    reserve: int | str | None = None,
-    bandwidth: int | str | None = None,
-    network: int | str | None = None,
-    latency: str | None = None,
-    platform: str | Platform | None = None,
-    blocking_transfers: bool = False,
-    granularity: str = "node",
-    blocks: str | None = None,
-    weights: Weights | None = None,
-    accumulate: int | None = None,
-    batch: int | None = None,
-    optimizer: Optimizer = "sgd",
-    precision: Precision = "fp32",
-    offload: bool | None = None,
-    bytes_per_parameter: int | None = None,
-    zero: Zero = 0,
-    clipped: bool = False,
-    no_replicas: bool = False,
-    checkpointing: Checkpointing | None = None,
-    vertical_sync: bool = False,
-    segments: bool = True,
-    deadline: Deadline = NEVER,
+    profile: Profile, *, segments: bool = True, deadline: Deadline = NEVER, **asked: Unpack[Asked]
 ) -> tuple[Problem, list[str]]:
     """Return the problem of a profile and what is said of it, and the assumptions made where nothing is said.
 
@@ -108,40 +85,66 @@ def problem_of(
     ``gpus`` are a number or ``"2x8"``, ``platform`` a file or a Platform instead. ``segments`` says whether segments of
     layers may be recomputed where ``checkpointing`` doesn't say what may. BadInput for what contradicts.
     """
-    refuse_others(weights=weights, optimizer=optimizer, precision=precision, checkpointing=checkpointing, zero=zero)
-    for name, count in {"accumulate": accumulate, "batch": batch, "bytes-per-parameter": bytes_per_parameter}.items():
+    unknown = asked.keys() - Asked.__annotations__
+    if unknown:
+        raise TypeError(
+            f"got an unexpected keyword argument '{min(unknown)}'; there are {', '.join(Asked.__annotations__)}"
+        )
+    asked = {**DEFAULTS, **asked}
+    refuse_others(**{name: asked.get(name) for name in CHOICES if name in Asked.__annotations__})
+    accumulate, batch, size = asked.get("accumulate"), asked.get("batch"), asked.get("bytes_per_parameter")
+    for name, count in {"accumulate": accumulate, "batch": batch, "bytes-per-parameter": size}.items():
         if count is not None and count < 1:
             raise BadInput(f"--{name}: {count} is not positive")
-    if offload and bytes_per_parameter is not None:
-        raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
-    weights = weights or WEIGHTS
-    if vertical_sync and weights not in ("stash", "latest"):
-        raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
-    whole, merge = profile.chain, merging(granularity, blocks)
-    given = {"gpus": gpus, "mem": _size(mem), "gpu": gpu, "bandwidth": _rate(bandwidth), "network": _rate(network),
-             "latency": latency}  # fmt: skip
-    where, assumptions = _platform(platform, whole, given)
-    where = replace(where, blocking=where.blocking or blocking_transfers)
-    if reserve == "auto":
-        reserve = None if whole.of_cpu else RESERVE
-    if reserve is not None:
-        where = reserving(where, str(_size(reserve)), "--reserve")
+    whole, merge = profile.chain, merging(asked["granularity"], asked.get("blocks"))
+    policy = _policy(asked, _microbatches(accumulate, batch, whole.microbatch))
+    where, assumptions = _machine(asked, whole)
     chain = merge(whole)
     if chain is not whole and where.devices[0].times is not None:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
-    if zero and no_replicas:
+    allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
+    problem = Problem(chain, where, policy, not asked.get("no_replicas"), allowed, deadline=deadline)
+    return problem, [*assumptions, *profile.assumptions, *filter(None, [chain.worth])]
+
+
+def _policy(asked: Asked, every: int | None) -> Policy:
+    """Return how weights are kept, with an update every so many microbatches; BadInput for what contradicts."""
+    size, zero = asked.get("bytes_per_parameter"), asked["zero"]
+    offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
+    if offload and size is not None:
+        raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
+    weights = asked.get("weights") or WEIGHTS
+    if sync and weights not in ("stash", "latest"):
+        raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
+    if zero and asked.get("no_replicas"):
         raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
-    if zero and bytes_per_parameter is not None:
+    if zero and size is not None:
         raise BadInput("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
-    if clipped and weights not in TOGETHER:
+    if clip and weights not in TOGETHER:
         raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
-    every = _microbatches(accumulate, batch, chain.microbatch)
-    policy = Policy(weights, every, optimizer, precision, bool(offload), vertical_sync, zero=zero, clip=clipped)
-    if bytes_per_parameter is not None:
-        policy = replace(policy, bytes_per_parameter=bytes_per_parameter)
-    allowed = checkpointing or ("segments" if segments else "stages")
-    problem = Problem(chain, where, policy, not no_replicas, allowed, deadline=deadline)
-    return problem, [*assumptions, *profile.assumptions]
+    policy = Policy(weights, every, asked["optimizer"], asked["precision"], offload, sync, zero=zero, clip=clip)
+    return policy if size is None else replace(policy, bytes_per_parameter=size)
+
+
+def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
+    """Return the platform that is asked for, less what is reserved, and what was assumed."""
+    where, assumptions = _platform(
+        asked.get("platform"),
+        chain,
+        {
+            "gpus": asked.get("gpus"),
+            "mem": _size(asked.get("mem")),
+            "gpu": asked.get("gpu"),
+            "bandwidth": _rate(asked.get("bandwidth")),
+            "network": _rate(asked.get("network")),
+            "latency": asked.get("latency"),
+        },
+    )
+    where = replace(where, blocking=where.blocking or asked.get("blocking_transfers", False))
+    reserve = asked.get("reserve")
+    if reserve == "auto":
+        reserve = None if chain.of_cpu else RESERVE
+    return where if reserve is None else reserving(where, str(_size(reserve)), "--reserve"), assumptions
 
 
 def refuse_others(**said: object) -> None:

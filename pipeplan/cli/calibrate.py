@@ -9,6 +9,7 @@ import click
 
 from ..errors import BadInput
 from ..names import SENTENCE, shown
+from ..units import MOST_COUNT
 from . import completed
 from .grouped import GroupedCommand
 from .options import DEBUG, JSON, Output
@@ -77,6 +78,7 @@ def command(
     from ..files.profiles import read_profile
     from ..files.text import write_text
     from ..planner.calibration import Run, calibrate
+    from ..planner.stated import gpus_needed
     from ..problem import Platform, Policy
     from ..report.calibrations import calibration_figures, print_calibration
 
@@ -99,7 +101,12 @@ def command(
     for row in rows:
         chain = _chain_of(row, chains)
         asked = _configuration(row)
-        count = _gpus(row, asked.split, asked.pipelines, asked.on)
+        try:
+            count = gpus_needed(asked.split, asked.on, asked.pipelines)
+        except BadInput as wrong:
+            raise BadInput(f"{row.place}: {wrong}") from wrong
+        if count > MOST_COUNT:
+            raise BadInput(f"{row.place}: has {count} GPUs; there may be {MOST_COUNT}")
         runs.append(Run(row.place.split(": ")[-1], chain, platform(count, chain), policy, asked, row.ms * 1e6))
     passes = [x for plan, trace in traces for x in _traced(plan, trace)]
     found = calibrate(runs, device.constants(), passes)
@@ -142,16 +149,6 @@ def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # importe
         raise BadInput(f"{row.place}: barrier: '{shown(barrier)}' is neither yes nor no")
     pipelines = row.count("data_parallel") or 1
     return Configuration(**said, pipelines=pipelines, batch=row.count("batch"), barrier=barrier == "yes")  # type: ignore[arg-type]
-
-
-def _gpus(row: MeasuredRow, split: str | None, pipelines: int, on: str | None) -> int:
-    """Return how many GPUs a row's run has."""
-    if on is not None:
-        numbers = [int(x) for x in on.replace("/", ",").replace("-", ",").split(",") if x.isdecimal()]
-        return max(numbers, default=0) + 1
-    from ..planner.stated import replicated
-
-    return pipelines * (1 if split is None else replicated(split, 1).count(",") + 1)
 
 
 def _traced(plan: str, trace: str) -> list[Passes]:

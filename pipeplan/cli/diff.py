@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..choices import DEFAULT_BANDWIDTH
 from ..deadline import Deadline
-from ..files.machines import DEFAULT_BANDWIDTH
 from .grouped import GroupedCommand
 from .options import JSON, Gpus, Output, refuse_two_documents, time_limit
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..choices import DEFAULT_BANDWIDTH
 from ..errors import BadInput
-from ..files.machines import DEFAULT_BANDWIDTH
 from ..names import shown
 from ..units import format_bandwidth, parse_bandwidth, parse_bytes
 from . import completed

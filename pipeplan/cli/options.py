@@ -8,15 +8,16 @@ from typing import Any, TypeVar
 
 import click
 
+from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ..deadline import Deadline
 from ..errors import BadInput
-from ..files.machines import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, gpu_counts
 from ..names import shown
-from ..units import MOST_COUNT, parse_time
+from ..units import MOST_COUNT, gpu_counts, parse_time
 from . import TRACEBACK, completed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
+MOST_RUNS = 10**4  # with drawn durations
 LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
 
 
@@ -28,7 +29,7 @@ class Count(click.IntRange):
 
 
 class Gpus(click.ParamType[tuple[int, ...]]):
-    """GPUs such as ``8``, or ``2x8``, ``most`` at most: see :func:`..files.machines.gpu_counts`."""
+    """GPUs such as ``8``, or ``2x8``, ``most`` at most: see :func:`..units.gpu_counts`."""
 
     name = "N|NxN"
 

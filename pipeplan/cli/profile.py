@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..files.accelerators import ENGINES
+from ..choices import ENGINES, USUAL_ENGINE
 from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
@@ -63,6 +63,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     help="Have all layers on the device at once, or one at a time; auto: one where all don't fit.",
 )
 @click.option(
+    "--beside",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Measure on the CPU while so many processes less one train the model, too, as they will when it runs.",
+)
+@click.option(
     "--granularity",
     default="node",
     show_default=True,
@@ -98,7 +105,7 @@ def command(
     from ..api.profiles import profile
 
     if estimate is not None and not quiet:
-        from ..files.accelerators import USUAL_ENGINE, accelerator, constants_of
+        from ..files.accelerators import accelerator, constants_of
         from ..runtime.profiler.estimate import said_host_time
 
         gpu = accelerator(estimate)

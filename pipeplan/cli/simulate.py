@@ -13,6 +13,7 @@ from .grouped import GroupedCommand
 from .options import (
     GIVE_UP,
     JSON,
+    MOST_RUNS,
     PLAN,
     SEED,
     Count,
@@ -20,8 +21,6 @@ from .options import (
     Share,
     refuse_two_documents,
 )
-
-MOST_RUNS = 10**4
 
 
 @click.command(cls=GroupedCommand)
@@ -33,11 +32,13 @@ MOST_RUNS = 10**4
     multiple=True,
     metavar="NAME|FILE.csv",
     type=completed.WRITTEN,
-    help="pattern, pipedream, gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, nf1b, message-driven, or all; "
-    "several are compared.  One that is written as torch reads it, instead.  [default: the plan's own]",
+    help="One that `pipeplan list schedules` names, or all; several are compared.  One that is written as torch reads "
+    "it, instead.  [default: the plan's own]",
 )
 @click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
-@click.option("--chunks", type=Count(most=10**4), help="interleaved: stages per GPU.  [default: 2]")
+@click.option(
+    "--chunks", type=Count(most=10**4), help="interleaved, interleaved-zb, breadth-first: stages per GPU.  [default: 2]"
+)
 @click.option(
     "--batch",
     type=Count(),
@@ -51,7 +52,15 @@ MOST_RUNS = 10**4
     "[default: the plan's]",
 )
 @click.option(
-    "--weight-keeps", type=Share(), help="zb1p, zb2p, zbv: activations that weight gradients need.  [default: 100%]"
+    "--weight-keeps",
+    type=Share(),
+    help="Where the backward is split: activations that weight gradients need.  [default: 100%]",
+)
+@click.option(
+    "--pass-overlap",
+    "overlap",
+    type=Share(),
+    help="dualpipev: of a forward and a backward that run together, how much of the shorter is hidden.  [default: 0%]",
 )
 @click.option(
     "--barrier/--no-barrier",
@@ -62,7 +71,7 @@ MOST_RUNS = 10**4
 )
 @click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of --jitter.")
-@click.option("--runs", type=click.IntRange(1, MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
+@click.option("--runs", type=Count(most=MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links/--no-links", default=False, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")

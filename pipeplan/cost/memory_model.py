@@ -55,7 +55,7 @@ def waiting_bytes(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -
     each of them that shares weights with another stage has two gradients of those, and of all weights where the norm of
     all gradients is waited for; a drained pipeline needs no second.
     """
-    if policy.clip and not policy.drains:
+    if policy.waits_for_norm:
         return gradient_of(chain, policy, start, stop)
     total: IntLike = 0
     for shared in chain.ties:

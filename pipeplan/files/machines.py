@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
+from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Device, Level, Platform
-from ..units import MOST_COUNT, format_bandwidth, format_bytes, parse_bandwidth, parse_bytes, parse_time
+from ..units import format_bandwidth, format_bytes, parse_bandwidth, parse_bytes, parse_time
 from .accelerators import Accelerator, accelerator, accelerators
-
-DEFAULT_BANDWIDTH = "12GB/s"
-DEFAULT_NETWORK = "100Gbps"
-
-
-def gpu_counts(text: str, place: str = "--gpus", most: int = MOST_COUNT) -> tuple[int, ...]:
-    """Return the GPUs of one server, and of several the number of servers behind it, that ``8`` or ``2x8`` says."""
-    found = re.fullmatch(r"(?:([0-9]{1,7})[xX])?([0-9]{1,7})", text)
-    counts = (int(found[2]), *([int(found[1])] if found[1] else [])) if found else (0,)
-    total = counts[0] * counts[-1] if len(counts) > 1 else counts[0]
-    if not 1 <= total <= most:
-        raise BadInput(
-            f"{place}: '{shown(text, 40)}' is no number of GPUs such as 8, or 2x8 for two servers of "
-            f"eight, up to {most}"
-        )
-    return counts
 
 
 def platform_of_gpus(

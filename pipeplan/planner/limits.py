@@ -14,7 +14,8 @@ from ..deadline import NEVER, Deadline
 from ..integers import smallest
 from ..plan import Schedule
 from ..problem import Platform
-from ..schedule.kinds import KINDS, Kind, refused
+from ..schedule.kinds import KINDS, refused
+from ..schedule.registered import Kind
 from .pipeline_time import batch_on
 
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
@@ -54,9 +55,14 @@ class LimitSearch:
         """The row of the kind."""
         return KINDS[self.schedule.kind]
 
+    @property
+    def places(self) -> bool:
+        """Whether the schedule says itself which GPU has which stage."""
+        return self.kind.simulated is not None and self.kind.simulated.homes is not None
+
     def refuses(self, graph: StageGraph) -> str | None:
         """Return why ``graph`` cannot run under the schedule at all, or None."""
-        return refused(graph, self.schedule.kind)
+        return refused(graph, self.schedule)
 
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 
-from ..check.bounds import any_bound
+from ..check.bounds import proof, quick_proof
 from ..partition.balance import balance
 from ..partition.contiguous.contiguous import contiguous
 from ..partition.cuts import legal_cuts
@@ -30,7 +30,7 @@ class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
     There are ``walks`` of local moves, each with chances of its own. One ends early after ``patience`` moves in a row
-    that can't pay by their bounds, for each percent that the best plan is above the bound of class ``any``: the more
+    that can't pay by their bounds, for each percent that the best plan is above the bound by averages: the more
     there is to gain. ``nodes`` end the integer program of one candidate, ``solver_s`` one that takes long for them; a
     plan whose search they cut short says ``node limit`` or ``time limit``.
     """
@@ -56,9 +56,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
     problem, status = incumbent.problem, incumbent.settings.status
-    bound = any_bound(problem).period_ns
+    proved, averaged = proof(problem), quick_proof(problem).period_ns
     if incumbent.periodic:
-        incumbent.floor_ns = status.floor_ns = bound
+        incumbent.floor_ns = status.floor_ns = proved.period_ns
 
     def done() -> bool:
         return incumbent.expired or incumbent.near_bound
@@ -66,7 +66,7 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "exact contiguous"
     for allocation in propose_contiguous(incumbent):
         incumbent.try_(allocation)
-    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+    if proved.infeasible or not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
     status.phase = "one GPU with several stages"
     for allocation in _one_special(incumbent, effort.periods):
@@ -82,7 +82,7 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
                     break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
             moves = _moves(effort, problem, start)
-            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / bound - 1)
+            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
             local_search(problem, start, incumbent.lower_bound, incumbent.try_, moves, done, walk, min(moves, patience))
 
 
@@ -102,7 +102,7 @@ def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
 
 
 def _patience(effort: SearchEffort, gap: float) -> int:
-    """Return how many moves in a row that can't pay end a walk at a plan that is ``gap`` above the bound."""
+    """Return how many moves in a row that can't pay end a walk ``gap`` above the bound by averages."""
     return ceil(effort.patience * 100 * gap)
 
 

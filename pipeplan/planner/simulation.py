@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -14,6 +14,7 @@ from ..errors import BadInput
 from ..plan import Plan
 from ..schedule.memory import in_flight, most_held, run_uses
 from ..schedule.pattern import DeviceUse
+from ..schedule.program import Program
 from ..schedule.registry import schedules
 from ..schedule.simulate import jittered_ns, simulate
 from ..schedule.steady import SteadyRun
@@ -23,6 +24,7 @@ from ..schedule.written import Written
 from ..units import format_ns
 from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
+RUNS, MOST_RUNS = 20, 10**4  # with drawn durations
 Progress = Callable[[], None]  # called after each simulated run
 
 
@@ -110,10 +112,16 @@ class Simulation:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return every figure under a name with its unit; ``period_ns`` is None when the run is too short to settle."""
+        """Return every figure under a name with its unit.
+
+        ``period_ns`` is what a microbatch takes: its share of a drained run, filled and drained, else the time between
+        two in the steady state, None where the run is too short to have one. ``beat_ns`` is the time between two while
+        the pipeline of a drained run is full. ``pattern_period_ns`` is the one or the other as planned.
+        """
         timeline, plan = self.timeline, self.plan
         lanes = timeline.program.lanes
         own, steady = self.own, self.steady
+        reached = timeline.steady_period_ns()
         found: dict[str, Any] = {
             "schedule": self.schedule,
             "microbatches": timeline.program.microbatches,
@@ -121,7 +129,8 @@ class Simulation:
             "longest_span_ns": self.span_ns,
             "barrier": self.barrier,
             "fill_ns": timeline.fill_ns,
-            "period_ns": timeline.steady_period_ns(),
+            "period_ns": self.per_microbatch_ns if self.drained or steady is not None else reached,
+            "beat_ns": reached if self.drained else None,
             "per_microbatch_ns": self.per_microbatch_ns,
             "pattern_period_ns": plan.pattern.period_ns if plan.pattern else None,
             "longest_stage_bubble": timeline.longest_stage_bubble(),
@@ -216,16 +225,28 @@ def simulate_written(plan: Plan, written: Written, name: str) -> Simulation:
     return Simulation(plan, name, evaluate(plan), simulate(program))
 
 
+def run_seeds(seed: int, runs: int) -> range:
+    """Return the seeds of drawn runs; two ``seed`` s share none."""
+    return range(seed * MOST_RUNS, seed * MOST_RUNS + runs)
+
+
+def drawn_ns(
+    program: Program, share: float, seeds: Iterable[int], drained: bool, barrier: bool = True
+) -> Iterator[float]:
+    """Yield a time per microbatch for each seed, durations drawn around the planned ones: see :func:`under_jitter`."""
+    free = program.first_come()
+    for seed in seeds:
+        yield per_microbatch_ns(simulate(free, jittered_ns(free, share, seed)), drained, barrier)
+
+
 def under_jitter(simulation: Simulation, share: float, seeds: Iterable[int], done: Progress) -> Simulation:
     """Return ``simulation`` with a time per microbatch for each seed, durations drawn around the planned ones.
 
     Links carry what comes first, in every schedule alike; devices keep their order, unless they decide as they go.
     """
-    program = simulation.timeline.program.first_come()
     times = []
-    for seed in seeds:
-        timeline = simulate(program, jittered_ns(program, share, seed))
-        times.append(per_microbatch_ns(timeline, simulation.drained, simulation.barrier))
+    for time in drawn_ns(simulation.timeline.program, share, seeds, simulation.drained, simulation.barrier):
+        times.append(time)
         done()
     return replace(simulation, jitter_ns=tuple(times))
 

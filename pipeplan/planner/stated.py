@@ -56,6 +56,13 @@ def stated(
     yield Allocation(stages)
 
 
+def gpus_needed(split: str | None, on: str | None, pipelines: int = 1) -> int:
+    """Return the fewest GPUs that have what ``on`` names, or ``pipelines`` of the stages of ``split``."""
+    if on is not None:
+        return 1 + max(high for part in on.split("/") for _, high in _ranges(part, "--on", on))
+    return pipelines * (1 if split is None else len(replicated(split, pipelines).split(",")))
+
+
 def replicated(split: str, pipelines: int) -> str:
     """Return the GPUs of each stage, as ``replicas`` of :func:`stated` says them, in so many equal pipelines."""
     return ",".join([str(pipelines)] * (split.count(",") + (1 if _counts(split) else 2)))
@@ -154,7 +161,7 @@ def _groups(text: str, stages: int, platform: Platform) -> list[tuple[int, ...]]
     """Return the devices of each stage that ``text`` names."""
     groups = []
     for s, part in enumerate(text.split("/")):
-        ranges = [_range(word, "--on", text) for word in part.split(",")]
+        ranges = _ranges(part, "--on", text)
         beyond = max(last for _, last in ranges)
         if beyond >= len(platform):
             raise BadInput(f"--on: stage {s} uses GPU {beyond}; the platform has GPUs 0 to {len(platform) - 1}")
@@ -172,7 +179,7 @@ def _segments(text: str, chain: Chain) -> Segments:
         return ((0, len(chain)),)
     if text == "each":
         return tuple((i, i + 1) for i in range(len(chain)))
-    ranges = [_range(word, "--recompute", text) for word in text.split(",")]
+    ranges = _ranges(text, "--recompute", text)
     for _, last in ranges:
         if last >= len(chain):
             raise BadInput(f"--recompute: layer {last} is none of the network's, which are 0 to {len(chain) - 1}")
@@ -198,6 +205,11 @@ def _ruled_out(problem: Problem, stages: Sequence[Stage]) -> list[str]:
         if stage.checkpoint and (problem.checkpointing == "none" or (problem.checkpointing == "stages" and not whole)):
             found.append(f"stage {s} recomputes layers as --checkpointing {problem.checkpointing} does not allow")
     return found
+
+
+def _ranges(part: str, place: str, text: str) -> list[tuple[int, int]]:
+    """Return both ends of each of the ranges in ``part`` of ``text``."""
+    return [_range(word, place, text) for word in part.split(",")]
 
 
 def _range(word: str, place: str, text: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from ..units import format_bytes, format_devices, format_ns
 from .gantt import plan_window, working_devices
 from .html_charts import Chart, measured_chart, run_chart, toolbar
 from .page import script, style
-from .simulations import SCHEDULE_COLUMNS, schedule_cells
+from .simulations import SCHEDULE_COLUMNS, column_words, schedule_cells
 from .tables import alone_ns, bound_class, distance, group_column, machine, stage_figures
 
 FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
@@ -235,8 +235,7 @@ def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> list[s
     cells = ["".join(f"<td{sides.get(name, '')}>{escape(cell)}</td>" for name, cell in row.items()) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     notes = [
-        "time: ms per microbatch, a drained run's share with its weight synchronisation, else the steady period; held: "
-        "microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest",
+        "; ".join(column_words(all(run.barrier for run in runs))),
         *(f"{refusal.schedule}: not possible: {refusal.reason}" for refusal in refused),
     ]
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -62,6 +63,8 @@ def progress_printer(plan: Plan, as_json: bool) -> Callable[[StepProgress], None
             return
         silent_ns = 0.0
         line = f"update {step.step} of {step.steps}: loss {step.loss:.4f}"
+        if step.gradient_norm is not None:
+            line += f", gradient norm {step.gradient_norm:.4g}"
         if step.period_ns is not None:
             line += f", {format_ns(step.period_ns)} per microbatch ({format_ns(planned)} planned)"
         print(line, file=sys.stderr, flush=True)
@@ -171,6 +174,12 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
                 f"{format_bytes(state.planned_host_bytes)} predicted"
             )
         out.print(line)
+    norms = [norm for norm in report.gradient_norms if norm is not None]
+    if norms:
+        out.print(
+            f"gradient norms {min(norms):.4g} to {max(norms):.4g}, {statistics.median(norms):.4g} in the median, "
+            "before they were clipped"
+        )
     if report.loss_scale is not None:
         out.print(f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow")
 

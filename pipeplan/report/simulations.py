@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
+from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .looks import console, make_table, print_fitted
@@ -34,7 +35,7 @@ def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> N
     if places is not None:
         out.print(places)
     out.print(
-        f"{window.title}; {LEGEND}{_shared(rows)}"
+        f"{window.title}; {SPLIT if kind_of(plan).splits else LEGEND}{_shared(rows)}"
         f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
     )
     for line in draw(_shown(rows, links), start, end, out.width):
@@ -66,7 +67,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"({format_ns(simulation.span_ns / figures['microbatches'])} per microbatch): what a batch takes without a "
             "barrier between updates"
         )
-    for rate in _rates(simulation, figures["period_ns"]):
+    for rate in _rates(simulation, figures):
         out.print(rate)
     steady = simulation.steady
     if steady is not None:
@@ -87,23 +88,34 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         print_fitted(out, table)
 
 
-def _rates(simulation: Simulation, reached_ns: float | None) -> list[str]:
+def _rates(simulation: Simulation, figures: Mapping[str, Any]) -> list[str]:
     """Return the lines of the period, which of a drained run has its share of filling and draining, and of the beat."""
     plan, steady, own = simulation.plan, simulation.steady, simulation.own
+    period_ns, beat_ns = figures["period_ns"], figures["beat_ns"]
     if steady is not None:
         where = "in the steady state" if steady.repeats else "on average of a long run, which finds no steady state"
-        return [f"period   {format_ns(steady.period_ns)} {where}"]
+        return [f"period   {format_ns(period_ns)} {where}"]
     planned = f", {format_ns(plan.pattern.period_ns)} planned" if own and plan.pattern else ""
     if not simulation.drained:
-        if reached_ns is None:
+        if period_ns is None:
             return ["period   too few microbatches for a steady state"]
-        return [f"period   {format_ns(reached_ns)} reached in the middle{planned}"]
+        return [f"period   {format_ns(period_ns)} reached in the middle{planned}"]
     whole = simulation.timeline.program.microbatches == plan.schedule.microbatches
     promised = f", {format_ns(simulation.promised.period_ns)} planned" if own and whole else ""
-    lines = [f"period   {format_ns(simulation.per_microbatch_ns)} per microbatch, filled and drained{promised}"]
-    if reached_ns is not None:
-        lines.append(f"beat     {format_ns(reached_ns)} while the pipeline is full{planned}")
+    what = "filled and drained" if simulation.barrier else "of the longest span"
+    lines = [f"period   {format_ns(period_ns)} per microbatch, {what}{promised if simulation.barrier else ''}"]
+    if beat_ns is not None:
+        lines.append(f"beat     {format_ns(beat_ns)} while the pipeline is full{planned}")
     return lines
+
+
+def column_words(barrier: bool) -> tuple[str, str]:
+    """Return what the columns of schedules side by side say, with or without a barrier between updates."""
+    how = "filled, drained and with its weight synchronisation" if barrier else "of the longest span of a GPU"
+    return (
+        f"period: ms per microbatch, of a drained run {how}",
+        "held: microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest",
+    )
 
 
 def print_schedules(
@@ -112,15 +124,11 @@ def print_schedules(
     """Print schedules side by side, best first: time per microbatch, makespan, bubble, in flight, memory, links."""
     out = console(width)
     count = runs[0].timeline.program.microbatches if runs else 0
-    barrier = all(run.barrier for run in runs)
     out.print(headline(plan))
-    out.print(
-        f"{count} microbatches; period: ms per microbatch, of a drained run "
-        f"{'filled, drained and with its weight synchronisation' if barrier else 'of the longest span of a GPU'}"
-    )
-    out.print(
-        "held: microbatches on one GPU at most; peak: GB on the fullest GPU (! more than it has); links: the busiest"
-    )
+    first, *others = column_words(all(run.barrier for run in runs))
+    out.print(f"{count} microbatches; {first}")
+    for words in others:
+        out.print(words)
     if any(run.jitter_ns for run in runs):
         out.print(f"median and p95: the period under jitter, over {len(runs[0].jitter_ns)} runs")
     out.print()

@@ -12,6 +12,7 @@ from .exchange.transport import Transport
 from .lowering.instructions import (
     Agree,
     Backward,
+    BackwardWeights,
     Edge,
     Forward,
     Instruction,
@@ -31,6 +32,7 @@ from .lowering.repeats import Repeated
 from .measure.recorder import HostRecorder, Recorder, Times
 from .measure.times import Activity
 from .model.user_code import RAISED
+from .training.split_stage import SplitStage
 from .training.stage import StageModule
 from .training.update import StageUpdate
 
@@ -84,6 +86,12 @@ class RankWork:
     recorder: Recorder = field(default_factory=HostRecorder)
 
 
+def split(stage: StageModule) -> SplitStage:
+    """Return a stage whose backwards come in two parts."""
+    assert isinstance(stage, SplitStage), "stages of programs that split backwards do so"
+    return stage
+
+
 def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable[int] | None = None) -> Times:
     """Carry out ``instructions`` and return when everything happened.
 
@@ -132,11 +140,19 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
             case Backward(s, m, version, covers, lent):
                 gradient = arrived("B", s, m) if s < work.last else None
                 start = recorder.mark()
-                back = work.stages[s].backward(m, version, gradient, covers, lent)
+                stage = work.stages[s]
+                if instruction.inputs_only:
+                    back = split(stage).backward_inputs(m, version, gradient, lent)
+                else:
+                    back = stage.backward(m, version, gradient, covers, lent)
                 recorder.note("B", s, m, start)
                 if s > 0:
                     assert back is not None, "later stages return the gradient of their input"
                     made[("B", s), m] = back
+            case BackwardWeights(s, m, version, lent):
+                start = recorder.mark()
+                split(work.stages[s]).backward_weights(m, version, lent)
+                recorder.note("W", s, m, start)
             case Send():
                 kind, s, m = instruction.kind, instruction.stage, instruction.microbatch
                 tensor = made.pop((instruction.edge, m))

@@ -99,4 +99,6 @@ class MiniBatchEnd:
         lowered = self._rank.lowered
         begin = lowered.at(version - 1).microbatch
         found = tuple(losses[m] for m in range(begin, begin + lowered.interval) if m in losses)
-        self._launcher.done(StepDone(version, found, time.monotonic_ns()))
+        clipping = self._stages.clipping
+        norm = None if clipping is None else clipping.norms.get(version)
+        self._launcher.done(StepDone(version, found, time.monotonic_ns(), norm))

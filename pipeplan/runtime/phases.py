@@ -163,6 +163,7 @@ def report(
             loss_scale=None if scaling is None else scaling.current.scale,
             forgotten=times.forgotten,
             reading=reading,
+            norms={} if stages.clipping is None else stages.clipping.norms,
         ),
     )
     if job.options.save is not None:

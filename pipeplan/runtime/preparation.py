@@ -55,6 +55,7 @@ from .training.offload import BucketBuffers
 from .training.optimizers import rates_maker
 from .training.rank import Rank
 from .training.shards import Sharing
+from .training.split_stage import SplitStage
 from .training.stage import StageModule
 from .training.state import restore
 from .training.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
@@ -347,7 +348,8 @@ def _stage_module(
 ) -> StageModule:
     lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
-    return StageModule(
+    make = SplitStage if lowered.program.split else StageModule
+    return make(
         index=s,
         pieces=model.pieces(stage),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),

@@ -1,4 +1,4 @@
-"""What does TensorBoard show of a run? Loss and speed after every update, and at the end the memory of each GPU."""
+"""What does TensorBoard show of a run? Loss, speed and norm of every update, and at the end the memory of GPUs."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class Scalars:
             self._add("ms per microbatch", progress.period_ns / 1e6)
         if progress.samples_per_s is not None:
             self._add("samples per s", progress.samples_per_s)
+        if progress.gradient_norm is not None:
+            self._add("gradient norm", progress.gradient_norm)
 
     def finish(self, report: RunReport, step: int) -> None:
         """Write what was measured over the whole run, which ends with update ``step``."""

@@ -38,27 +38,33 @@ def interleaved(graph: StageGraph, microbatches: int) -> Program:
     return explicit(graph, microbatches, passes, pipelines(graph, "interleaved"))
 
 
-def not_interleaved(graph: StageGraph) -> str | None:
-    """Return why the stages of ``graph`` cannot run interleaved, or None."""
+def not_interleaved(graph: StageGraph, schedule: str = "interleaved 1F1B") -> str | None:
+    """Return why the stages of ``graph`` do not go round and round the devices, as ``schedule`` has them; or None."""
     homes = [stage.resource for stage in graph.stages]
     devices = len(set(homes))
     if homes != list(range(devices)) * (len(homes) // devices):
-        return "interleaved 1F1B puts stage s on GPU s mod p"
-    return unequal(graph, "interleaved 1F1B")
+        return f"{schedule} puts stage s on GPU s mod p"
+    return unequal(graph, schedule)
+
+
+def in_groups(d: int, devices: int, chunks: int, microbatches: int) -> tuple[list[Pass], list[Pass], int]:
+    """Return device d's forwards and its backwards, each in order, and the size of the largest group."""
+    rounds = max(1, microbatches // devices)
+    groups = [range(microbatches * i // rounds, microbatches * (i + 1) // rounds) for i in range(rounds)]
+    forward: list[Pass] = []
+    backward: list[Pass] = []
+    for group in groups:
+        forward += [("F", c * devices + d, m) for c in range(chunks) for m in group]
+        backward += [("B", c * devices + d, m) for c in reversed(range(chunks)) for m in group]
+    return forward, backward, max(map(len, groups))
 
 
 def _passes(devices: int, chunks: int, microbatches: int) -> dict[int, list[Pass]]:
     """Return what each device of one pipeline does."""
-    rounds = max(1, microbatches // devices)
-    groups = [range(microbatches * i // rounds, microbatches * (i + 1) // rounds) for i in range(rounds)]
     passes: dict[int, list[Pass]] = {}
     for d in range(devices):
-        forward: list[Pass] = []
-        backward: list[Pass] = []
-        for group in groups:
-            forward += [("F", c * devices + d, m) for c in range(chunks) for m in group]
-            backward += [("B", c * devices + d, m) for c in reversed(range(chunks)) for m in group]
-        ahead = 2 * (devices - d - 1) + (chunks - 1) * max(map(len, groups)) + 1
+        forward, backward, largest = in_groups(d, devices, chunks, microbatches)
+        ahead = 2 * (devices - d - 1) + (chunks - 1) * largest + 1
         order = forward[:ahead]
         for i, back in enumerate(backward):
             order.append(back)

@@ -64,19 +64,34 @@ def _ahead(graph: StageGraph) -> list[int]:
     if not graph.contiguous:
         return [stages - s for s in range(stages)]
     replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    return [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(stages)]
+    return _hiding(replicas)
+
+
+def _hiding(replicas: Sequence[int]) -> list[int]:
+    return [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(len(replicas))]
+
+
+def forwards_ahead(replicas: Sequence[int]) -> list[int]:
+    """Return how many forwards a replica of each stage runs before its first backward under 1F1B, unless it has
+    fewer microbatches."""
+    return _within(_hiding(replicas), replicas)
+
+
+def _within(ahead: Sequence[int], replicas: Sequence[int]) -> list[int]:
+    """Return ``ahead`` with no stage further than the one before it lets it.
+
+    Otherwise a replica's first backward would wait for a forward that waits for this backward.
+    """
+    found = list(ahead)
+    for s in range(1, len(found)):
+        found[s] = min(found[s], (found[s - 1] * replicas[s - 1] - 1) // replicas[s] + 1)
+    return found
 
 
 def _alternate(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
-    """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run.
-
-    A stage never runs further ahead than the one before it lets it: otherwise a replica's first backward would wait for
-    a forward that waits for this backward.
-    """
+    """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run."""
     replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    deeper = [1 + (depth - 1) * (own - 1) // max(1, ahead[0] - 1) for own in ahead]
-    for s in range(1, len(deeper)):
-        deeper[s] = min(deeper[s], (deeper[s - 1] * replicas[s - 1] - 1) // replicas[s] + 1)
+    deeper = _within([1 + (depth - 1) * (own - 1) // max(1, ahead[0] - 1) for own in ahead], replicas)
 
     def slot(kind: str, stage: int, m: int) -> int:
         if kind == "F":

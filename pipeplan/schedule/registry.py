@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from .gpipe import gpipe
-from .kinds import KINDS, ProgramSchedule
+from .kinds import KINDS
 from .one_f_one_b import one_f_one_b
-from .program import no_pipelines
-from .zbv import no_vee, zbv
-from .zero_bubble import zb1p, zb2p
-
-
-def vee(devices: int, chunks: int) -> list[int]:
-    """Place two stages on each device, down the devices and back up again."""
-    return [*range(devices), *reversed(range(devices))]
-
+from .registered import ProgramSchedule
 
 OTHERS: dict[str, ProgramSchedule] = {
     "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
@@ -24,35 +15,19 @@ OTHERS: dict[str, ProgramSchedule] = {
         "stash",
         options=("depth",),
     ),
-    "gpipe": ProgramSchedule(gpipe, "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"),
-    "zb1p": ProgramSchedule(
-        zb1p,
-        "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
-        "Zero Bubble (Qi et al. 2024)",
-        refuses=lambda graph: no_pipelines(graph, "zb1p"),
-        options=("weight_keeps",),
-    ),
-    "zb2p": ProgramSchedule(
-        zb2p,
-        "split backward, twice the activations, nearly no bubble (ZB-H2)",
-        "Zero Bubble (Qi et al. 2024)",
-        refuses=lambda graph: no_pipelines(graph, "zb2p"),
-        options=("weight_keeps",),
-    ),
-    "zbv": ProgramSchedule(
-        zbv,
-        "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
-        "Controllable Memory (Qi et al. 2024)",
-        homes=vee,
-        refuses=no_vee,
-        options=("weight_keeps",),
-    ),
 }
 
 
 def schedules() -> dict[str, ProgramSchedule]:
     """Return every schedule by name: those above, and the kinds of schedules that plans are made for."""
     own: dict[str, ProgramSchedule] = {
-        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None
+        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None and not kind.written
     }
     return {**OTHERS, **own}
+
+
+def named(name: str) -> ProgramSchedule:
+    """Return a schedule by its name, or what runs plans of the kind that has the name."""
+    found = schedules().get(name) or next(kind.simulated for own, kind in KINDS.items() if own == name)
+    assert found is not None, "a plan without a pattern is simulated"
+    return found

@@ -81,7 +81,7 @@ class Timeline:
     @cached_property
     def fill_ns(self) -> int:
         """When the first microbatch has left the pipeline."""
-        return self.left_ns(0)
+        return self._left_ns[0]
 
     def left_ns(self, microbatch: int) -> int:
         """Return when the first stage's backward of ``microbatch`` ended."""
@@ -89,8 +89,13 @@ class Timeline:
         return self.end_ns(Step(program.leader(microbatch), len(program.graph.operations) - 1))
 
     def period_ns(self, first: int, last: int) -> float:
-        """Return the mean time between microbatches ``first`` and ``last`` leaving the pipeline."""
-        return (self.left_ns(last) - self.left_ns(first)) / (last - first)
+        """Return the mean time between two microbatches leaving the pipeline, from the ``first``-th that does on."""
+        return (self._left_ns[last] - self._left_ns[first]) / (last - first)
+
+    @cached_property
+    def _left_ns(self) -> list[int]:
+        """When microbatches left the pipeline, whichever those were."""
+        return sorted(map(self.left_ns, range(self.program.microbatches)))
 
     def steady_period_ns(self) -> float | None:
         """Return the mean period of the middle of the run, or None when there are too few microbatches for one.

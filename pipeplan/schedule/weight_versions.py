@@ -103,8 +103,9 @@ Lent = tuple[tuple[int, int], ...]  # (stage, version of its weights) of stages 
 class Use:
     """One pass of a stage: the ``version`` that it uses, and how many updates the stage has ``made`` before it.
 
-    With ``updates`` it is the last backward of its mini-batch, and the next update follows it. ``lent`` has (stage,
-    its version) for stages on the same devices some of whose weights it uses.
+    With ``updates`` it is the last backward of its mini-batch (where that comes in two parts, the last second one), and
+    the next update follows it. ``lent`` has (stage, its version) for stages on the same devices some of whose weights
+    it uses.
     """
 
     step: Step
@@ -128,7 +129,7 @@ def used(
     for lane in program.lanes:
         for step in lane.steps:
             work = program.operations[step.position]
-            if work.kind in ("F", "B"):
+            if work.kind in ("F", "B", "W"):
                 steps[work.stage].append(step)
     common = _common_versions(timeline, interval)
     entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage
@@ -152,9 +153,9 @@ def used(
                 lent.append((q, version))
             version = lent.pop(0)[1]
             entered.setdefault(m, version)
-            if work.kind == "B":
-                finished[minibatch] += work.covers
-            updates = work.kind == "B" and finished[minibatch] == interval
+            over = step.position == program.release[s]
+            finished[minibatch] += work.covers * over
+            updates = over and finished[minibatch] == interval
             uses.append(Use(step, made, version, updates, tuple(lent)))
             made += updates
             if updates:

@@ -39,13 +39,13 @@ def zbv(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(
     return make_program(graph, microbatches, {}, rules=rules, split=True, limit=most * count, weight_keeps=weight_keeps)
 
 
-def no_vee(graph: StageGraph) -> str | None:
-    """Return why the stages of ``graph`` cannot run under ZBV, or None."""
+def no_vee(graph: StageGraph, schedule: str = "zbv") -> str | None:
+    """Return why the stages of ``graph`` are not placed like a V, two on each device, for ``schedule``; or None."""
     homes = [stage.resource for stage in graph.stages]
     order = list(dict.fromkeys(homes))
     if homes != order + order[::-1]:
-        return "zbv puts stages d and 2p - 1 - d on GPU d"
-    return unequal(graph, "zbv")
+        return f"{schedule} puts stages d and 2p - 1 - d on GPU d"
+    return unequal(graph, schedule)
 
 
 def _steps(graph: StageGraph, d: int, devices: int, share: int, pipelines: int, pipeline: int) -> list[Step]:

@@ -36,21 +36,22 @@ from pipeplan.schedule.program import Step, unroll
 from pipeplan.schedule.simulate import simulate
 
 
-def chain_of(model, batch, *, measured=False, data=None, dtype=None):
+def chain_of(model, batch, *, measured=False, data=None, dtype=None, split=False):
     """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
     steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
-    options = MeasureOptions(dtype=dtype, **steps)
+    options = MeasureOptions(dtype=dtype, split_backward=split, **steps)
     chain = measure_model(model, batch, options, name="test", date="today", data=data).chain
     if measured:
         return chain
-    layers = [replace(x, forward_ns=10**6, backward_ns=2 * 10**6, optimizer_ns=0) for x in chain.layers]
-    layers[-1] = replace(layers[-1], forward_ns=10**5, backward_ns=10**5)
+    times = {"forward_ns": 10**6, "backward_ns": 2 * 10**6, "backward_weight_ns": 10**6 if split else None}
+    layers = [replace(x, **times, optimizer_ns=0) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**5, backward_ns=10**5, backward_weight_ns=None)
     return replace(chain, layers=tuple(layers))
 
 
-def zoo_chain(name, batch, *, measured=False):
+def zoo_chain(name, batch, *, measured=False, split=False):
     model = zoo.load(name)
-    return chain_of(model, batch, measured=measured, data=model.data(batch))
+    return chain_of(model, batch, measured=measured, data=model.data(batch), split=split)
 
 
 def network_of(layers, x, loss, target):
@@ -109,11 +110,22 @@ def chain_cut(position, crossing):
 
 
 def stage_of(
-    layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, activations=None, passes=1000
+    layers,
+    x,
+    *,
+    loss=None,
+    checkpoint=(),
+    start=0,
+    index=1,
+    out=None,
+    divisor=1,
+    activations=None,
+    passes=1000,
+    kind=StageModule,
 ):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
-    return StageModule(
+    return kind(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint, start),
         cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
@@ -159,13 +171,27 @@ def built(name, batch, seed):
     return layers.train(), loss, model.data(batch)
 
 
-def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=None, cuts=(), clip=None, stepping=None):
+def serial(
+    name,
+    batch,
+    *,
+    steps,
+    accumulate,
+    optimizer,
+    lr,
+    seed=0,
+    version=None,
+    cuts=(),
+    clip=None,
+    stepping=None,
+    norms=None,
+):
     """Train in one process; return (losses per microbatch, state).
 
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, forward and
     backward, where stages begin at layer 0 and at ``cuts``; without it, all updates before its own mini-batch.
-    ``clip`` is the total norm that gradients are clipped to by torch; ``stepping(named weights)`` gives an optimizer,
-    and its schedule, instead of ours.
+    ``clip`` is the total norm that gradients are clipped to by torch, and what they had before is added to ``norms``;
+    ``stepping(named weights)`` gives an optimizer, and its schedule, instead of ours.
     """
     layers, loss, data = built(name, batch, seed)
     stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(layers) for p in layer.parameters()}
@@ -190,7 +216,9 @@ def serial(name, batch, *, steps, accumulate, optimizer, lr, seed=0, version=Non
         for p, master in zip(parameters, newest, strict=True):
             master.grad = p.grad.clone()
         if clip is not None:
-            nn.utils.clip_grad_norm_(newest, clip)
+            norm = nn.utils.clip_grad_norm_(newest, clip)
+            if norms is not None:
+                norms.append(float(norm))
         stepper.step()
         if schedule is not None:
             schedule.step()

@@ -16,8 +16,6 @@ from cases.files import written
 from cases.patience import SECONDS
 from conftest import Command
 
-from pipeplan.cli import COMMANDS
-
 SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
 
 
@@ -266,13 +264,6 @@ def test_a_plan_edited_by_hand_is_refused_with_the_field(plan: str, pipeplan: Co
     code, out, _ = pipeplan("check", plan, "--json")
     assert code == 1
     assert json.loads(out)["valid"] is False
-
-
-def test_every_command_has_help_with_an_example(pipeplan: Command) -> None:
-    for name in COMMANDS:
-        code, out, _ = pipeplan(name, "--help")
-        assert code == 0
-        assert f"pipeplan {name}" in out
 
 
 def test_a_closed_pipe_prints_no_traceback(profile: str) -> None:

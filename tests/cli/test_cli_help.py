@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections import defaultdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import get_args
 
 import click
 import pytest
+from cases.patience import SECONDS
 from conftest import Command
 
+from pipeplan import choices
+from pipeplan.check.targets import TARGETS
 from pipeplan.cli import COMMANDS, FORMER, group
 from pipeplan.cli.grouped import GROUPS, OURS, OWN, GroupedCommand
+from pipeplan.partition import ALGORITHMS
+from pipeplan.schedule.kinds import KINDS
 
 CONTEXT = click.Context(group, info_name="pipeplan", **group.context_settings)
 FOUND = {name: group.get_command(CONTEXT, name) for name in (*COMMANDS, *FORMER)}
@@ -67,6 +75,29 @@ def test_all_commands_have_headings_that_name_what_there_is() -> None:
     assert {*listed, *" ".join(OURS.values()).split()} - names == {"help"}
     assert set(OWN.values()) <= set(GROUPS)
     assert {*OWN, *OURS} <= set(COMMANDS)
+
+
+def test_every_command_has_help_with_an_example_and_at_once() -> None:
+    """Nothing is loaded for it that computes: neither libraries nor the nouns that need them."""
+    code = f"""
+import sys
+from pipeplan.cli import group
+for name in {list(COMMANDS)}:
+    group.main([name, "--help"], "pipeplan", standalone_mode=False)
+loaded = {{"numpy", "torch", "pulp", "networkx", "msgspec", "rich", "pipeplan.problem"}} & set(sys.modules)
+sys.exit(f"loaded: {{loaded}}" if loaded else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in COMMANDS:
+        assert f"Usage: pipeplan {name} " in done.stdout
+        assert re.search(rf"^ +(Examples?: )? *pipeplan {name}", done.stdout, re.MULTILINE), name
+
+
+def test_choices_are_what_has_a_row() -> None:
+    assert get_args(choices.ScheduleKind) == tuple(KINDS)
+    assert get_args(choices.AlgorithmName) == tuple(ALGORITHMS)
+    assert get_args(choices.TargetName) == tuple(TARGETS)
 
 
 def test_help_has_headings_defaults_and_what_is_required(pipeplan: Command) -> None:

@@ -78,7 +78,7 @@ def test_comparison_puts_the_best_that_fits_first():
     order = [(not run.fits, run.per_microbatch_ns) for run in runs]
     assert order == sorted(order)
     drained = {run.schedule: run for run in runs if run.drained}
-    assert set(drained) == {"gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "message-driven"}
+    assert set(schedules()) - set(drained) == {"pattern", "pipedream", "nf1b"}
     assert drained["zb2p"].makespan_ns < drained["zb1p"].makespan_ns < drained["1f1b"].makespan_ns
 
 

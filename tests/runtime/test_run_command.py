@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,11 @@ from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Problem
 from pipeplan.report.run import print_run
 from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.scalars import Scalars
 from pipeplan.runtime.training.checkpoint import newest
 
 CPU = ("--device", "cpu")
@@ -105,6 +108,9 @@ def test_epochs_are_whole_updates_and_told_to_tensorboard(plan, tmp_path, monkey
     held = figures["activations"][1]
     assert memory["memory in MB/activations of GPU 1"] == (held["measured_bytes"] / 1e6, 6)
     assert len(memory) == 4
+    with closing(Scalars(tmp_path)) as scalars:
+        scalars.hear(StepProgress(3, 9, 0.5, None, None, gradient_norm=1.5))
+    assert json.loads((tmp_path / "events").read_text()) == [["loss", 0.5, 3], ["gradient norm", 1.5, 3]]
     with pytest.raises(BadInput, match="the data has no length; say --epoch-length"):
         run(plan, *MODEL, "--epochs", 2)
     with pytest.raises(BadInput, match=r"--log-dir: .* cannot be made: Not a directory|File exists"):
@@ -140,7 +146,7 @@ def test_usage_errors(plan):
     ("options", "words"),
     [
         (["--trace", "nowhere/trace.json"], "there is no folder"),
-        (["--schedule", "message-driven"], "a message-driven pipeline drains before every update"),
+        (["--schedule", "message-driven"], "the schedule drains every mini-batch, which is for weights flush"),
         (["--half", "bf16"], "its precision is fp32"),
         (["--loss-scale", "8"], "its precision is fp32"),
         (["--loss-scale-window", "8"], "its precision is fp32"),

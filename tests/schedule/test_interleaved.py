@@ -9,8 +9,12 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.schedule.breadth_first import breadth_first
+from pipeplan.schedule.controlled import v_min
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.dualpipev import dualpipev
 from pipeplan.schedule.interleaved import interleaved, occupancy
+from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.zbv import zbv
@@ -46,7 +50,16 @@ def test_closed_form_and_no_deadlock_for_any_number_of_microbatches(devices, chu
 @pytest.mark.parametrize("microbatches", [1, 7, 8])
 @pytest.mark.parametrize(
     ("build", "homes"),
-    [(interleaved, looped(2, 2)), (zb1p, [0, 1, 2]), (zb2p, [0, 1, 2]), (zbv, vee(2))],
+    [
+        (interleaved, looped(2, 2)),
+        (zb1p, [0, 1, 2]),
+        (zb2p, [0, 1, 2]),
+        (zbv, vee(2)),
+        (v_min, vee(2)),
+        (interleaved_zero_bubble, looped(2, 2)),
+        (breadth_first, looped(2, 2)),
+        (dualpipev, vee(2)),
+    ],
 )
 def test_replicas_are_pipelines_side_by_side_that_take_microbatches_in_turn(build, homes, microbatches):
     """Each is a run of its own share."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -13,20 +12,26 @@ import pipeplan
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
-from pipeplan.plan import Schedule, ScheduleKind
+from pipeplan.plan import Schedule
 from pipeplan.planner.carry import carried
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.gantt import plan_window
+from pipeplan.report.simulations import print_pattern
 from pipeplan.report.tables import print_plan
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock
 from pipeplan.schedule.gpipe import gpipe
-from pipeplan.schedule.kinds import KINDS, Kind, Limit, ProgramSchedule, kinds_for, plan_timeline, too_long
+from pipeplan.schedule.kinds import KINDS, kinds_for, plan_timeline, too_long
+from pipeplan.schedule.registered import Kind, Limit, ProgramSchedule
 from pipeplan.schedule.timeline import flush_makespan_ns
 
+FLUSHED = [
+    *("flush", "message-driven", "1f1b", "interleaved", "gpipe", "breadth-first"),
+    *("zb1p", "zb2p", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev"),
+]
 TOY = Kind(
     weights=("flush",),
     refusal="the toy drains its toys; the policy is {weights}",
@@ -78,15 +83,25 @@ def test_a_kind_that_is_one_row_is_simulated_lowered_and_shown(toy, capsys):
 
 
 def test_a_new_kind_is_offered_for_its_weights(toy):
-    assert kinds_for("flush") == ["flush", "message-driven", "1f1b", "interleaved", "toy"]
+    assert kinds_for("flush") == [*FLUSHED, "toy"]
     with pytest.raises(BadInput, match="toy doesn't go with weights 2bw; only pattern"):
         make_plan(Problem(toy.chain, toy.platform, Policy("2bw")), schedule="toy")
     with pytest.raises(BadInput, match=r"a flush schedule holds what its order says; .* and toy have a limit"):
         make_plan(Problem(toy.chain, toy.platform, Policy("flush")), schedule="flush", limit=2)
 
 
-def test_files_know_the_kinds_of_the_table():
-    assert set(KINDS) == set(get_args(ScheduleKind))
+def test_a_split_backward_is_planned_and_shown(capsys):
+    layers = tuple(Layer(f"layer{i}", 10 + i, 20 + i, 1000, 100, backward_weight_ns=9) for i in range(6))
+    problem = Problem(Chain("six", layers, 100), Platform.flat(3, 10**6, 10**9), Policy("flush", accumulate=6))
+    plan = make_plan(problem, "balance", schedule="zb1p").plan
+    assert violations(plan) == []
+    timeline = plan_timeline(plan)
+    assert timeline.program.split
+    assert evaluate(plan).makespan_ns == flush_makespan_ns(timeline)
+    print_pattern(plan, 320)
+    out = capsys.readouterr().out
+    assert "W weight gradient +" in " ".join(out.split())
+    assert "W5" in out
 
 
 @pytest.mark.parametrize(
@@ -94,7 +109,7 @@ def test_files_know_the_kinds_of_the_table():
     [
         ("2bw", ["pattern"]),
         ("stash", ["pattern"]),
-        ("flush", ["flush", "message-driven", "1f1b", "interleaved"]),
+        ("flush", FLUSHED),
         ("latest", ["nf1b", "pattern"]),
     ],
 )

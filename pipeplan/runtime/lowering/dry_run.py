@@ -13,6 +13,7 @@ from ...problem import Platform
 from .instructions import (
     Agree,
     Backward,
+    BackwardWeights,
     Forward,
     Instruction,
     Norm,
@@ -107,7 +108,8 @@ def program_lines(lowered: LoweredRun, most: int | None = None) -> list[str]:
     ``1F3v2`` is stage 1's forward of microbatch 3 with version 2 of its weights, ``0f3>1`` stage 0's send of its
     output to rank 1, ``0b3<1`` its receive of the gradient, ``0U4`` the update that makes version 4, ``0R4`` the sum
     over replicas before it, ``0+3R4`` that of the weights which stages 0 and 3 share, ``A4`` the agreement of all
-    ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7. Where
+    ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7,
+    ``1I4v3`` the first part of one that comes in two, ``1W4v3`` the second. Where
     gradients are clipped, ``N4`` begins the sum for their norm, and ``0G4`` puts them aside until it is known.
     """
     lines = []
@@ -125,7 +127,9 @@ def word(instruction: Instruction) -> str:
         case Forward(s, m, v):
             return f"{s}F{m}v{v}"
         case Backward(s, m, v, covers):
-            return f"{s}B{_span(m, covers)}v{v}"
+            return f"{s}{'I' if instruction.inputs_only else 'B'}{_span(m, covers)}v{v}"
+        case BackwardWeights(s, m, v):
+            return f"{s}W{m}v{v}"
         case Send(kind, s, m, peer, covers):
             return f"{s}{kind.lower()}{_span(m, covers)}>{peer}"
         case Receive(kind, s, m, peer, covers):

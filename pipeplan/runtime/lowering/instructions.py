@@ -34,13 +34,25 @@ class Forward:
 class Backward:
     """Run a stage backward; ``version`` is what it differentiates (and recomputes) with.
 
-    What ``covers`` several microbatches, here and in exchanges of gradients, names the last of them.
+    What ``covers`` several microbatches, here and in exchanges of gradients, names the last of them. With
+    ``inputs_only`` the gradients of weights are left for :class:`BackwardWeights`.
     """
 
     stage: int
     microbatch: int
     version: int
     covers: int = 1
+    lent: Lent = ()
+    inputs_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeights:
+    """Compute the gradients of a stage's weights, which its backward has left for later."""
+
+    stage: int
+    microbatch: int
+    version: int
     lent: Lent = ()
 
 
@@ -136,7 +148,20 @@ class Save:
     step: int
 
 
-Instruction = Forward | Backward | Send | Receive | PutAside | Reduce | ReduceTied | Norm | Update | Agree | Save
+Instruction = (
+    Forward
+    | Backward
+    | BackwardWeights
+    | Send
+    | Receive
+    | PutAside
+    | Reduce
+    | ReduceTied
+    | Norm
+    | Update
+    | Agree
+    | Save
+)
 
 
 def edge_into(kind: Pass, stage: int) -> Edge:
@@ -151,6 +176,8 @@ def sentence(instruction: Instruction) -> str:
             return f"the forward of microbatch {microbatch} on stage {stage}"
         case Backward(stage, microbatch, _, covers):
             return f"the backward of {_which(microbatch, covers)} on stage {stage}"
+        case BackwardWeights(stage, microbatch, _):
+            return f"the gradients of weights of microbatch {microbatch} on stage {stage}"
         case Send(kind, stage, microbatch, peer, covers):
             return f"stage {stage}'s send of {_what(kind)} of {_which(microbatch, covers)} to rank {peer}"
         case Receive(kind, stage, microbatch, peer, covers):
@@ -244,7 +271,10 @@ def lowered(
                     instruction: Instruction = Forward(op.stage, op.microbatch, use.version, use.lent)
                 case "B":
                     use = use_of[step]
-                    instruction = Backward(op.stage, op.microbatch, use.version, op.covers, use.lent)
+                    instruction = Backward(op.stage, op.microbatch, use.version, op.covers, use.lent, program.split)
+                case "W":
+                    use = use_of[step]
+                    instruction = BackwardWeights(op.stage, op.microbatch, use.version, use.lent)
                 case _:
                     assert op.peer is not None, "an exchange has a peer"
                     kind: Pass = "F" if op.kind.endswith("_F") else "B"
@@ -404,7 +434,7 @@ def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruct
 def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
     """Return ``instruction`` with microbatches and versions counted on by so many."""
     match instruction:
-        case Forward() | Backward():
+        case Forward() | Backward() | BackwardWeights():
             return replace(
                 instruction,
                 microbatch=instruction.microbatch + microbatches,
@@ -426,7 +456,7 @@ def version_uses(instructions: Sequence[Instruction], stage: int, by: Collection
     """
     found: Counter[int] = Counter()
     for x in instructions:
-        if isinstance(x, Forward | Backward) and (x.stage == stage or x.stage in by):
+        if isinstance(x, Forward | Backward | BackwardWeights) and (x.stage == stage or x.stage in by):
             found[x.version if x.stage == stage else dict(x.lent)[stage]] += 1
     return found
 
@@ -440,9 +470,9 @@ def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
     newest = min(version_uses(instructions, stage), default=0)
     for x in instructions:
         match x:
-            case Forward(s, _, version) | Backward(s, _, version) if s == stage:
+            case Forward(s, _, version) | Backward(s, _, version) | BackwardWeights(s, _, version) if s == stage:
                 passes.append((newest, version))
-            case Forward() | Backward():
+            case Forward() | Backward() | BackwardWeights():
                 passes += [(newest, version) for s, version in x.lent if s == stage]
             case Update(s, version) if s == stage:
                 newest = version

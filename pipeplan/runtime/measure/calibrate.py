@@ -41,7 +41,8 @@ def calibrated(
             replace(
                 cost,
                 forward_ns=occupied["F", s],
-                backward_ns=occupied["B", s] + int(share),
+                backward_ns=occupied["B", s] + occupied["W", s] + int(share),
+                backward_weight_ns=occupied["W", s] + int(share),
                 sync_period_ns=0,
                 update_ns=waits_ns[s] + (step if overlaps else 0) if lowered.drains else 0,
                 step_ns=step if policy.clip else 0,
@@ -73,7 +74,9 @@ def calibrated(
             else:
                 orders[index, replica] = lane.steps
     limit = program.limit if decides else None
-    return make_program(measured, program.microbatches, orders, rules=rules, batch=program.batch, limit=limit)
+    return make_program(
+        measured, program.microbatches, orders, rules=rules, batch=program.batch, split=program.split, limit=limit
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                     before += until - t.end_ns
                 case "DATA":
                     before += until - t.start_ns
-                case "F" | "B":
+                case "F" | "B" | "W":
                     spent[t.activity, t.stage, t.microbatch] = before + until - t.start_ns
                     before = 0
                 case "ROOM_F" | "ROOM_B" | "SEND_F" | "SEND_B":
@@ -143,7 +146,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns
-    return medians(lowered, ("F", "B", "UPDATE"), ranks)
+    return medians(lowered, ("F", "B", "W", "UPDATE"), ranks)
 
 
 def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:

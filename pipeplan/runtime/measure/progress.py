@@ -9,13 +9,17 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """Update ``step`` of ``steps`` is made; ``period_ns`` is the time per microbatch since the update before."""
+    """Update ``step`` of ``steps`` is made; ``period_ns`` is the time per microbatch since the update before.
+
+    ``gradient_norm`` is that of all gradients before they are clipped; None where they aren't.
+    """
 
     step: int
     steps: int
     loss: float
     period_ns: float | None
     samples_per_s: float | None
+    gradient_norm: float | None
 
 
 class Progress:
@@ -41,13 +45,17 @@ class Progress:
         self._before = now
         losses = [loss for x in heard for loss in x.losses]
         rate = self._batch * 1e9 / period if period else None
-        self._listener(StepProgress(done.step, self._steps, fmean(losses), period, rate))
+        self._listener(StepProgress(done.step, self._steps, fmean(losses), period, rate, done.norm))
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had."""
+    """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had.
+
+    ``norm`` is that of all gradients, where they are clipped.
+    """
 
     step: int
     losses: tuple[float, ...]
     at_ns: int
+    norm: float | None = None

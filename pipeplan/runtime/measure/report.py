@@ -126,7 +126,8 @@ class RunReport:
     did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
     one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
     operations are left out. ``notes`` say what the author's module gave up to be run by stages, ``reading`` is that of
-    loaders. What stages wait for it is in ``calibrated_period_ns``.
+    loaders. What stages wait for it is in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has
+    that of each update before, None where it was skipped.
     """
 
     steps: int
@@ -152,6 +153,7 @@ class RunReport:
     forgotten: int = 0
     notes: tuple[str, ...] = ()
     reading: tuple[ReadingTime, ...] = ()
+    gradient_norms: tuple[float | None, ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -183,10 +185,10 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             planned_forward_ns=cost.forward_ns,
             planned_backward_ns=cost.backward_ns - cost.update_share_ns,
             forward_ns=durations["F", s],
-            backward_ns=durations["B", s],
+            backward_ns=durations["B", s] + durations["W", s],
             update_ns=durations["UPDATE", s],
             data_ns=durations["DATA", s],
-            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B")) - durations["DATA", s]),
+            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B", "W")) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
@@ -201,6 +203,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
     busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
+    norms = measurements[0].norms
     again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
     return RunReport(
         steps=steps,
@@ -269,6 +272,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             for rank, device in enumerate(lowered.devices)
             if (read := measurements[rank].reading) is not None
         ),
+        gradient_norms=tuple(norms.get(lowered.first.step + 1 + step) for step in range(steps if norms else 0)),
     )
 
 
@@ -285,7 +289,7 @@ def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> 
         ranks.append(Counter())
         for t in x.times:  # an update has a part for each chunk of the gradient
             ranks[-1][t.activity, t.stage, t.microbatch] += t.duration_ns
-    return medians(lowered, ("F", "B", "DATA", "UPDATE"), ranks)
+    return medians(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
 
 
 def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..lowering.instructions import Edge
@@ -13,6 +13,7 @@ from ..lowering.lowered_run import LoweredRun
 Activity = Literal[
     "F",
     "B",
+    "W",
     "DATA",
     "WAIT_DATA",
     "WAIT_F",
@@ -84,7 +85,8 @@ class RankMeasurement:
     of gradients travelled; ``gpu`` is what it took of a GPU, None on a CPU. ``state_bytes`` is the most that weights,
     gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
     the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
-    run are not among ``times``. ``reading`` is None where no loader reads.
+    run are not among ``times``. ``reading`` is None where no loader reads. ``norms`` are those of all gradients, by
+    version, where they are clipped.
     """
 
     rank: int
@@ -103,6 +105,7 @@ class RankMeasurement:
     loss_scale: float | None = None
     forgotten: int = 0
     reading: Reading | None = None
+    norms: dict[int, float] = field(default_factory=dict)
 
 
 def covers(lowered: LoweredRun, activity: Activity) -> int:

@@ -176,6 +176,21 @@ def pieces_of(
     return tuple(reversed(pieces))
 
 
+def parted(piece: Piece, count: int) -> tuple[Piece, Piece]:
+    """Return a piece cut in two, behind its first ``count`` layers."""
+    first, second = piece.layers[:count], piece.layers[count:]
+    made = {v for code in first for v in code.makes}
+    inside = {v for code in second for v in code.makes}
+    reads = tuple(dict.fromkeys(v for code in second for v in code.reads if v not in inside and v != TARGET))
+    makes = tuple(v for code in first for v in code.makes if v in reads or v in piece.makes)
+    entering = tuple(v for v in piece.reads if any(v in code.reads for code in first))
+    rest = tuple(v for v in piece.makes if v not in made)
+    return (
+        Piece(first, entering, makes, _over(first, entering, makes), piece.recompute),
+        Piece(second, reads, rest, _over(second, reads, rest), piece.recompute),
+    )
+
+
 def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     last = {v: i for i, code in enumerate(codes) for v in (*code.makes, *code.reads)}
     return tuple(

@@ -29,7 +29,8 @@ SMALL = 1e-6  # what torch adds to the norm
 class Clipping:
     """Clips gradients to a total norm of ``most`` on one of the ranks of ``group`` (None: the only one).
 
-    The sum is made on ``home``, the host or the device; what is wrong with it is told once the device is there.
+    The sum is made on ``home``, the host or the device; ``norms`` has each update's once the device is there, and what
+    is wrong with it is told then. Updates that are skipped have none.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Clipping:
         self._most, self._group, self._home, self._recorder, self._scaling = most, group, home, recorder, scaling
         self._begun: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self._known: tuple[int, Factor] = 0, 1.0
+        self.norms: dict[int, float] = {}
 
     def begin(self, version: int, measured: Sequence[Tensor]) -> None:
         """Begin the sum for ``version``; ``measured`` are the gradients that this rank answers for."""
@@ -60,20 +62,21 @@ class Clipping:
             with exchanging("the norm of all gradients"):
                 work.wait()
         norm = total.sqrt() / (1.0 if self._scaling is None else self._scaling.used)
-        self._refuse_later(version, norm)
+        self._read_later(version, norm)
         found = (self._most / (norm + SMALL)).clamp(max=1.0)
         factor = float(found) if found.device.type == "cpu" else found
         self._known = version, factor
         self._recorder.note("NORM", -1, version, start)
         return factor
 
-    def _refuse_later(self, version: int, norm: Tensor) -> None:
+    def _read_later(self, version: int, norm: Tensor) -> None:
         value = on_host(norm)
 
         def read() -> None:
-            if not isfinite(value):
+            self.norms[version] = found = float(value)
+            if not isfinite(found):
                 raise RunFailed(
-                    f"the norm of all gradients is {float(value)} in update {version}; a lower learning rate may help"
+                    f"the norm of all gradients is {found} in update {version}; a lower learning rate may help"
                 )
 
         self._recorder.later(read)

@@ -9,7 +9,7 @@ stage only passes on is nothing that it keeps; its gradient is added to that of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -25,6 +25,7 @@ from ..device import CPU, on_host
 from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
+from ..model.split_backward import Saved
 from .changing_buffers import Before, ChangingBuffers
 from .draws import Draws
 from .newest_weights import reading_newest
@@ -45,6 +46,7 @@ class Held:
     again: tuple[list[Tensor], Before] | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
     holding: Holding = field(default_factory=dict)
+    saved: Saved | None = None
 
 
 class _Entry(torch.autograd.Function):
@@ -156,10 +158,9 @@ class StageModule:
                 passes_on = bool(held.want) or piece.trains
                 wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
             else:
-                keeping = self._reading_newest if self._reads_newest else self._saving
-                with self._buffers[number].apart(recomputed=False), keeping(held.holding, counted):
+                with self._buffers[number].apart(recomputed=False), self._keeping(held, counted):
                     made = piece.run(self._entered(piece, entered, held), target, around)
-                held.ends = _ends(piece, made)
+                held.ends = ends_of(piece, made)
                 wanted |= held.ends.keys()
                 made = [out.detach() for out in made]  # from here on nothing but autograd keeps its graph
             values.update(zip(piece.makes, made, strict=True))
@@ -236,7 +237,7 @@ class StageModule:
                 for value, gradient in held.gradients.items():
                     known[value] = known[value] + gradient if value in known else gradient
                 if held.want and not any(value in known for value in held.want):
-                    raise RunFailed(f"no gradient comes back to the input of {_names(piece)}")
+                    raise RunFailed(f"no gradient comes back to the input of {names_of(piece)}")
                 self._activations.release(held.holding)
 
     def _recomputed(
@@ -246,11 +247,11 @@ class StageModule:
         with (
             before.installed(),
             buffers_kept(piece.modules),
-            self._saving(held.holding, flight.counted),
+            self._saving(held, flight.counted),
         ):
             around = partial(self._draws.of, flight.microbatch)
             made = piece.run(self._entered(piece, entered, held), flight.target, around)
-        return _ends(piece, made)
+        return ends_of(piece, made)
 
     def _opened(self, microbatch: int, message: Tensor) -> dict[int, Tensor]:
         self._check(microbatch, "gets", message, self._input.forward)
@@ -299,12 +300,16 @@ class StageModule:
             for value, x in zip(piece.reads, tensors, strict=True)
         ]
 
+    def _keeping(self, held: Held, counted: bool) -> AbstractContextManager[None]:
+        """Return the context in which a stored piece runs."""
+        return self._reading_newest(held.holding, counted) if self._reads_newest else self._saving(held, counted)
+
     @contextmanager
-    def _saving(self, holding: Holding, counted: bool) -> Iterator[None]:
+    def _saving(self, held: Held, counted: bool) -> Iterator[None]:
         if not counted:
             yield
             return
-        with self._activations.saving(holding, self._permanent()):
+        with self._activations.saving(held.holding, self._permanent()):
             yield
 
     @contextmanager
@@ -339,10 +344,11 @@ class StageModule:
             )
 
 
-def _ends(piece: Piece, made: Sequence[Tensor]) -> dict[int, GradientEdge]:
+def ends_of(piece: Piece, made: Sequence[Tensor]) -> dict[int, GradientEdge]:
     """Return where the graphs of what a piece made end, for what has one."""
     return {v: get_gradient_edge(out) for v, out in zip(piece.makes, made, strict=True) if out.requires_grad}
 
 
-def _names(piece: Piece) -> str:
+def names_of(piece: Piece) -> str:
+    """Return the names of a piece's layers."""
     return ", ".join(layer.name for layer in piece.layers)

@@ -52,11 +52,14 @@ def test_training_equals_that_with_torchs_own_clipping(case, chain, tmp_path):
     plan = replace(plan, policy=replace(plan.policy, **policy))
     interval = plan.interval
     options = {"steps": 6, "lr": 0.05, "seed": 2}
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(clip_norm=CLIP, save=tmp_path / "s", **options))
+    told, norms = [], []
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(clip_norm=CLIP, save=tmp_path / "s", **options), told.append)
     version = (lambda _, m: max(m // interval - 1, 0)) if plan.policy.weights == "2bw" else None
     given = {"accumulate": interval, "optimizer": "momentum", "version": version, **options}
-    losses, state = serial(GPT, 2, clip=CLIP, **given)
+    losses, state = serial(GPT, 2, clip=CLIP, norms=norms, **given)
     assert report.losses == pytest.approx(losses, abs=1e-5)
+    assert report.gradient_norms == pytest.approx(norms, rel=1e-4)
+    assert [x.gradient_norm for x in told] == list(report.gradient_norms)
     assert largest_difference(torch.load(tmp_path / "s"), state) <= 1e-5
     assert max(abs(a - b) for a, b in zip(losses, serial(GPT, 2, **given)[0], strict=True)) > 1e-2
     for found in report.states if len(report.states) == 2 else ():  # sums that are under way are not planned
@@ -78,6 +81,7 @@ def test_the_loss_scale_is_taken_off_first(tmp_path):
         clip=CLIP, **options,
     )  # fmt: skip
     assert report.skipped == skipped == (2, 5)
+    assert [i for i, norm in enumerate(report.gradient_norms, 1) if norm is None] == [2, 5]
     assert report.losses == pytest.approx(losses, abs=1e-3)
     assert largest_difference(torch.load(tmp_path / "s"), state) <= 1e-3
 

@@ -1,0 +1,279 @@
+"""How is the backward of one graph cut in two? Gradients of what entered first, those of weights later.
+
+The *spine* of a graph are the nodes that lie on a way to what entered. Where something that depends on weights alone
+meets the spine, the gradient that comes there is kept: from it the gradients of those weights follow, whenever.
+Weights that meet it at two nodes, one of which feeds the other, are left in the first part: from the first of these
+nodes a gradient would come to them along the spine as well. The idea is that of torch's own pipelining
+(Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 4.1), which holds all that was saved until the second part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from ...errors import RunFailed
+
+Hold = Callable[[Tensor], None]
+
+
+class Saved:
+    """What autograd saves in one graph, which it knows by numbers, so that some of it can be dropped early."""
+
+    def __init__(self, hold: Hold | None = None) -> None:
+        self._tensors: list[tuple[Tensor, int] | None] = []
+        self._hold = hold
+        self.asked: set[int] = set()  # since it was emptied
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def pack(self, tensor: Tensor) -> int:
+        """Keep a tensor and return its number."""
+        self._tensors.append((tensor, tensor._version))
+        if self._hold is not None:
+            self._hold(tensor)
+        return len(self._tensors) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        """Return a tensor; RunFailed if it was changed meanwhile, which autograd doesn't see where there are hooks."""
+        kept = self._tensors[number]
+        assert kept is not None, "only what is not asked for any more is dropped"
+        tensor, version = kept
+        if tensor._version != version:
+            raise RunFailed(
+                f"a tensor of shape {tuple(tensor.shape)} that a backward needs was changed in place after it was saved"
+            )
+        self.asked.add(number)
+        return tensor
+
+    def drop_but(self, needed: frozenset[int]) -> None:
+        """Keep those numbers alone."""
+        self._tensors = [kept if i in needed else None for i, kept in enumerate(self._tensors)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what is kept."""
+        return (kept[0] for kept in self._tensors if kept is not None)
+
+    def clear(self) -> None:
+        """Keep nothing; a graph that has saved what it made would live for ever otherwise."""
+        self._tensors = []
+
+
+class Caught:
+    """The gradients that come to a node, caught in the first part and given to it in the second."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.gradients: tuple[Tensor | None, ...] | None = None
+        self._hook = node.register_prehook(self._at)
+
+    def _at(self, gradients: Any) -> Any:
+        if self.gradients is None:
+            self.gradients = gradients
+            return None
+        return self.gradients  # hooks of the user's have changed them already
+
+    def let_go(self) -> None:
+        """Forget the gradients, and let the node go, which would live as long as its hook."""
+        self._hook.remove()
+        self.gradients = None
+
+    def edges(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Yield where the second part begins, and with what."""
+        for number, gradient in enumerate(self.gradients or ()):
+            if gradient is not None:
+                yield GradientEdge(self.node, number), gradient
+
+
+@dataclass
+class Group:
+    """Weights and all nodes at which they meet the spine, or the graph's ends where it has none."""
+
+    leaves: list[Tensor]
+    caught: list[Caught] = field(default_factory=list)
+    ends: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+
+    def edges(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Return where the gradients of the weights come from."""
+        return [*self.ends, *(edge for one in self.caught for edge in one.edges())]
+
+    def run(self) -> None:
+        """Add the gradients of the weights to theirs."""
+        pairs = self.edges()
+        if pairs:
+            edges, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(edges, gradients, inputs=self.leaves)
+        for one in self.caught:
+            one.let_go()
+
+    def rehearse(self) -> None:
+        """Compute the gradients of the weights and forget them."""
+        pairs = self.edges()
+        if pairs:
+            edges, gradients = zip(*pairs, strict=True)
+            torch.autograd.grad(edges, self.leaves, gradients, retain_graph=True, allow_unused=True)
+
+
+@dataclass
+class WeightPart:
+    """What is left to do of a backward; ``run`` does it."""
+
+    groups: list[Group]
+    saved: Saved
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients that are kept for it."""
+        return (gradient for group in self.groups for _, gradient in group.edges())
+
+    def run(self) -> None:
+        """Add the gradients of all weights to theirs, and let go of everything."""
+        while self.groups:
+            self.groups.pop(0).run()
+        self.saved.clear()
+
+    def let_go(self) -> None:
+        """Let go of everything; it will not be run."""
+        for group in self.groups:
+            for one in group.caught:
+                one.let_go()
+        self.groups = []
+        self.saved.clear()
+
+    def needed(self) -> frozenset[int]:
+        """Return the numbers of what was saved that it needs, found by trying."""
+        self.saved.asked.clear()
+        for group in self.groups:
+            group.rehearse()
+        return frozenset(self.saved.asked)
+
+
+def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Tensor], saved: Saved) -> WeightPart:
+    """Run the first part of a backward from ``ends``, with the gradients that came there, and return the second.
+
+    The first goes to the leaves ``entries``. A graph in which nothing leads to them has no first part.
+    """
+    targets = [torch.autograd.graph.get_gradient_edge(entry).node for entry in entries]
+    children, spine = _walked([edge.node for edge, _ in ends], targets)
+    if not spine:
+        leaves = [_weight(node) for node in children if _is_leaf(node)]
+        return WeightPart([Group(leaves, ends=list(ends))] if leaves else [], saved)
+    meeting = _meeting(children, spine)
+    now: list[Tensor] = []
+    later: list[Group] = []
+    for leaves, nodes in _grouped(meeting):
+        if len(nodes) > 1 and _in_a_row(nodes, children, spine):
+            now += leaves
+        else:
+            later.append(Group(leaves, [Caught(node) for node in nodes]))
+    edges, gradients = zip(*ends, strict=True)
+    torch.autograd.backward(edges, gradients, retain_graph=True, inputs=[*entries, *now])
+    return WeightPart(later, saved)
+
+
+Children = Mapping[Node, Sequence[Node]]
+
+
+def _walked(roots: Sequence[Node], targets: Sequence[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
+    """Return all nodes below ``roots`` but ``targets`` with those right below each, and the spine: those on a way to
+    ``targets``."""
+    children: dict[Node, list[Node]] = {}
+    parents: dict[Node, list[Node]] = {}
+    stack = list(reversed(roots))
+    while stack:
+        node = stack.pop()
+        if node in children:
+            continue
+        children[node] = below = [child for child, _ in node.next_functions if child is not None]
+        for child in below:
+            parents.setdefault(child, []).append(node)
+        stack.extend(reversed(below))
+    spine: set[Node] = set()
+    stack = [node for target in targets for node in parents.get(target, ())]
+    while stack:
+        node = stack.pop()
+        if node not in spine:
+            spine.add(node)
+            stack.extend(parents.get(node, ()))
+    for target in targets:
+        children.pop(target, None)
+    return children, spine
+
+
+def _is_leaf(node: Node) -> bool:
+    return hasattr(node, "variable")
+
+
+def _weight(leaf: Any) -> Tensor:
+    found: Tensor = leaf.variable
+    return found
+
+
+def _meeting(children: Children, spine: set[Node]) -> dict[Node, list[Any]]:
+    """Return the nodes of the spine above weights, with the leaves of these."""
+    known: dict[Node, list[Any]] = {}
+
+    def leaves(top: Node) -> list[Any]:
+        if top not in known:
+            found: dict[Node, None] = {}
+            stack, seen = [top], set[Node]()
+            while stack:
+                node = stack.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if _is_leaf(node):
+                    found[node] = None
+                stack.extend(children.get(node, ()))
+            known[top] = list(found)
+        return known[top]
+
+    meeting: dict[Node, list[Any]] = {}
+    for node in children:
+        if node in spine:
+            own = [
+                leaf for child in children[node] if child in children and child not in spine for leaf in leaves(child)
+            ]
+            if own:
+                meeting[node] = list(dict.fromkeys(own))
+    return meeting
+
+
+def _grouped(meeting: Mapping[Node, Sequence[Any]]) -> list[tuple[list[Tensor], list[Node]]]:
+    """Return the weights and nodes of each group: what hangs together because nodes share weights."""
+    groups: list[tuple[dict[Any, None], list[Node]]] = []
+    home: dict[Any, int] = {}
+    for node, leaves in meeting.items():
+        found = sorted({home[leaf] for leaf in leaves if leaf in home})
+        if not found:
+            found = [len(groups)]
+            groups.append(({}, []))
+        first = groups[found[0]]
+        for other in found[1:]:
+            first[0].update(groups[other][0])
+            first[1].extend(groups[other][1])
+            groups[other] = ({}, [])
+        first[0].update(dict.fromkeys(leaves))
+        first[1].append(node)
+        home.update(dict.fromkeys(first[0], found[0]))
+    return [([_weight(leaf) for leaf in leaves], nodes) for leaves, nodes in groups if nodes]
+
+
+def _in_a_row(nodes: Sequence[Node], children: Children, spine: set[Node]) -> bool:
+    """Whether one of ``nodes`` leads to another along the spine."""
+    wanted = set(nodes)
+    stack = [child for node in nodes for child in children[node] if child in spine]
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in wanted:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack.extend(child for child in children[node] if child in spine)
+    return False

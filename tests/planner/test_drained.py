@@ -1,0 +1,134 @@
+"""Stages that drain soonest: timed like the simulator, and as good as all that there are."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from pipeplan.cost.stage_graph import StageGraph, stage_graph
+from pipeplan.plan import Stage
+from pipeplan.planner.drained import EFFORTS, DrainedSearch
+from pipeplan.planner.drained_run import drained_run
+from pipeplan.planner.plan import make_plan
+from pipeplan.planner.retiming import alternating, retimed
+from pipeplan.planner.simulation import compare_schedules
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.interleaved import interleaved
+from pipeplan.schedule.kinds import kinds_for
+from pipeplan.schedule.one_f_one_b import forwards_ahead, one_f_one_b
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import flush_makespan_ns
+
+
+def _column(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64).reshape(len(values), 1)
+
+
+def _chain(rng: random.Random, layers: int, sizes: int = 40) -> Chain:
+    return Chain(
+        "random",
+        tuple(
+            Layer(
+                f"l{i}",
+                rng.randint(1, 30),
+                rng.randint(1, 60),
+                rng.randint(0, 50),
+                rng.randint(1, sizes),
+                optimizer_ns=7,
+            )
+            for i in range(layers)
+        ),
+        input_bytes=4,
+    )
+
+
+def _graph(rng: random.Random, replicas: list[int], microbatches: int, full_duplex: bool) -> StageGraph:
+    chain = _chain(rng, len(replicas))
+    platform = replace(Platform.flat(sum(replicas), 10**9, 10**9), full_duplex=full_duplex)
+    ends = np.cumsum([0, *replicas]).tolist()
+    stages = [Stage(s, s + 1, tuple(range(low, high))) for s, (low, high) in enumerate(pairwise(ends))]
+    return stage_graph(chain, platform, Policy(weights="flush", accumulate=microbatches), stages)
+
+
+def test_many_splits_are_timed_as_the_simulator_runs_them_one_by_one() -> None:
+    rng = random.Random(3)
+    for case in range(60):
+        replicas = [rng.choice((1, 1, 1, 2, 3, 4)) for _ in range(rng.randint(1, 5))]
+        microbatches, full_duplex = rng.randint(1, 12), case % 2 == 0
+        graph = _graph(rng, replicas, microbatches, full_duplex)
+        timeline = simulate(one_f_one_b(graph, microbatches))
+        ran = flush_makespan_ns(timeline)
+        updates = _column([stage.update_ns for stage in graph.stages])
+        there = [op.duration_ns for op in graph.operations if op.kind == "SEND_F"]
+        if len(there) == len(replicas) - 1:
+            steps = alternating(replicas, forwards_ahead(replicas), microbatches)
+            assert steps is not None
+            passes = [[stage.forward_ns for stage in graph.stages], [stage.backward_ns for stage in graph.stages]]
+            guess = steps.makespans(_column([*passes[0], *passes[1], *there]), updates)
+            assert guess[0] == ran if full_duplex else guess[0] <= ran
+        durations = _column([work.duration_ns for work in timeline.program.operations])
+        both = np.concatenate([durations, 3 * durations], axis=1)
+        found = retimed(timeline).makespans(both, np.concatenate([updates, 3 * updates], axis=1))
+        assert found.tolist() == [ran, 3 * ran]
+
+
+def test_a_run_with_several_stages_on_a_gpu_is_timed_as_simulated() -> None:
+    rng = random.Random(5)
+    chain, policy = _chain(rng, 6), Policy(weights="flush", accumulate=6)
+    stages = [Stage(s, s + 1, (s % 3,)) for s in range(6)]
+    timeline = simulate(interleaved(stage_graph(chain, Platform.flat(3, 10**9, 10**9), policy, stages), 6))
+    durations = _column([work.duration_ns for work in timeline.program.operations])
+    assert retimed(timeline).makespans(durations, _column([0] * 6))[0] == flush_makespan_ns(timeline)
+
+
+def test_stages_that_wait_for_each_other_have_no_time() -> None:
+    assert alternating([1, 1], [1, 2], 3) is None
+
+
+@pytest.mark.parametrize(("memory", "weight_ns"), [(400, 0), (400, 20), (230, 20)])
+def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under(memory: int, weight_ns: int) -> None:
+    rng = random.Random(memory)
+    layers = tuple(
+        Layer(f"l{i}", rng.randint(10, 30), rng.randint(30, 60), 2, rng.randint(2, 9), backward_weight_ns=weight_ns)
+        for i in range(9)
+    )
+    policy = Policy(weights="flush", accumulate=8)
+    problem = Problem(Chain("even", layers, 5), Platform.flat(4, memory, 10**9), policy, checkpointing="segments")
+    found = make_plan(problem, effort="quick")
+    runs, _ = compare_schedules(found.plan, kinds_for("flush")[1:])
+    assert runs
+    assert found.evaluation.period_ns <= min(run.per_microbatch_ns for run in runs if run.fits) + 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_comes_near_what_trying_all_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    chain = _chain(rng, 5, 20)
+    problem = Problem(
+        chain,
+        Platform.flat(4, 420, 10**9),
+        Policy(weights="flush", accumulate=6),
+        checkpointing="none",
+    )
+    best = None
+    for used in range(1, 5):
+        for count in range(1, used + 1):
+            for ends in combinations(range(1, used), count - 1):
+                for cuts in combinations(range(1, 5), count - 1):
+                    devices, layers = list(pairwise((0, *ends, used))), list(pairwise((0, *cuts, 5)))
+                    stages = tuple(
+                        Stage(*part, tuple(range(*group))) for part, group in zip(layers, devices, strict=True)
+                    )
+                    for kind in ("flush", "1f1b"):
+                        run = drained_run(problem, stages, kind)
+                        if run is not None and (best is None or run.makespan_ns < best):
+                            best = run.makespan_ns
+    search = DrainedSearch(problem, ("flush", "1f1b"), EFFORTS["normal"])
+    search.run()
+    assert best is not None
+    assert search.best is not None
+    assert best <= search.best.makespan_ns <= 1.02 * best
