@@ -79,6 +79,13 @@ def test_groups_keep_to_units_and_are_as_good_as_their_least_device():
     assert grouped._size(Platform.flat(1021, 1), 200) == 6
 
 
+def test_what_is_left_out_is_told():
+    assert grouped.coarseness(problem_of(0)) is None
+    many = replace(problem_of(0, layers=3000), platform=Platform.flat(1024, 1, 1))
+    words = "GPUs in groups of 16 or 8; about 1000 of 2999 cuts, then those near the best; bounds are of all"
+    assert grouped.coarseness(many).startswith(words)
+
+
 def test_few_devices_and_single_ones_stay_themselves(few_places):
     assert grouped.group_sizes(problem_of(0, devices=4)) == []
     assert grouped.group_sizes(replace(problem_of(0), replicas=False)) == []
@@ -86,7 +93,7 @@ def test_few_devices_and_single_ones_stay_themselves(few_places):
 
 def test_where_tables_have_some_cuts_alone_the_others_are_found_by_moving(monkeypatch):
     monkeypatch.setattr(tables, "_MOST_ENTRIES", 30**2 * 13)
-    monkeypatch.setattr(tables, "_SPREAD", 20)
+    monkeypatch.setattr(tables, "SPREAD", 20)
     better = 0
     for seed in range(4):
         problem = problem_of(seed, layers=90, devices=3)
@@ -98,7 +105,7 @@ def test_where_tables_have_some_cuts_alone_the_others_are_found_by_moving(monkey
         monkeypatch.undo()
         exact = smallest_period(problem)
         monkeypatch.setattr(tables, "_MOST_ENTRIES", 30**2 * 13)
-        monkeypatch.setattr(tables, "_SPREAD", 20)
+        monkeypatch.setattr(tables, "SPREAD", 20)
         assert exact.claimed_period_ns <= found.claimed_period_ns <= rough.claimed_period_ns
         assert found.lower_bound_ns <= exact.claimed_period_ns
         better += found.claimed_period_ns < rough.claimed_period_ns
