@@ -15,6 +15,7 @@ from ..check.targets import TARGETS
 from ..cost.memory_model import weights_of
 from ..cost.stage_graph import StageCost
 from ..names import shown
+from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders
 from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Level, Platform, Weights
@@ -58,6 +59,12 @@ def orders_sentence(plan: Plan, bound: Bound) -> str | None:
     if bound.allocation != "contiguous" or not searched:
         return None
     return Orders.of(bounded(plan, bound)).sentence()
+
+
+def coarse_sentence(plan: Plan) -> str | None:
+    """Return what a search among very many GPUs or cuts has left out, in words."""
+    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains and plan.lower_bounds
+    return coarseness(bounded(plan, plan.lower_bounds[0])) if searched else None
 
 
 def distance(bound: Bound, period_ns: int) -> str:
@@ -152,6 +159,9 @@ def print_plan(
         orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
+    coarse = coarse_sentence(plan)
+    if coarse is not None:
+        out.print(f"searched    {coarse}")
     for line in [*restriction(plan, result), *robustness(plan)]:
         out.print(line)
     claimed = plan.provenance.claimed_period_ns
