@@ -64,6 +64,9 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
     help="The best plan that this framework can express and run, and what the restriction costs; weights are flush.",
 )
 @SOLVER
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Say what binds: the condition that the bound on all plans follows from."
+)
 @stated_options
 @search_options
 def command(
@@ -83,6 +86,7 @@ def command(
     microbatch: str | None,
     output: str | None,
     as_json: bool,
+    verbose: bool,
     **options: Any,
 ) -> None:
     """Split the network in PROFILE (JSON, graph.txt, example:NAME; - is standard input) over GPUs.
@@ -143,7 +147,7 @@ def command(
         **asked,
         **options,
     )
-    search(find, output, as_json)
+    search(find, output, as_json, verbose)
 
 
 def _stated_grid(data_parallel: str, options: dict[str, Any]) -> dict[str, Any]:

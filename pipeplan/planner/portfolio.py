@@ -85,7 +85,7 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
 
 
 def _patience(effort: SearchEffort, gap: float) -> int:
-    """Return how many moves in a row that can't pay end a walk at a plan that is ``gap`` above the bound by averages."""
+    """Return how many moves in a row that can't pay end a walk at a plan ``gap`` above the bound by averages."""
     return ceil(effort.patience * 100 * gap)
 
 
