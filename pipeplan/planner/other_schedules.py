@@ -23,9 +23,13 @@ from ..schedule.registry import schedules
 from ..schedule.slots import explicit
 from ..schedule.written import Written, deadlock, incomplete
 
+BEST = "best"  # of all orders that are found, instead of a schedule's
+
 
 def drains(plan: Plan, schedule: str) -> bool:
     """Whether ``schedule`` empties the pipeline before every update."""
+    if schedule == BEST:
+        return True
     weights = schedules()[schedule].weights
     return (weights or plan.policy.weights) == "flush"
 
@@ -105,7 +109,7 @@ def _refuse(reason: str | None) -> None:
 
 def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
     """Return how many microbatches one backward covers: 1, or of a schedule with a choice the given, its own or 4."""
-    if "batch" not in schedules()[schedule].options:
+    if schedule == BEST or "batch" not in schedules()[schedule].options:
         return 1
     own = plan.schedule.microbatches if schedule == own_schedule(plan) else None
     return int((options or {}).get("batch") or own or DEFAULT_BATCH)

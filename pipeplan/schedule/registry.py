@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fractions import Fraction
+
+from ..cost.stage_graph import StageGraph
+from ..errors import PipeplanError
 from .breadth_first import breadth_first
 from .controlled import v_half, v_min
 from .gpipe import gpipe
@@ -9,6 +14,7 @@ from .interleaved import not_interleaved
 from .interleaved_zero_bubble import interleaved_zero_bubble
 from .kinds import KINDS, ProgramSchedule, loop, vee
 from .one_f_one_b import one_f_one_b
+from .program import Program, operations_of
 from .zbv import no_vee
 
 OTHERS: dict[str, ProgramSchedule] = {
@@ -62,3 +68,17 @@ def schedules() -> dict[str, ProgramSchedule]:
         name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None
     }
     return {**OTHERS, **own}
+
+
+def drained_programs(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Iterator[Program]:
+    """Yield a mini-batch under every schedule that drains and can run these stages, whose passes are the usual ones."""
+    for entry in schedules().values():
+        if entry.build is None or entry.weights != "flush" or entry.refuses(graph) is not None:
+            continue
+        options = {"weight_keeps": weight_keeps} if "weight_keeps" in entry.options else {}
+        try:
+            program = entry.build(graph, microbatches, **options)
+        except PipeplanError:  # which says more than ``refuses``
+            continue
+        if program.operations == operations_of(graph, 1, program.split):
+            yield program

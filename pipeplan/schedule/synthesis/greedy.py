@@ -15,31 +15,23 @@ from .problem import OrderProblem, Store, Word
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Ranks of kinds of passes, least first, and for how much of a pass's length a better one is worth waiting."""
+    """``ranks`` of kinds of passes, least first; the share of a pass's length for which a better one is waited for."""
 
     ranks: tuple[int, ...]
     patience: tuple[int, int] = (0, 1)
 
 
 def rules(problem: OrderProblem) -> Iterator[Rule]:
-    """Yield rules to try: backwards before forwards or not, late stages before early ones or not, weights last."""
+    """Yield rules to try: backwards before forwards, or after them, or alike; late stages before early ones or after
+    them; weight gradients last; and waiting or not."""
     kinds = range(len(problem.durations))
-    last = {needed for needed in problem.needs if needed >= 0}
-    depth = {k: problem.head[k] for k in kinds}
-    returning = [any(store.ends[k] < 0 for store in problem.stores) for k in kinds]
-    for late, mode, patience in product((True, False), range(3), ((0, 1), (1, 2), (1, 1))):
-        ranked = sorted(
-            kinds,
-            key=lambda k: (
-                k not in last and problem.needs[k] >= 0 and returning[k],
-                (not returning[k]) if mode == 0 else returning[k] if mode == 1 else False,
-                -depth[k] if late else depth[k],
-            ),
-        )
-        ranks = [0] * len(problem.durations)
-        for rank, k in enumerate(ranked):
-            ranks[k] = rank
-        yield Rule(tuple(ranks), patience)
+    for late, order, patience in product((1, -1), ((1, 0), (0, 1), (0, 0)), ((0, 1), (1, 2), (1, 1))):
+        keys = [
+            (problem.is_weight(k), order[not any(store.starts[k] for store in problem.stores)], -late * problem.head[k])
+            for k in kinds
+        ]
+        ranks = {kind: rank for rank, kind in enumerate(sorted(kinds, key=keys.__getitem__))}
+        yield Rule(tuple(ranks[k] for k in kinds), patience)
 
 
 def greedy(problem: OrderProblem, rule: Rule) -> list[Word]:
@@ -61,7 +53,7 @@ class _Run:
                 self.arrivals[kind] = [0] * problem.microbatches
             else:
                 self.after[needed].append(kind)
-        self.chains = [sorted(kinds, key=lambda k: (problem.head[k], k)) for kinds in problem.on]
+        self.chains = [problem.one_by_one(machine) for machine in range(len(problem.on))]
         self.found: list[list[int]] = [[] for _ in problem.on]
 
     def words(self) -> list[Word]:
@@ -94,15 +86,19 @@ class _Run:
                 continue
             if self._fits(machine, kind):
                 best = kind
-        part, whole = self.rule.patience
-        if best is not None and part:
-            length = problem.durations[best]
-            for kind in problem.on[machine]:
-                coming = self._next(kind)
-                if now < coming and whole * (coming - now) < part * length and ranks[kind] < ranks[best]:
-                    if self._fits(machine, kind):
-                        return None
+        if best is not None and any(self._worth(kind, best, now) for kind in problem.on[machine]):
+            return None
         return best
+
+    def _worth(self, kind: int, best: int, now: int) -> bool:
+        """Whether to wait for a pass instead of running another one, which is there."""
+        (part, whole), ranks = self.rule.patience, self.rule.ranks
+        wait = self._next(kind) - now
+        return (
+            0 < whole * wait < part * self.problem.durations[best]
+            and ranks[kind] < ranks[best]
+            and self._fits(self.problem.machines[kind], kind)
+        )
 
     def _next(self, kind: int) -> int:
         at = self.arrivals[kind]

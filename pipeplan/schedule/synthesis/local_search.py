@@ -1,62 +1,67 @@
-"""Which order is better than those that are known? Passes are moved in their devices' orders, and all is timed anew."""
+"""Which order is better than those that are known? Passes move in their devices' orders, and all is timed anew.
+
+Simulated annealing: one pass moves by a few places at a time; a worse order is taken with a probability that falls
+while the search cools.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log
 
+from .problem import OrderProblem, Word
 from .timing import Orders
 
-REACH = 10  # places that a pass is moved at most
+REACH = 10  # places that a pass moves at most
+SHARE = 0.5  # that the mean of when devices are done has in what an order costs
+LOOK = 64  # moves between two looks at the clock
 
 
-def anneal(orders: Orders, seed: int, steps: int, heat: float, over: Callable[[], bool]) -> tuple[int, list]:
-    draw = random.Random(seed)
-    problem = orders.problem
-    count = problem.microbatches
-    best, best_words = orders.value, orders.words()
-    devices = problem.devices
-    weight = 1.0 / (2*len(devices))
-    tried = accepted = 0
-    rnd = draw.random
-    cost = orders.value + weight * orders.total
-    for step in range(steps):
-        if over(): break
-        temperature = heat * (1 - step / steps)
-        device = devices[int(rnd() * len(devices))]
-        queue = orders.queues[device]
-        at = int(rnd() * len(queue))
-        shift = 1 + int(rnd() * rnd() * REACH)
-        to = at + shift if rnd() < 0.5 else at - shift
-        if not 0 <= to < len(queue): continue
-        o = queue[at]; kind = o // count
-        between = queue[at + 1 : to + 1] if to > at else queue[to:at]
-        bad = False
-        need = orders.needs[o]
-        for other in between:
-            if other // count == kind or other == need or orders.needs[other] == o:
-                bad = True; break
-        if bad: continue
-        low, high = min(at, to), max(at, to)
-        new = queue[:]
-        del new[at]; new.insert(to, o)
-        if not problem.holds(device, [x // count for x in new]): continue
-        tried += 1
-        since = orders.starts[queue[low]]
-        old = orders.queues, orders.starts, orders.ends, orders.value, orders.total
-        orders.queues = list(orders.queues); orders.queues[device] = new
-        slack = -temperature * log(rnd() or 1e-9) if temperature > 0 else 0
-        limit = int(orders.value + slack + 1)
-        ok = orders.retime(device, low, limit, since)
-        if ok:
-            c = orders.value + weight * orders.total
-            if c > cost + slack: ok = False
-        if not ok:
-            orders.queues, orders.starts, orders.ends, orders.value, orders.total = old
+def anneal(
+    problem: OrderProblem,
+    words: Sequence[Word],
+    moves: int,
+    heat: float,
+    seed: int,
+    over: Callable[[], bool],
+    enough: int,
+) -> tuple[int, list[Word]]:
+    """Return the value and the words of the best order that ``moves`` tried moves lead to, from ``words``.
+
+    ``heat``: by how many ns an order that is taken at the beginning may be worse, in the mean. The same ``seed`` gives
+    the same answer, unless the search is ``over`` before. It ends at a value of ``enough``.
+    """
+    orders = Orders(problem, words)
+    if not orders.settle():
+        raise AssertionError("what a search begins with doesn't deadlock")
+    draw = random.Random(seed).random
+    devices = [device for device in problem.devices if len(orders.queues[device]) > 1]
+    best, found = orders.value, orders.words()
+    share = SHARE / len(problem.devices)
+    cost = orders.value + share * orders.total
+    for move in range(moves):
+        if best <= enough or (move % LOOK == 0 and over()):
+            break
+        device = devices[int(draw() * len(devices))]
+        size = len(orders.queues[device])
+        at = int(draw() * size)
+        step = 1 + int(draw() * draw() * REACH)
+        to = at + step if draw() < 0.5 else at - step
+        worse = -heat * (1 - move / moves) * log(1 - draw())
+        if not 0 <= to < size:
             continue
-        accepted += 1
-        cost = c
+        before = orders.state(device)
+        if not orders.move(device, at, to, int(orders.value + worse) + 1):
+            continue
+        if orders.links and not orders.settle():
+            orders.restore(device, before)
+            continue
+        now = orders.value + share * orders.total
+        if now > cost + worse:
+            orders.restore(device, before)
+            continue
+        cost = now
         if orders.value < best:
-            best, best_words = orders.value, orders.words()
-    return best, best_words, tried, accepted
+            best, found = orders.value, orders.words()
+    return best, found

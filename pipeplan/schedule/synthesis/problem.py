@@ -7,8 +7,8 @@ so keeps each pass behind what it needs, and what devices hold. An order is then
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil
@@ -17,6 +17,7 @@ from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ..program import Program, operations_of
 
+NEVER_COUNTS = -(2**50)  # the tail of what has no part in the value
 Word = tuple[int, ...]  # kinds of passes of one machine, in order
 
 
@@ -32,8 +33,9 @@ class Store:
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """``microbatches`` of each kind of pass (a position of the program) to be ordered on machines, resources of a graph.
+    """``microbatches`` of each kind of pass, a position of the program, to be ordered on machines, a graph's resources.
 
+    The first ``path`` kinds are on the way of a microbatch, those behind are weight parts.
     ``needs[k]`` is the kind of the same microbatch that must be over before, or -1. The value of an order is the most,
     over kinds k, of the end of the last of them plus ``tail[k]``. ``spans``: tails are less by when the device's first
     pass starts at the earliest, so that the value is the longest span of one device; else it is the makespan.
@@ -47,6 +49,7 @@ class OrderProblem:
     stores: tuple[Store, ...]
     microbatches: int
     spans: bool
+    path: int
 
     @cached_property
     def on(self) -> tuple[tuple[int, ...], ...]:
@@ -108,6 +111,14 @@ class OrderProblem:
         """What at least comes behind the last pass of each machine, less when its span begins."""
         return tuple(min((self.tail[k] for k in kinds), default=0) for kinds in self.on)
 
+    def is_weight(self, kind: int) -> bool:
+        """Whether a kind of pass computes weight gradients alone."""
+        return kind >= self.path
+
+    def one_by_one(self, machine: int) -> Word:
+        """Return the passes of a machine for one microbatch, those of weight gradients as soon as they can be."""
+        return tuple(sorted(self.on[machine], key=lambda k: (self.depth[k], -k)))
+
     def holds(self, machine: int, word: Sequence[int]) -> bool:
         """Whether a device can hold all that it does in this order."""
         for store in self.stores:
@@ -122,9 +133,7 @@ class OrderProblem:
     def complete(self, words: Sequence[Word]) -> bool:
         """Whether every machine has each of its kinds once for every microbatch."""
         count = self.microbatches
-        return all(
-            Counter(word) == dict.fromkeys(kinds, count) for kinds, word in zip(self.on, words, strict=True)
-        )
+        return all(Counter(word) == dict.fromkeys(kinds, count) for kinds, word in zip(self.on, words, strict=True))
 
 
 def order_problem(
@@ -136,7 +145,7 @@ def order_problem(
     weight_keeps: Fraction = Fraction(1),
     limit: int | None = None,
 ) -> OrderProblem:
-    """Return the problem of one pipeline of stages: memory of their devices in bytes, and at most ``limit`` activations.
+    """Return the problem of one pipeline: memory of its devices in bytes, and at most ``limit`` activations on each.
 
     An activation counts, in ``limit``, as one from the start of its forward, and as ``weight_keeps`` of one from the
     end of its backward's first part to the end of its second. BadInput where a device cannot hold what one microbatch
@@ -146,69 +155,46 @@ def order_problem(
     position = {(work.kind, work.stage): k for k, work in enumerate(works)}
     path = len(graph.operations)
     needs = [k - 1 if k < path else position["B", works[k].stage] for k in range(len(works))]
-    machines = tuple(work.resource for work in works)
-    devices = tuple(i for i, resource in enumerate(graph.resources) if not resource.is_link)
-    problem = OrderProblem(
-        tuple(work.duration_ns for work in works),
-        tuple(needs),
-        machines,
-        devices,
-        (0,) * len(works),
-        (),
-        microbatches,
-        not barrier,
-    )
     stores = [_bytes(graph, split, weight_keeps)]
     if limit is not None:
         stores.append(_activations(graph, split, weight_keeps, limit))
     problem = OrderProblem(
-        problem.durations,
-        problem.needs,
-        machines,
-        devices,
-        _tails(graph, problem, barrier),
+        tuple(work.duration_ns for work in works),
+        tuple(needs),
+        tuple(work.resource for work in works),
+        devices := tuple(i for i, resource in enumerate(graph.resources) if not resource.is_link),
+        (0,) * len(works),
         tuple(stores),
         microbatches,
         not barrier,
+        path,
     )
+    problem = replace(problem, tail=_tails(graph, problem, barrier))
     for device in devices:
-        for kinds in _one(problem, device):
-            if not problem.holds(device, kinds):
-                where = graph.resources[device].name
-                raise BadInput(f"{where} cannot hold what one microbatch takes at once{_said(limit)}")
+        if not problem.holds(device, problem.one_by_one(device)):
+            where, said = graph.resources[device].name, "" if limit is None else f", of {limit} activations at most,"
+            raise BadInput(f"{where} has no room{said} for the passes of even one microbatch at a time")
     return problem
-
-
-def _said(limit: int | None) -> str:
-    return "" if limit is None else f", with --limit {limit}"
-
-
-def _one(problem: OrderProblem, device: int) -> list[list[int]]:
-    """Return the passes of a device for one microbatch: what has to be held however they are ordered."""
-    order = sorted(problem.on[device], key=lambda k: (problem.head[k], k))
-    return [order]
 
 
 def _tails(graph: StageGraph, problem: OrderProblem, barrier: bool) -> tuple[int, ...]:
     works = range(len(problem.durations))
-    kinds_stage = _stages(graph, len(problem.durations))
     if barrier:
-        clips = graph.policy.clip
         steps = [sum(s.step_ns for s in graph.stages if s.resource == r) for r in range(len(graph.resources))]
-        rest = graph.norm_ns + max(steps) if clips else 0
-        return tuple(graph.stages[kinds_stage[k]].update_ns + rest for k in works)
+        rest = graph.norm_ns + max(steps) if graph.policy.clip else 0
+        path = len(graph.operations)
+        at = [op.stage for op in graph.operations] + [k - path for k in works if k >= path]
+        return tuple(graph.stages[at[k]].update_ns * (problem.machines[k] in problem.devices) + rest for k in works)
     found = []
     for k in works:
         machine = problem.machines[k]
+        if machine not in problem.devices:
+            found.append(NEVER_COUNTS)
+            continue
         stages = graph.stages_on(machine)
         first = min(problem.head[other] for other in problem.on[machine])
         found.append(sum(graph.stages[s].update_ns for s in stages) - first)
     return tuple(found)
-
-
-def _stages(graph: StageGraph, kinds: int) -> list[int]:
-    path = [op.stage for op in graph.operations]
-    return path + list(range(kinds - len(path)))
 
 
 def _bytes(graph: StageGraph, split: bool, weight_keeps: Fraction) -> Store:

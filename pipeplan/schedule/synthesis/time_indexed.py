@@ -1,9 +1,9 @@
 """Can the value of an order be so small? A linear program over how many passes of each kind have started by when.
 
-Time goes in slots of one length; durations are rounded down, and no earliest or latest start is rounded to a wrong slot,
-so what has no answer here has none in truth. Microbatches are alike, so counts say all: N[k, x] of kind k have started by the end of slot x.
-Counts follow those of what they need, a machine runs one pass at a time, and devices hold what they have room for.
-What makes the bound strong is that first and last starts of every count are those of whole microbatches.
+Time goes in slots of one length. Durations are rounded down, earliest and latest starts to the slot in which they are,
+so what has no answer here has none in truth. Microbatches are alike, so counts say all: N[k, x] of kind k have started
+by the end of slot x. They follow those of what they need, a machine runs one pass at a time, and devices hold what they
+have room for. The bound is strong because whole microbatches say from when on, and until when, each count can grow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import PipeplanError
 from ..periodic.ilp import Solver, SolverLimits, solved
-from .problem import OrderProblem
+from .problem import OrderProblem, Word
 
 MARGIN = 1e-9  # of room, for what arithmetic in floating point loses
 
@@ -141,7 +141,10 @@ class Slots:
         whole = float(self.length)
         for x in self.seen:
             at = (x + 1) * self.length
-            yield [(k, x, problem.durations[k] / whole) for k in kinds], max(0, at - 1 - begin + longest) / whole + MARGIN
+            yield (
+                [(k, x, problem.durations[k] / whole) for k in kinds],
+                max(0, at - 1 - begin + longest) / whole + MARGIN,
+            )
             rest = self.value - leaving - at
             if rest >= 0:
                 yield (
@@ -173,13 +176,21 @@ def slot_length(problem: OrderProblem, value: int, most: int) -> int:
     return max(sorted(lengths), key=lambda x: (sum(d // x * x for d in problem.durations) / max(1, paths), -x))
 
 
-def impossible(
-    problem: OrderProblem, value: int, length: int, window: int, solver: Solver, seconds: float
-) -> bool | None:
-    """Return whether no order has at most this ``value``; None where the solver has not decided in so many seconds."""
-    slots = Slots(problem, length, value, window)
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether the slots have no answer; and words that one gives, where it is in whole passes."""
+
+    impossible: bool
+    words: list[Word] | None = None
+
+
+def ask(slots: Slots, solver: Solver, limits: SolverLimits, whole: bool = False) -> Answer:
+    """Return whether no order has at most the value of ``slots``, as far as the solver has decided within its limits.
+
+    With ``whole`` passes it may find an order, and needs much longer.
+    """
     if not slots.possible:
-        return True
+        return Answer(True)
     import pulp
 
     model = pulp.LpProblem("order", pulp.LpMinimize)
@@ -187,20 +198,44 @@ def impossible(
     for kind, (least, most) in enumerate(slots.range):
         for x in slots.seen:
             if least[x] > most[x]:
-                return True
+                return Answer(True)
             if least[x] < most[x]:
-                names[kind, x] = pulp.LpVariable(f"n{kind}_{x}", least[x], most[x])
+                category = pulp.LpInteger if whole else pulp.LpContinuous
+                names[kind, x] = pulp.LpVariable(f"n{kind}_{x}", least[x], most[x], category)
     model += pulp.lpSum(())
     for terms, top in slots.rows():
-        free, rest, least_sum, most_sum = _substituted(slots, names, terms, top)
-        if least_sum > rest + MARGIN:
-            return True
-        if most_sum > rest:
-            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(free), -1, rhs=rest))
-    solved(model, solver, SolverLimits(own_s=seconds, clock_s=seconds))
+        free, rest, low, high = _substituted(slots, names, terms, top)
+        if low > rest + MARGIN:
+            return Answer(True)
+        if high > rest:
+            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(free), pulp.LpConstraintLE, rhs=rest))
+    try:
+        solved(model, solver, limits)
+    except PipeplanError:
+        if limits.clock_s > 0:
+            raise
+        return Answer(False)
     if model.status == pulp.LpStatusInfeasible:
-        return True
-    return False if model.status == pulp.LpStatusOptimal else None
+        return Answer(True)
+    found = model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    return Answer(False, _words(slots, names) if whole and found else None)
+
+
+def _words(slots: Slots, names: dict[tuple[int, int], Any]) -> list[Word]:
+    """Return each machine's passes in the order of the slots in which they start."""
+    depth = slots.problem.depth
+    found = []
+    for kinds in slots.problem.on:
+        passes = []
+        for kind in kinds:
+            before, least = 0, slots.range[kind][0]
+            for x in slots.seen:
+                name = names.get((kind, x))
+                count = least[x] if name is None else round(name.value() or 0)
+                passes += [(x, depth[kind], kind)] * (count - before)
+                before = max(before, count)
+        found.append(tuple(kind for _, _, kind in sorted(passes)))
+    return found
 
 
 def _substituted(

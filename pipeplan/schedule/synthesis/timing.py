@@ -4,97 +4,148 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 from .problem import OrderProblem, Word
 
-Queues = list[list[int]]  # [machine] -> operations in order: kind * microbatches + microbatch
+Queue = list[int]  # operations in order: kind * microbatches + microbatch
+NONE = 2**62
+State = tuple[list[Queue], list[int], list[int], int, int, list[list[int]], list[list[int]]]
 
 
 class Orders:
-    """An order for every machine, with the start and end of every operation, and its value.
-
-    Links run what comes first: their orders follow from those of the devices.
-    """
+    """An order for every machine, with the start and end of every operation, its ``value``, and the ``total`` of when
+    devices are done. Links run what comes first."""
 
     def __init__(self, problem: OrderProblem, words: Sequence[Word]) -> None:
         count = problem.microbatches
-        self.problem = problem
-        self.needs = [
-            -1 if needed < 0 else needed * count + m for needed in problem.needs for m in range(count)
-        ]
+        self.problem, self.count = problem, count
+        self.needs = [-1 if needed < 0 else needed * count + m for needed in problem.needs for m in range(count)]
         self.lengths = [duration for duration in problem.durations for _ in range(count)]
-        self.links = [i for i in range(len(problem.on)) if i not in problem.devices and problem.on[i]]
-        self.machine_of = [machine for machine in problem.machines for _ in range(count)]
-        self.queues: Queues = []
-        for word in words:
-            seen = dict.fromkeys(word, 0)
-            queue = []
-            for kind in word:
-                queue.append(kind * count + seen[kind])
-                seen[kind] += 1
-            self.queues.append(queue)
+        self.links = [i for i, kinds in enumerate(problem.on) if kinds and i not in problem.devices]
+        self.queues = [self._queue(word) for word in words]
         self.starts: list[int] = []
         self.ends: list[int] = []
-        self.tails = [tail for tail in problem.tail for _ in range(count)]
-        self.value = self.total = -1
+        self.value = self.total = NONE
+        self.done = [self._done(queue) for queue in self.queues]
+        self.held = [[self._held(store, queue) for queue in self.queues] for store in range(len(problem.stores))]
+
+    def _queue(self, word: Word) -> Queue:
+        seen = dict.fromkeys(word, 0)
+        queue = []
+        for kind in word:
+            queue.append(kind * self.count + seen[kind])
+            seen[kind] += 1
+        return queue
+
+    def _done(self, queue: Queue) -> list[int]:
+        """Return how much of its work a machine has done before each place."""
+        return list(accumulate((self.lengths[o] for o in queue), initial=0))
+
+    def _held(self, number: int, queue: Queue) -> list[int]:
+        """Return what a device holds before each place."""
+        store = self.problem.stores[number]
+        changes = [start + end for start, end in zip(store.starts, store.ends, strict=True)]
+        return list(accumulate((changes[o // self.count] for o in queue), initial=0))
+
+    def state(self, device: int) -> State:
+        """Return what :meth:`restore` needs after a device's queue, and with it all times, may have changed."""
+        held = [held[device] for held in self.held]
+        return self.queues[:], self.starts, self.ends, self.value, self.total, self.done[:], held
+
+    def restore(self, device: int, state: State) -> None:
+        """Go back to a state before a device's queue changed."""
+        self.queues, self.starts, self.ends, self.value, self.total, self.done, held = state
+        for now, before in zip(self.held, held, strict=True):
+            now[device] = before
 
     def words(self) -> list[Word]:
         """Return the orders as words."""
-        count = self.problem.microbatches
-        return [tuple(o // count for o in queue) for queue in self.queues]
+        return [tuple(o // self.count for o in queue) for queue in self.queues]
 
     def settle(self) -> bool:
-        """Time everything anew, links in the order in which transfers come; False where the order deadlocks."""
+        """Time everything, links in the order in which transfers come; False where the order deadlocks."""
+        found = self.retime()
         for _ in range(4):
-            if not self.retime(None, 0, None):
-                return False
-            if not self._sort_links():
-                return True
-        return self.retime(None, 0, None)
+            if not found or not self._sort_links():
+                break
+            found = self.retime()
+        return found
 
     def _sort_links(self) -> bool:
         changed = False
+        ends, needs = self.ends, self.needs
         for link in self.links:
-            queue, ends, needs = self.queues[link], self.ends, self.needs
-            order = sorted(queue, key=lambda o: (ends[needs[o]], o))
-            if order != queue:
-                self.queues[link] = order
-                changed = True
+            order = sorted(self.queues[link], key=lambda o: (ends[needs[o]], o))
+            if order != self.queues[link]:
+                self.queues[link], changed = order, True
+                self.done[link] = self._done(order)
         return changed
 
-    def retime(self, machine: int | None, at: int, limit: int | None, since: int = 0) -> bool:
-        """Time what may have changed as ``machine``'s queue did from place ``at`` on, which started at ``since``.
+    def move(self, machine: int, at: int, to: int, limit: int) -> bool:
+        """Move the operation at a place of a device's queue to another place.
+
+        False, with nothing changed, where passes of one kind would change places, memory wouldn't do, the order would
+        deadlock, or its value be above ``limit``.
+        """
+        queue, needs, count = self.queues[machine], self.needs, self.count
+        moved = queue[at]
+        kind, needed = moved // count, needs[moved]
+        low, high = (at, to) if at < to else (to, at)
+        part = queue[low : high + 1]
+        for other in part:
+            if other != moved and (other // count == kind or other == needed or needs[other] == moved):
+                return False
+        if at < to:
+            part.append(part.pop(0))
+        else:
+            part.insert(0, part.pop())
+        for store, held in zip(self.problem.stores, self.held, strict=True):
+            now, room, starts, ends = held[machine][low], store.room[machine], store.starts, store.ends
+            for other in part:
+                k = other // count
+                now += starts[k]
+                if now > room:
+                    return False
+                now += ends[k]
+        changed = queue[:]
+        changed[low : high + 1] = part
+        self.queues[machine] = changed
+        if not self.retime(machine, low, self.starts[queue[low]], limit):
+            self.queues[machine] = queue
+            return False
+        self.done[machine] = self._done(changed)
+        for number, held in enumerate(self.held):
+            held[machine] = self._held(number, changed)
+        return True
+
+    def retime(self, machine: int = -1, at: int = 0, since: int = 0, limit: int = NONE) -> bool:
+        """Time everything, or what may have changed since ``machine``'s queue did from place ``at`` on, which started
+        at ``since``.
 
         False, with nothing changed, where the order deadlocks or its value would be above ``limit``.
         """
-        queues, needs, lengths, offsets = self.queues, self.needs, self.lengths, self.problem.offsets
-        total = len(needs)
-        number = len(queues)
-        if machine is None:
-            places = [0] * number
-            ends, starts = [-1] * total, [0] * total
+        queues, needs, lengths = self.queues, self.needs, self.lengths
+        if machine < 0:
+            places = [0] * len(queues)
+            starts, ends = [0] * len(needs), [-1] * len(needs)
         else:
-            ends, starts = self.ends[:], self.starts[:]
-            places = [bisect_left(queue, since, key=starts.__getitem__) for queue in queues if queue is not None]
+            starts, ends = self.starts[:], self.ends[:]
+            places = [bisect_left(queue, since, key=starts.__getitem__) for queue in queues]
             places[machine] = at
             for queue, place in zip(queues, places, strict=True):
                 for o in queue[place:]:
                     ends[o] = -1
-        free = [
-            ends[queue[place - 1]] if place else 0 for queue, place in zip(queues, places, strict=True)
-        ]
-        left = [
-            sum([lengths[o] for o in queue[place:]]) for queue, place in zip(queues, places, strict=True)
-        ]
-        most = [2**62 if limit is None else limit - offset for offset in offsets]
-        open_ = [i for i in range(number) if places[i] < len(queues[i])]
-        while open_:
-            moved = False
-            still = []
-            for i in open_:
+        free = [ends[queue[place - 1]] if place else 0 for queue, place in zip(queues, places, strict=True)]
+        left = [done[-1] - done[place] for done, place in zip(self.done, places, strict=True)]
+        most = [limit - offset for offset in self.problem.offsets]
+        waiting = [i for i, queue in enumerate(queues) if places[i] < len(queue)]
+        while waiting:
+            unfinished = []
+            stuck = True
+            for i in waiting:
                 queue, place, now, rest, top = queues[i], places[i], free[i], left[i], most[i]
-                stop = len(queue)
-                begun = place
+                begun, stop = place, len(queue)
                 while place < stop:
                     o = queue[place]
                     needed = needs[o]
@@ -113,20 +164,20 @@ class Orders:
                     ends[o] = now
                     place += 1
                 if place > begun:
-                    moved = True
+                    stuck = False
                     places[i], free[i], left[i] = place, now, rest
                 if place < stop:
-                    still.append(i)
-            if not moved:
+                    unfinished.append(i)
+            if stuck:
                 return False
-            open_ = still
-        value, sum_ = self._value(ends, free)
-        if limit is not None and value > limit:
+            waiting = unfinished
+        value = self._value(ends)
+        if value > limit:
             return False
-        self.starts, self.ends, self.value, self.total = starts, ends, value, sum_
+        self.starts, self.ends, self.value = starts, ends, value
+        self.total = sum(free[i] for i in self.problem.devices)
         return True
 
-    def _value(self, ends: Sequence[int], free: Sequence[int]) -> tuple[int, int]:
-        count, tail = self.problem.microbatches, self.problem.tail
-        value = max(ends[kind * count + count - 1] + tail[kind] for kind in range(len(tail)))
-        return value, sum(free[i] for i in self.problem.devices)
+    def _value(self, ends: Sequence[int]) -> int:
+        count = self.count
+        return max(ends[kind * count + count - 1] + tail for kind, tail in enumerate(self.problem.tail))
