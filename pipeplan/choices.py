@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-ScheduleKind = Literal["flush", "nf1b", "message-driven", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "pattern"]
+ScheduleKind = Literal[
+    "flush",
+    "nf1b",
+    "message-driven",
+    "1f1b",
+    "interleaved",
+    "gpipe",
+    "breadth-first",
+    "zb1p",
+    "zb2p",
+    "interleaved-zb",
+    "zbv",
+    "v-half",
+    "v-min",
+    "pattern",
+]
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
 

@@ -41,6 +41,17 @@ class LayerWork(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightNeeds:
+    """What of a layer is held from the first part of its backward, which computes the gradient of what it read, to the
+    second, which computes those of its weights: ``saved_bytes`` of what it had saved, with ``saves`` as a layer's, and
+    ``gradient_bytes`` of gradients that were computed meanwhile."""
+
+    saved_bytes: int
+    saves: tuple[int, ...]
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's measured costs for one microbatch: times in ns, sizes in bytes.
 
@@ -51,7 +62,8 @@ class Layer:
     is the layer (or -1) in whose output's storage the output lies, None where it has its own, of ``storage_bytes``
     (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
-    ``work`` is what its times were made of, if they are estimated.
+    ``work`` is what its times were made of, if they are estimated; ``weight_needs`` what its weights' gradients need
+    when they are computed later, None where that isn't known.
     """
 
     name: str
@@ -67,6 +79,7 @@ class Layer:
     optimizer_ns: int = 0
     parameters: int | None = None
     work: LayerWork | None = None
+    weight_needs: WeightNeeds | None = None
 
     @property
     def parameter_count(self) -> int:
@@ -107,7 +120,7 @@ class Chain:
     layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
     have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
-    numbers come from.
+    numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known.
     """
 
     name: str
@@ -120,6 +133,7 @@ class Chain:
     dtype: str = "float32"
     device: str = ""
     source: str = ""
+    worth: str = ""
 
     @property
     def of_cpu(self) -> bool:

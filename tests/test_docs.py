@@ -14,6 +14,7 @@ from cases.patience import SECONDS
 
 from pipeplan.cli import COMMANDS
 from scripts import make_cli_docs
+from scripts.figures import weights
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -45,8 +46,9 @@ def test_paths_and_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         linked = (page.parent / target).resolve() if target else page
         assert linked.is_file(), f"{page.name} links to {target}, which is not there"
-        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in map(slug, headings), f"{page.name} links to {target}#{anchor}, no heading of it"
+        text_there = linked.read_text() if anchor else ""
+        known = [*map(slug, re.findall(r"^#+ (.*)$", text_there, re.MULTILINE)), *re.findall(r'id="(.*?)"', text_there)]
+        assert not anchor or anchor in known, f"{page.name} links to {target}#{anchor}, no heading of it"
 
 
 def slug(heading: str) -> str:
@@ -57,6 +59,82 @@ def slug(heading: str) -> str:
 def test_every_page_can_be_found_from_the_readme() -> None:
     text = README.read_text()
     assert [page.name for page in PAGES[2:] if f"(docs/{page.name})" not in text] == []
+
+
+GLOSSARY = re.findall(
+    r'^\| <a id="(.*?)"></a>(.*?) \| (.*) \|$', (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE
+)
+OWN = {  # words of ours with which others mean something else, or nothing: row of the glossary -> how they are written
+    "profile": r"profiles?",
+    "platform": r"platforms?",
+    "saved-bytes": r"saved\s+bytes",
+    "segment": r"segments?",
+    "articulation": r"articulation",
+    "interval": r"intervals?",
+    "host-bound": r"host-bound",
+    "allocation": r"allocations?",
+    "contiguous": r"(?:non-)?contiguous",
+    "in-flight": r"in\s+flight",
+    "coarsening": r"coarsening",
+    "drain": r"drain(?:s|ed|ing)?",
+    "hand-over": r"hand-overs?",
+    "makespan": r"makespans?",
+    "pattern": r"patterns?",
+    "period": r"periods?",
+    "index-shift": r"index\s+shifts?",
+    "lower-bound": r"(?:lower\s+)?bounds?",
+    "gap": r"gaps?",
+    "auto": r"portfolio",
+    "grid": r"grids?",
+    "vertical-sync": r"vertical\s+sync",
+}
+OF_OTHERS = {  # the same words, meant otherwise: tensors, MadPipe's values, a column
+    ("models.md", "contiguous"),
+    ("madpipe.md", "grid"),
+    ("benchmarks.md", "grid"),
+    ("profiles.md", "contiguous"),
+}
+
+
+def test_the_glossary_explains_each_word_once_by_those_above_it() -> None:
+    terms = [word.replace("\\*", "").split(", ") for _, word, _ in GLOSSARY]
+    assert len({anchor for anchor, _, _ in GLOSSARY}) == len(GLOSSARY) > 50
+    for place, (_, word, meaning) in enumerate(GLOSSARY):
+        text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", meaning)
+        below = {term for found in terms[place + 1 :] for term in found} - set(terms[place])
+        used = [x for x in below if re.search(rf"(?<![\w-]){re.escape(x)}s?(?![\w-])", text, re.IGNORECASE)]
+        assert used == [], f"{word} is explained by {used}"
+
+
+@pytest.mark.parametrize(
+    "page", [x for x in PAGES if x.name not in ("cli.md", "glossary.md", "CONTRIBUTING.md")], ids=lambda page: page.name
+)
+def test_no_word_of_ours_comes_before_its_meaning(page: Path) -> None:
+    """Where a page first has it it is a link, such as to the glossary, or bold, where it is explained."""
+    text = prose(page.read_text())
+    unsaid = []
+    for anchor, written in OWN.items():
+        found = re.search(rf"(?<![\w-])(?:{written})(?![\w-])", text, re.IGNORECASE)
+        if found is not None and (page.name, anchor) not in OF_OTHERS:
+            before = text[text.rfind("\n\n", 0, found.start()) + 1 : found.start()]
+            linked = re.search(r"\[[^\]]*$", before) and re.match(r"[^\[\]]*\]\(", text[found.end() :])
+            if not linked and before.count("**") % 2 == 0:
+                unsaid.append(f"{found[0]}: [{found[0]}](glossary.md#{anchor})")
+    assert unsaid == []
+    assert set(OWN) <= {anchor for anchor, _, _ in GLOSSARY}
+
+
+def test_the_pictures_of_weights_are_what_plans_do() -> None:
+    for name in weights.INTERVALS:
+        assert (ROOT / "docs" / "images" / f"weights-{name}.svg").read_text() == weights.picture(name)
+        assert f"images/weights-{name}.svg" in (ROOT / "docs" / "weights.md").read_text()
+
+
+def prose(text: str) -> str:
+    """A page's sentences and tables, without code, headings, and what links lead to."""
+    for pattern in (r"(?s)^```.*?^```", r"^    .*$", r"^#.*$", r"`[^`]+`", r"(?<=\]\()[^)]*"):
+        text = re.sub(pattern, "", text, flags=re.MULTILINE)
+    return text
 
 
 def test_the_page_of_the_command_line_is_what_help_says() -> None:

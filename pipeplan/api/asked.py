@@ -31,7 +31,7 @@ from ..schedule.periodic.ilp import Solver
 from ..units import gpu_counts, parse_time
 from .profiles import Profile
 
-RESERVE = "2GB"  # docs/network.md says for what, and from where that is known
+RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
 WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
 Effort = Literal["quick", "normal", "high"]
 CHOICES = {
@@ -104,7 +104,7 @@ def problem_of(
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
     problem = Problem(chain, where, policy, not asked.get("no_replicas"), allowed, deadline=deadline)
-    return problem, [*assumptions, *profile.assumptions]
+    return problem, [*assumptions, *profile.assumptions, *filter(None, [chain.worth])]
 
 
 def _policy(asked: Asked, every: int | None) -> Policy:

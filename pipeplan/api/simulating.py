@@ -31,6 +31,7 @@ def simulations(
     chunks: int | None = None,
     limit: int | None = None,
     weight_keeps: float | None = None,
+    overlap: float | None = None,
     barrier: bool = True,
     jitter: float | None = None,
     seed: int = 0,
@@ -40,18 +41,19 @@ def simulations(
     """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
 
     No name is its own, ``all`` are all, one that ends in .csv is read as torch writes it and stands alone. One alone is
-    not refused but BadInput. ``batch`` are samples per update, ``depth``, ``chunks``, ``limit`` and ``weight_keeps``
-    (a share) are options of the schedules that have them. Without a ``barrier`` between updates, drained runs take the
-    longest span of a GPU instead of the makespan. With ``jitter``, a share, each is run ``runs`` times more with
-    durations drawn around the planned ones; ``done`` hears of each.
+    not refused but BadInput. ``batch`` are samples per update; ``depth``, ``chunks``, ``limit``, and the shares
+    ``weight_keeps`` and ``overlap``, are options of the schedules that have them. Without a ``barrier`` between
+    updates, drained runs take the longest span of a GPU instead of the makespan. With ``jitter``, a share, each is run
+    ``runs`` times more with durations drawn around the planned ones; ``done`` hears of each.
     """
     files = [name for name in names if name.endswith(".csv")]
     refuse_unknown([name for name in names if name not in files], ALL)
     if files and len(names) > 1:
         raise BadInput("--schedule: one that is written in a file is simulated by itself")
     options: dict[str, Any] = {"depth": depth, "chunks": chunks, "limit": limit}
-    if weight_keeps is not None:
-        options["weight_keeps"] = Fraction(weight_keeps).limit_denominator(10**6)
+    for name, share in (("weight_keeps", weight_keeps), ("overlap", overlap)):
+        if share is not None:
+            options[name] = Fraction(share).limit_denominator(10**6)
     if batch is not None:
         options["batch"] = whole_microbatches(batch, plan.chain.microbatch)
     chosen = list(schedules()) if ALL in names else list(dict.fromkeys(names)) or [own_schedule(plan)]

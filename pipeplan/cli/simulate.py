@@ -58,6 +58,12 @@ MOST_RUNS = 10**4
     help="Where the backward is split: activations that weight gradients need.  [default: 100%]",
 )
 @click.option(
+    "--pass-overlap",
+    "overlap",
+    type=Share(),
+    help="dualpipev: of a forward and a backward that run together, how much of the shorter is hidden.  [default: 0%]",
+)
+@click.option(
     "--barrier/--no-barrier",
     default=True,
     show_default=True,

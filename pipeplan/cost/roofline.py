@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from ..problem import Chain, Layer, LayerWork, PassWork
 
@@ -19,21 +20,51 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.8), (6
 """Rows and columns of a product that one multiprocessor makes at a time, and what share of the best such kernels reach:
 those of cuBLAS and CUTLASS for tensor cores."""
 _DEPTH = 192  # of a product, that a tile's beginning and end take as long as
+_WINOGRAD_DEPTH = 40  # likewise channels of a convolution by Winograd's transforms: of 3 x 3 in float32, on V100s
+_SPLIT_DEPTH = 512  # into parts as deep kernels share out the depth of a product for weights
 _LEAST_SHARE = 0.2
 
 
-def product_share(batch: int, rows: int, columns: int, depth: int, units: int) -> float:
+def product_share(batch: int, rows: int, columns: int, depth: float, units: int, edge: int = _DEPTH) -> float:
     """Return the share of the best rate that a product of matrices reaches on ``units`` multiprocessors.
 
     These make tiles of the result in waves, the last of which leaves some of them idle; to fill and to empty its
-    registers takes a tile as long as :data:`_DEPTH` more of depth. The kernel is the one that does best; where tiles
+    registers takes a tile as long as ``edge`` more of depth. The kernel is the one that does best; where tiles
     are few, kernels share out the depth too.
     """
     best = 0.0
     for high, wide, rate in _TILES:
         waves = -(-batch * -(-rows // high) * -(-columns // wide) // units)
         best = max(best, rate * batch * rows * columns / (waves * units * high * wide))
-    return max(_LEAST_SHARE, best * depth / (depth + _DEPTH))
+    return max(_LEAST_SHARE, best * depth / (depth + edge))
+
+
+class Product(NamedTuple):
+    """A product of matrices that a kernel makes: so many at once, of rows by columns, each the sum of ``depth`` terms.
+
+    ``weights`` says that a weight's gradient comes out, whose depth can be shared out.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    depth: float
+    weights: bool = False
+
+    def share(self, units: int) -> float:
+        """Return the share of the best rate that it reaches (:func:`product_share`)."""
+        rows, depth = self.rows, self.depth
+        if self.weights:
+            tiles = self.batch * -(-rows // 128) * -(-self.columns // 128)
+            parts = max(1, min(int(depth // _SPLIT_DEPTH), units // tiles))
+            rows, depth = rows * parts, depth / parts
+        return product_share(self.batch, rows, self.columns, depth, units)
+
+    def winograd_share(self, units: int) -> float:
+        """Return that share of a convolution by Winograd's transforms, whose products are as deep as its channels."""
+        if self.weights:
+            return self.share(units)
+        return product_share(self.batch, self.rows, self.columns, self.depth / 9, units, _WINOGRAD_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)

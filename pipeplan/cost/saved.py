@@ -17,7 +17,7 @@ rule is the project's own (ALGORITHMS sections 1 and 11.1); MadPipe takes each l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..integers import IntLike, Ints, plain
-from ..problem import Chain
+from ..problem import Chain, Layer
 
 
 @dataclass(frozen=True)
@@ -420,3 +420,25 @@ def entering_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     """
     table = _entering(chain)
     return plain(table[start] if chain.edges is None else table[start, stop])
+
+
+@_once
+def for_weights(chain: Chain) -> Chain | None:
+    """Return ``chain`` whose layers save what the gradients of their weights need; None where that isn't known."""
+    layers: list[Layer] = []
+    for layer in chain.layers:
+        needs = layer.weight_needs
+        if needs is None:
+            return None
+        layers.append(replace(layer, saved_bytes=needs.saved_bytes, saves=needs.saves))
+    return replace(chain, layers=tuple(layers))
+
+
+def for_weights_bytes(chain: Chain, start: int, stop: int) -> tuple[int, int] | None:
+    """Return (bytes of a microbatch that ``layers[start:stop]`` hold between the parts of its backward, those of
+    gradients among them); None where that isn't known."""
+    needs = for_weights(chain)
+    if needs is None:
+        return None
+    gradients = sum(x.weight_needs.gradient_bytes for x in chain.layers[start:stop] if x.weight_needs is not None)
+    return int(saved_bytes(needs, start, stop)) + gradients, gradients

@@ -17,7 +17,7 @@ from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy, SharedWeights, connected
 from ..units import format_devices
 from . import memory_model, time_model
-from .saved import saved_bytes
+from .saved import for_weights_bytes, saved_bytes
 
 NORM_BYTES = 8  # of the one number that all stages sum for the norm of their gradients
 
@@ -41,6 +41,8 @@ class StageCost:
     it waits for the norm of all gradients.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
     microbatch (recomputed ones too) from the backward's start until then, and ``split_buffer_bytes`` of more buffers.
+    Where the profile says what is needed until then it is ``held_between_bytes``, from the end of the backward's first
+    part on, ``gradient_bytes`` of them made by that.
     """
 
     forward_ns: int
@@ -60,6 +62,8 @@ class StageCost:
     split_buffer_bytes: int = 0
     step_ns: int = 0
     waiting_bytes: int = 0
+    held_between_bytes: int | None = None
+    gradient_bytes: int = 0
     lent: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -400,6 +404,7 @@ def _stage_cost(
     if policy.coarsening is not None and not policy.clip:
         update = time_model.overlapped_ns(policy, update, step, parameters)
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
+    between = for_weights_bytes(chain, start, stop)
     share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
@@ -425,6 +430,8 @@ def _stage_cost(
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
         step_ns=step if policy.clip else 0,
+        held_between_bytes=None if between is None else between[0],
+        gradient_bytes=0 if between is None else between[1],
     )
 
 

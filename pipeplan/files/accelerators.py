@@ -16,7 +16,18 @@ from ..units import parse_bandwidth, parse_bytes, parse_time
 from .forms import read_json
 from .text import read_text
 
-RATES = {"convolution": 0.8, "convolution-1x1": 0.8, "convolution-3x3": 0.8}  # of the shares, where none are said
+KINDS = (
+    "product", "attention", "convolution", "convolution-1x1", "convolution-3x3", "convolution-grouped", "batch-norm",
+    "norm", "activation", "pooling", "other",
+)  # fmt: skip
+"""Kinds of kernels. Convolutions of several groups are ``-grouped``, other ones of 3 x 3 at each position ``-3x3``,
+norms that are no batch norm are ``norm``."""
+RATES = {  # of the shares, where none are said: what fits ten V100 profiles (scripts/checks/published_layers.py)
+    "batch-norm": 0.52, "pooling": 0.56, "convolution": 1.5, "convolution-1x1": 1.2, "convolution-3x3": 2.2,
+    "convolution-grouped": 0.7,
+}  # fmt: skip
+TENSOR_RATES = {kind: 0.8 if "convolution" in kind else rate for kind, rate in RATES.items()}
+"""Likewise where convolutions run on tensor cores, of which no profiles were at hand."""
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Units = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=100)]
@@ -40,9 +51,9 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``tf32`` is what convolutions of float32 run in, as torch has it by default; products of float32 matrices don't.
     ``units`` are its multiprocessors, by which a product's shape decides what it reaches; None: no shape is worse.
     ``launch`` is the least time of a kernel. The shares are what kernels reach of the peak and of the bandwidth, and
-    ``rates`` what those of some kinds reach of these shares (None: :data:`RATES`). ``host_time`` is what the host takes
-    to issue an operation, forward and backward (``20us,10us``, or one for both); None: as long as the engine's
-    (:data:`.choices.ENGINES`). ``source`` says where such constants are from.
+    ``rates`` what those of some :data:`KINDS` reach of these shares (None: :data:`RATES`). ``host_time`` is what the
+    host takes to issue an operation, forward and backward (``20us,10us``, or one for both); None: as long as the
+    engine's (:data:`.choices.ENGINES`). ``source`` says where such constants are from.
     """
 
     name: str
@@ -78,9 +89,14 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         forward, backward = parse_host_time(host_time or self.host_time or USUAL_ENGINE, "$.host_time")
         return Constants(self.compute_share, self.bandwidth_share, self.launch_ns, forward, backward)
 
-    def rate(self, kind: str) -> float:
-        """Return what kernels of a kind reach of what others do."""
-        return (RATES if self.rates is None else self.rates).get(kind, 1.0)
+    def rate(self, kind: str, plain: bool = False) -> float:
+        """Return what kernels of a kind reach of what others do, convolutions ``plain`` without tensor cores."""
+        usual = RATES if plain else TENSOR_RATES
+        return (usual if self.rates is None else self.rates).get(kind, 1.0)
+
+    def on_tensor_cores(self, dtype: str) -> bool:
+        """Whether convolutions of ``dtype`` run at a peak above that of plain float32."""
+        return dtype in self.tflops and self.peak(dtype, convolution=True) > self.peak("float32")
 
     def peak(self, dtype: str, convolution: bool = False) -> float:
         """Return flop/s for numbers of ``dtype``; BadInput when the table has none."""
@@ -102,14 +118,18 @@ def accelerators() -> dict[str, Accelerator]:
 
 def accelerator(text: str) -> Accelerator:
     """Return the accelerator of a short name, or of a JSON file of the same form as one entry of the table."""
-    known = accelerators()
-    if text.lower() in known:
-        return known[text.lower()]
+    table = accelerators()
+    if text.lower() in table:
+        return table[text.lower()]
     if not text.endswith(".json"):
-        raise BadInput(f"no accelerator is named '{shown(text)}'; known are {', '.join(known)}, or FILE.json")
+        raise BadInput(f"no accelerator is named '{shown(text)}'; known are {', '.join(table)}, or FILE.json")
     found = read_json(read_text(text), Accelerator, text)
     if not found.tflops or any(peak <= 0 for peak in found.tflops.values()):
         raise BadInput(f"{text}: $.tflops must have positive peaks")
+    if unknown := sorted(set(found.rates or ()) - {*KINDS}):
+        raise BadInput(
+            f"{text}: $.rates: no kind of kernel is named '{shown(unknown[0])}'; known are {', '.join(KINDS)}"
+        )
     try:
         _ = found.memory_bytes, found.bandwidth_bytes, found.constants()  # refuse wrong units here, not later
     except BadInput as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
-from ..cost.saved import storages
+from ..cost.saved import for_weights, storages
 from ..errors import BadInput
 from ..problem import Chain, Layer, connected
 from .forms import MOST_LETTERS
@@ -47,6 +48,10 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
             if total > LARGEST_TOTAL:
                 raise BadInput(f"{of_layer(i)}.{field}: the layers up to here sum up to {total}, more than 1e15")
     for i, layer in enumerate(chain.layers):
+        for name in ("saved_bytes", "gradient_bytes") if layer.weight_needs else ():
+            size = getattr(layer.weight_needs, name)
+            if not 0 <= size <= LARGEST_TOTAL // len(chain):
+                raise BadInput(f"{of_layer(i)}.weight_needs.{name}: {size} is negative, or more than 1e15 in all")
         if (layer.backward_weight_ns or 0) > layer.backward_ns:
             raise BadInput(
                 f"{of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "
@@ -70,10 +75,23 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
             reads[reader].add(tensor - 1)
     for i, layer in enumerate(chain.layers):
         _check_saved(layer, i, reads[i], of_layer(i))
+    _check_private(chain, of_layer, "saved_bytes")
+    known = [i for i, layer in enumerate(chain.layers) if layer.weight_needs is not None]
+    if known and len(known) < len(chain):
+        i = next(i for i in range(len(chain)) if chain.layers[i].weight_needs is None)
+        raise BadInput(f"{of_layer(i)}.weight_needs: is missing; layer {known[0]} has it, and all have it or none")
+    needs = for_weights(chain)
+    if needs is not None:
+        for i, layer in enumerate(needs.layers):
+            _check_saved(replace(layer, view_of=None), i, reads[i], f"{of_layer(i)}.weight_needs")
+        _check_private(needs, of_layer, "weight_needs.saved_bytes")
+
+
+def _check_private(chain: Chain, of_layer: Callable[[int], str], field: str) -> None:
     for i, (layer, private) in enumerate(zip(chain.layers, storages(chain).facts.private, strict=True)):
         if private < 0:
             raise BadInput(
-                f"{of_layer(i)}.saved_bytes: {layer.saved_bytes} is less than what saves names, which takes "
+                f"{of_layer(i)}.{field}: {layer.saved_bytes} is less than what saves names, which takes "
                 f"{(layer.saved_bytes or 0) - private}"
             )
 

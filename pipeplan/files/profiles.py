@@ -10,18 +10,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..errors import BadInput
-from ..problem import Chain, Layer, SharedWeights
+from ..problem import Chain, Layer, SharedWeights, WeightNeeds
 from .examples import located
 from .forms import Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
 
-LayerFile = form(Layer, brief=True)
+OPTIONAL = ("edges", "tied", "shared", "worth")
+NeedsFile = form(WeightNeeds)
+LayerFile = form(Layer, brief=True, weight_needs=NeedsFile | None)
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,
-    ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers", "edges", "tied", "shared"),
-    optional=("edges", "tied", "shared"),
+    ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers", *OPTIONAL),
+    optional=OPTIONAL,
     brief=True,
     format=Literal["pipeplan-profile/1"],
     microbatch=Positive,

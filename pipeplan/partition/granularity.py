@@ -14,10 +14,10 @@ import numpy as np
 
 from ..cost.memory_model import weights_of
 from ..cost.roofline import whole_work
-from ..cost.saved import inner_bytes, saved_bytes, storages
+from ..cost.saved import for_weights, for_weights_bytes, inner_bytes, saved_bytes, storages
 from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
-from ..problem import Chain, Layer
+from ..problem import Chain, Layer, WeightNeeds
 
 SavedRule = Literal["distinct", "input"]
 _BY_ENDS: Mapping[int, str] = MappingProxyType({})
@@ -182,8 +182,12 @@ def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS
         if stop - start == 1:
             layer = chain.layers[start]
             saves = layer.saves and tuple(sorted(maker(x + 1) for x in layer.saves))
+            needs = layer.weight_needs
+            needs = needs and replace(needs, saves=tuple(sorted(maker(x + 1) for x in needs.saves)))
             view = None if layer.view_of is None else maker(layer.view_of + 1)
-            layers.append(replace(layer, saves=saves, view_of=view, name=called.get(start, layer.name)))
+            layers.append(
+                replace(layer, saves=saves, view_of=view, weight_needs=needs, name=called.get(start, layer.name))
+            )
             continue
         leaving = _leaving(chain, start, stop)
         outgoing = sum(chain.tensor_bytes[t] for t in leaving)
@@ -245,6 +249,13 @@ def _saved(
     if own and root in kept:
         saves.add(group)
     storage = facts.storages[root] if root > start else facts.sizes[root]
+    needs: WeightNeeds | None = None
+    weights = for_weights(chain)
+    if weights is not None:
+        held, gradients = for_weights_bytes(chain, start, stop) or (0, 0)
+        mine = {roots[t] for i in range(start, stop) for t in storages(weights).facts.kept[i]}
+        named = {entering[t] for t in mine if t in entering} | ({group} if own and root in mine else set())
+        needs = WeightNeeds(held - gradients, tuple(sorted(named)), gradients)
     unknown = any(x.saved_bytes is not None and x.saves is None for x in chain.layers[start:stop])
     whole = sum(chain.tensor_bytes[t] for t in leaving)
     return {
@@ -252,6 +263,7 @@ def _saved(
         "saves": None if unknown and not saves else tuple(sorted(saves)),
         "view_of": entering.get(root),
         "storage_bytes": storage if own and len(leaving) == 1 and storage != whole else None,
+        "weight_needs": needs,
     }
 
 
@@ -293,4 +305,5 @@ def _replaced(
         dtype=chain.dtype,
         device=chain.device,
         source=chain.source,
+        worth=chain.worth,
     )

@@ -14,7 +14,8 @@ from ..deadline import NEVER, Deadline
 from ..integers import smallest
 from ..plan import Schedule
 from ..problem import Platform
-from ..schedule.kinds import KINDS, Kind, refused
+from ..schedule.kinds import KINDS, refused
+from ..schedule.registered import Kind
 from .pipeline_time import batch_on
 
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit

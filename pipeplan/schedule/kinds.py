@@ -6,8 +6,6 @@ program and simulated run whatever its kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
@@ -15,101 +13,24 @@ from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import Weights
+from .breadth_first import breadth_first
+from .controlled import v_half, v_min
+from .gpipe import gpipe
 from .interleaved import interleaved, not_interleaved
+from .interleaved_zero_bubble import interleaved_zero_bubble
 from .message_driven import default_limit, message_driven
 from .nf1b import nf1b
 from .one_f_one_b import one_f_one_b, shared_replicas
 from .pattern import Group, groups, most_in_flight, starts_of
 from .program import Program, no_pipelines, not_one_each, unroll
+from .registered import Kind, Limit, ProgramSchedule
 from .simulate import simulate
-from .steady import SteadyRun, steady_nf1b
+from .steady import steady_nf1b
 from .timeline import Timeline
 from .zbv import no_vee, zbv
 from .zero_bubble import zb1p, zb2p
 
 MOST_STEPS = 4 * 10**6  # of one simulated run: they take a gigabyte, and half a minute
-Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramSchedule:
-    """A registered schedule: ``build(graph, microbatches, **options)`` gives its program, None is the plan's pattern.
-
-    ``weights`` is the weight policy that it runs with; under ``flush`` it drains after every mini-batch. ``homes``
-    places its stages where they cannot be the plan's own; ``refuses(graph)`` says why stages cannot run so.
-    ``replicas``: whether stages may have some.
-    ``steady(graph, microbatches of a mini-batch, limit)`` finds the steady state of what plans can be judged by.
-    ``searches``: its program takes a search of many simulated runs.
-    """
-
-    build: Callable[..., Program] | None
-    summary: str
-    source: str
-    weights: Weights | None = "flush"
-    homes: Homes | None = None
-    refuses: Callable[[StageGraph], str | None] = lambda graph: None
-    replicas: bool = True
-    options: tuple[str, ...] = ()
-    steady: Callable[..., SteadyRun] | None = None
-    searches: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What a schedule's ``limit`` counts: ``noun``, in each ``where``. ``usual(graph)`` are limits to try, least first.
-
-    Without the user's a planner takes the best of them, and one below the least where none fits the memory.
-    """
-
-    noun: str
-    where: str
-    usual: Callable[[StageGraph], tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of schedule, as plans have it.
-
-    ``weights`` are the policies that it goes with, ``refusal`` says why no others do. ``shown(graph, schedule,
-    pattern)`` is how many microbatches show all that matters. ``judged(schedule, operations)`` gives the steps of the
-    shortest run that a plan can be judged by, with ``operations`` on the path of a microbatch, and what it runs; None
-    where nothing is simulated. ``drains``: empties the pipeline after every mini-batch.
-
-    Without ``simulated`` a plan has a pattern. Otherwise it has none, and is judged by its simulated run under this
-    schedule, which admits no more than ``limit`` at once: one mini-batch if it drains, else its steady state. With
-    ``by_arrival`` the GPUs of a real run decide anew what comes next.
-    ``headline(schedule)`` is what reports say of it: a name and a sentence.
-    """
-
-    weights: tuple[Weights, ...]
-    refusal: str
-    shown: Callable[[StageGraph, Schedule, Pattern | None], int]
-    judged: Callable[[Schedule, int], tuple[int, str]] | None = None
-    drains: bool = False
-    simulated: ProgramSchedule | None = None
-    limit: Limit | None = None
-    by_arrival: bool = False
-    headline: Callable[[Schedule], tuple[str, str]] | None = None
-
-    @property
-    def splits(self) -> bool:
-        """Whether the gradients of weights come apart from those of inputs, later."""
-        return self.simulated is not None and "weight_keeps" in self.simulated.options
-
-    @property
-    def steady(self) -> Callable[..., SteadyRun] | None:
-        """What finds the steady state of a simulated schedule that doesn't drain, like ``steady_nf1b``."""
-        return None if self.simulated is None else self.simulated.steady
-
-    @property
-    def joins(self) -> bool:
-        """Whether one backward covers all microbatches of a mini-batch."""
-        return self.simulated is not None and "batch" in self.simulated.options
-
-    @property
-    def in_mini_batches(self) -> bool:
-        """Whether the schedule, not the weights policy alone, knows mini-batches."""
-        return self.drains or self.joins
 
 
 def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
@@ -162,6 +83,14 @@ def vee(devices: int, chunks: int) -> list[int]:
 
 _DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
 _drained = partial(Kind, weights=("flush",), refusal=_DRAINS, shown=_mini_batch, judged=_drained_run, drains=True)
+_SPLIT = ("weight_keeps",)
+
+
+def _ordered(simulated: ProgramSchedule, words: str) -> Kind:
+    """Return a drained kind whose order is fixed, with its headline."""
+    return _drained(simulated=simulated, headline=lambda schedule: ("order", f"{words}, drained"))
+
+
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
     "flush": _drained(),
     "nf1b": Kind(
@@ -197,17 +126,17 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         by_arrival=True,
         headline=lambda schedule: ("order", f"message-driven, at most {schedule.limit} microbatches in a pipeline"),
     ),
-    "1f1b": _drained(
-        simulated=ProgramSchedule(
+    "1f1b": _ordered(
+        ProgramSchedule(
             one_f_one_b,
             "1F1B, drained before every update",
             "PipeDream-Flush (Narayanan et al. 2021)",
             refuses=shared_replicas,
         ),
-        headline=lambda schedule: ("order", "1F1B: stage s of p runs p - s forwards ahead, drained"),
+        "1F1B: stage s of p runs p - s forwards ahead",
     ),
-    "interleaved": _drained(
-        simulated=ProgramSchedule(
+    "interleaved": _ordered(
+        ProgramSchedule(
             interleaved,
             "1F1B with several chunks of the model per GPU, drained",
             "Megatron-LM (Narayanan et al. 2021)",
@@ -215,39 +144,87 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             options=("chunks",),
             refuses=not_interleaved,
         ),
-        headline=lambda schedule: ("order", "interleaved 1F1B, several stages on each GPU in turn, drained"),
+        "interleaved 1F1B, several stages on each GPU in turn",
     ),
-    "zb1p": _drained(
-        simulated=ProgramSchedule(
+    "gpipe": _ordered(
+        ProgramSchedule(gpipe, "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"),
+        "GPipe: all forwards, then all backwards",
+    ),
+    "breadth-first": _ordered(
+        ProgramSchedule(
+            breadth_first,
+            "several chunks of the model per GPU, all microbatches through each of them in turn",
+            "Breadth-First (Lamy-Poirier 2023)",
+            homes=loop,
+            refuses=lambda graph: not_interleaved(graph, "breadth-first"),
+            options=("chunks",),
+        ),
+        "breadth first: all microbatches through one stage of a GPU after the other",
+    ),
+    "zb1p": _ordered(
+        ProgramSchedule(
             zb1p,
             "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
             "Zero Bubble (Qi et al. 2024)",
             refuses=lambda graph: no_pipelines(graph, "zb1p"),
-            options=("weight_keeps",),
+            options=_SPLIT,
         ),
-        headline=lambda schedule: ("order", "ZB-H1: 1F1B with weight gradients later, in its bubbles, drained"),
+        "ZB-H1: 1F1B with weight gradients later, in its bubbles",
     ),
-    "zb2p": _drained(
-        simulated=ProgramSchedule(
+    "zb2p": _ordered(
+        ProgramSchedule(
             zb2p,
             "split backward, twice the activations, nearly no bubble (ZB-H2)",
             "Zero Bubble (Qi et al. 2024)",
             refuses=lambda graph: no_pipelines(graph, "zb2p"),
-            options=("weight_keeps",),
+            options=_SPLIT,
             searches=True,
         ),
-        headline=lambda schedule: ("order", "ZB-H2: about 2p - 1 forwards ahead, weight gradients later, drained"),
+        "ZB-H2: about 2p - 1 forwards ahead, weight gradients later",
     ),
-    "zbv": _drained(
-        simulated=ProgramSchedule(
+    "interleaved-zb": _ordered(
+        ProgramSchedule(
+            interleaved_zero_bubble,
+            "interleaved 1F1B with split backward, weight gradients fill the bubble",
+            "Zero Bubble (Qi et al. 2024), as in torch",
+            homes=loop,
+            refuses=lambda graph: not_interleaved(graph, "interleaved-zb"),
+            options=("chunks", *_SPLIT),
+        ),
+        "interleaved 1F1B with weight gradients later, in its bubbles",
+    ),
+    "zbv": _ordered(
+        ProgramSchedule(
             zbv,
             "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
             "Controllable Memory (Qi et al. 2024)",
             homes=vee,
             refuses=no_vee,
-            options=("weight_keeps",),
+            options=_SPLIT,
         ),
-        headline=lambda schedule: ("order", "ZBV: stages d and 2p - 1 - d on GPU d, weight gradients later, drained"),
+        "ZBV: stages d and 2p - 1 - d on GPU d, weight gradients later",
+    ),
+    "v-half": _ordered(
+        ProgramSchedule(
+            v_half,
+            "split backward, two chunks per GPU placed like a V, half of 1F1B's activations",
+            "Controllable Memory (Qi et al. 2024)",
+            homes=vee,
+            refuses=lambda graph: no_vee(graph, "v-half"),
+            options=_SPLIT,
+        ),
+        "V-Half: stages d and 2p - 1 - d on GPU d, weight gradients later, half of 1F1B's activations",
+    ),
+    "v-min": _ordered(
+        ProgramSchedule(
+            v_min,
+            "split backward, two chunks per GPU placed like a V, a third of 1F1B's activations",
+            "Controllable Memory (Qi et al. 2024)",
+            homes=vee,
+            refuses=lambda graph: no_vee(graph, "v-min"),
+            options=_SPLIT,
+        ),
+        "V-Min: stages d and 2p - 1 - d on GPU d, weight gradients later, a third of 1F1B's activations",
     ),
     "pattern": Kind(
         weights=("2bw", "stash", "latest"),

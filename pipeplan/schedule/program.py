@@ -89,7 +89,12 @@ class Program:
 
     ``batch``: microbatches that one backward covers. ``split``: whether the backward's weight part is a step of its
     own. ``limit``: how many batches may be between the first stage's first forward and last backward, None for what
-    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs.
+    the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs; 1:
+    what the profile says, or all.
+
+    ``fused`` are steps that follow each other in a lane and run as one operation: it starts when all that they need is
+    there, and what they make leaves at its end. They are the two parts of a backward, or a forward and those, which run
+    together: ``overlap`` is the share of the shorter of the two that this hides.
     """
 
     graph: StageGraph
@@ -99,6 +104,8 @@ class Program:
     split: bool = False
     limit: int | None = None
     weight_keeps: Fraction = Fraction(1)
+    fused: tuple[tuple[Step, ...], ...] = ()
+    overlap: Fraction = Fraction(0)
 
     @cached_property
     def operations(self) -> tuple[Work, ...]:
@@ -140,11 +147,22 @@ class Program:
 
     def text(self) -> str:
         """Return one row per device, ``0F0 0F1 0B0``: stage, kind, microbatch, as torch's pipelining writes them."""
-        rows = []
-        for lane in self.lanes:
-            if lane.device is not None:
-                rows.append(f"{lane.name}: " + " ".join(map(self.name, lane.steps)))
+        rows = [f"{lane.name}: " + " ".join(self.cells(lane)) for lane in self.lanes if lane.device is not None]
         return "\n".join(rows) + "\n"
+
+    def cells(self, lane: Lane) -> list[str]:
+        """Return a lane's operations in torch's words: ``7B0`` for both parts of a backward in one operation,
+        ``(0F4;7B0)OVERLAP_F_B`` for a forward and a backward in one."""
+        groups = {group[0]: group for group in self.fused}
+        inside = {step for group in self.fused for step in group[1:]}
+        return [self._cell(groups.get(step, (step,))) for step in lane.steps if step not in inside]
+
+    def _cell(self, group: Sequence[Step]) -> str:
+        if len(group) == 1:
+            return self.name(group[0])
+        *ahead, back, _ = map(self.name, group)
+        both = [*ahead, back.replace("I", "B")]
+        return both[0] if len(both) == 1 else f"({';'.join(both)})OVERLAP_F_B"
 
     def first_come(self) -> Program:
         """Return the program with links that carry what comes first, instead of in a fixed order."""

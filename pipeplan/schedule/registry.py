@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from .breadth_first import breadth_first
-from .controlled import v_half, v_min
-from .gpipe import gpipe
-from .interleaved import not_interleaved
-from .interleaved_zero_bubble import interleaved_zero_bubble
-from .kinds import KINDS, ProgramSchedule, loop, vee
+from .dualpipev import dualpipev
+from .kinds import KINDS, vee
 from .one_f_one_b import one_f_one_b
+from .registered import ProgramSchedule
 from .zbv import no_vee
 
 OTHERS: dict[str, ProgramSchedule] = {
@@ -20,38 +17,13 @@ OTHERS: dict[str, ProgramSchedule] = {
         "stash",
         options=("depth",),
     ),
-    "gpipe": ProgramSchedule(gpipe, "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"),
-    "v-half": ProgramSchedule(
-        v_half,
-        "split backward, two chunks per GPU placed like a V, half of 1F1B's activations",
-        "Controllable Memory (Qi et al. 2024)",
+    "dualpipev": ProgramSchedule(
+        dualpipev,
+        "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
+        "DualPipe (DeepSeek-V3 2024), as in torch",
         homes=vee,
-        refuses=lambda graph: no_vee(graph, "v-half"),
-        options=("weight_keeps",),
-    ),
-    "v-min": ProgramSchedule(
-        v_min,
-        "split backward, two chunks per GPU placed like a V, a third of 1F1B's activations",
-        "Controllable Memory (Qi et al. 2024)",
-        homes=vee,
-        refuses=lambda graph: no_vee(graph, "v-min"),
-        options=("weight_keeps",),
-    ),
-    "interleaved-zb": ProgramSchedule(
-        interleaved_zero_bubble,
-        "interleaved 1F1B with split backward, weight gradients fill the bubble",
-        "Zero Bubble (Qi et al. 2024), as in torch",
-        homes=loop,
-        refuses=lambda graph: not_interleaved(graph, "interleaved-zb"),
-        options=("chunks", "weight_keeps"),
-    ),
-    "breadth-first": ProgramSchedule(
-        breadth_first,
-        "several chunks of the model per GPU, all microbatches through each of them in turn",
-        "Breadth-First (Lamy-Poirier 2023)",
-        homes=loop,
-        refuses=lambda graph: not_interleaved(graph, "breadth-first"),
-        options=("chunks",),
+        refuses=lambda graph: no_vee(graph, "dualpipev"),
+        options=("overlap", "weight_keeps"),
     ),
 }
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -45,6 +47,12 @@ def simulate(program: Program, duration_ns: Times | None = None, deadline: Deadl
     return _ProgramRun(program, duration_ns, deadline).timeline()
 
 
+def _shared(total: int, among: Sequence[int]) -> list[int]:
+    """Return ``total`` dealt out in proportion to ``among``, in whole numbers."""
+    bounds = [total * taken // max(1, sum(among)) for taken in accumulate(among, initial=0)]
+    return [end - start for start, end in pairwise(bounds)]
+
+
 class _ProgramRun:
     """One simulation: for each step its earliest start so far and how many of its predecessors have not started.
 
@@ -63,6 +71,7 @@ class _ProgramRun:
             if duration_ns is None
             else tuple(duration for row in duration_ns for duration in row)
         )
+        self._prepare_fused()
         self.starts = [0] * self.total
         self.waiting = [0] * self.total
         self.following = [-1] * self.total  # the next step of the same fixed lane
@@ -76,6 +85,42 @@ class _ProgramRun:
         self._prepare_lanes()
         self._prepare_rules()
 
+    def _prepare_fused(self) -> None:
+        """List the steps of each operation that has several, and shorten those where it hides one behind another."""
+        program = self.program
+        self.groups = [[step.microbatch * self.length + step.position for step in group] for group in program.fused]
+        self.leaders = {index: group[0] for group in self.groups for index in group}
+        self.members = {group[0]: group for group in self.groups}
+        self.inner = {  # what needs another of its operation, and nothing else
+            index
+            for group, steps in zip(self.groups, program.fused, strict=True)
+            for index, step in zip(group, steps, strict=True)
+            if self._source(step) in group
+        }
+        self.ends: dict[int, int] = {}  # of operations with several steps, at each of these
+        if not program.overlap or not self.groups:
+            return
+        durations = list(self.durations)
+        for group, steps in zip(self.groups, program.fused, strict=True):
+            taken = [durations[index] for index in group]
+            ahead = sum(
+                t for t, step in zip(taken, steps, strict=True) if program.operations[step.position].kind == "F"
+            )
+            whole = sum(taken)
+            lasts = whole - int(program.overlap * min(ahead, whole - ahead))
+            for index, share in zip(group, _shared(lasts, taken), strict=True):
+                durations[index] = share
+        self.durations = tuple(durations)
+        rows = range(0, self.total, self.length)
+        self.given = tuple(self.durations[row : row + self.length] for row in rows)
+
+    def _source(self, step: Step) -> int:
+        """Return the step that another one needs: the one before it on the path, of a weight part the input part."""
+        work, position = self.program.operations[step.position], step.position - 1
+        if work.kind == "W":
+            position = self.program.position["B", work.stage]
+        return step.microbatch * self.length + position if position >= 0 else -1
+
     def _prepare_lanes(self) -> None:
         listed = bytearray(self.total)
         for number, lane in enumerate(self.program.lanes):
@@ -88,6 +133,8 @@ class _ProgramRun:
                 listed[index] = 1
                 if lane.rule is not None:
                     self.deciding[index] = number
+                elif self.leaders.get(index, index) != index:
+                    self.waiting[self.leaders[index]] += index not in self.inner
                 elif previous >= 0:
                     self.following[previous] = index
                     self.waiting[index] += 1
@@ -170,6 +217,10 @@ class _ProgramRun:
             for lane, order in zip(self.program.lanes, self.ran, strict=True)
         )
         program, starts = self.program, self.starts
+        for group in self.groups:
+            at = starts[group[0]]
+            for index in group:
+                starts[index], at = at, at + self.durations[index]
         if program.batch > 1:
             for m in range(program.microbatches):
                 for position in range(length):
@@ -182,7 +233,7 @@ class _ProgramRun:
         """Start everything whose start is known, and return how many steps that were."""
         length, total, batch = self.length, self.total, self.program.batch
         starts, waiting, durations, following = self.starts, self.waiting, self.durations, self.following
-        after, joins, queue = self.after, self.joins, self.queue
+        after, joins, queue, leaders = self.after, self.joins, self.queue, self.leaders
         done = 0
         while queue:
             index = queue.popleft()
@@ -192,6 +243,8 @@ class _ProgramRun:
             position = index % length
             start = starts[index]
             end = start + durations[index]
+            if leaders and index in leaders:
+                end = self._end_together(index)
             other = following[index]
             if other >= 0:
                 if starts[other] < end:
@@ -219,7 +272,24 @@ class _ProgramRun:
                     self._arrives(other)
         return done
 
+    def _end_together(self, index: int) -> int:
+        """Return when the operation ends that has this step and others; the first of them has the others follow."""
+        if index in self.members:
+            others = self.members[index]
+            end = self.starts[index] + sum(self.durations[other] for other in others)
+            self.ends.update(dict.fromkeys(others, end))
+            self.queue.extend(others[1:])
+        return self.ends[index]
+
     def _arrives(self, index: int) -> None:
+        first = self.leaders.get(index, index)
+        if first != index:
+            if index not in self.ends:  # else it waited for another of its operation, which has started
+                self.starts[first] = max(self.starts[first], self.starts[index])
+                self.waiting[first] -= 1
+                if not self.waiting[first]:
+                    self._arrives(first)
+            return
         number = self.deciding[index]
         if number < 0:
             self.queue.append(index)

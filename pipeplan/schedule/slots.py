@@ -48,18 +48,18 @@ def explicit(
     has microbatches j, j + pipelines, .. of all, on device j of every group. The lists of a program that ``split`` s
     the backward have weight parts, of kind ``W``.
     """
-    length, position = len(graph.operations), graph.position
     orders = {}
     for pipeline, count in enumerate(shares(microbatches, pipelines)):
         for resource, order in passes(count).items():
-            orders[resource, pipeline] = [
-                Step(
-                    m * pipelines + pipeline,
-                    length + stage if kind == "W" else position[kind, stage],  # type: ignore[index]  # F or B
-                )
-                for kind, stage, m in order
-            ]
+            orders[resource, pipeline] = [step_of(graph, one, pipelines, pipeline) for one in order]
     return make_program(graph, microbatches, orders, split=split, weight_keeps=weight_keeps)
+
+
+def step_of(graph: StageGraph, one: Pass, pipelines: int, pipeline: int) -> Step:
+    """Return the step of a pass in one of several pipelines, which take microbatches in turn."""
+    kind, stage, m = one
+    position = len(graph.operations) + stage if kind == "W" else graph.position[kind, stage]  # type: ignore[index]
+    return Step(m * pipelines + pipeline, position)
 
 
 def shares(microbatches: int, pipelines: int) -> list[int]:

@@ -32,11 +32,12 @@ MINI_BATCH = 4  # microbatches between two updates under latest, which holds all
 ROOMY, BANDWIDTH, STEP = 16 * 10**9, 12 * 10**9, 10**8
 HEAD = """# All shipped profiles
 
-Period in ms per microbatch (CPU seconds of the search), links of {bandwidth:g} GB/s, an update every {interval}
-microbatches (under `latest`, which holds all microbatches of an update at once, every {mini_batch}), segments may be
-recomputed; `-` where the algorithm has no plan that fits. The gap is that of `auto` to the bound of class any. Made by
-`python scripts/figures/profiles.py`; the shortest period of a row is bold.
-`gpipe` drains and stands under that policy alone.
+Of each [profile](glossary.md#profile) the [period](glossary.md#period) in ms per microbatch (CPU seconds of the
+search), links of {bandwidth:g} GB/s, an update every {interval} microbatches (under `latest`, which holds all
+microbatches of an update at once, every {mini_batch}), [segments](glossary.md#segment) may be recomputed; `-` where the
+algorithm has no plan that fits. The [gap](glossary.md#gap) is that of `auto` to the
+[bound](glossary.md#lower-bound) of class any. Made by `python scripts/figures/profiles.py`; the shortest period of a
+row is bold. `gpipe` [drains](glossary.md#drain) and stands under that policy alone.
 """
 
 

@@ -17,7 +17,7 @@ from cases.plans import fitted, greedy_pattern
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
-from pipeplan.plan import Bound, Plan, Stage
+from pipeplan.plan import Bound, Plan, ScheduleKind, Stage
 from pipeplan.planner.grid.plan import make_grid_plan
 from pipeplan.planner.grid.problem import grid_problem
 from pipeplan.planner.plan import make_plan
@@ -33,6 +33,11 @@ GRAPH = replace(
     CHAIN, edges=((0, 1), (0, 2), (1, 3), (2, 3), (3, 4)), layers=(replace(LAYERS[0], saves=(-1,)), *LAYERS[1:])
 )
 SMALL = 10**4
+LOOP, VEE = "0/1/0/1", "0/1/1/0"
+PLACED: dict[ScheduleKind, str] = {
+    **dict.fromkeys(("breadth-first", "interleaved-zb"), LOOP),
+    **dict.fromkeys(("zbv", "v-half", "v-min"), VEE),
+}
 
 
 def kinds() -> dict[str, Plan]:
@@ -66,17 +71,18 @@ def kinds() -> dict[str, Plan]:
         "message-driven": planned(Policy("flush", 4), schedule="message-driven", limit=2, algorithm="balance"),
         "zb1p": planned(Policy("flush", 4), schedule="zb1p", algorithm="balance"),
         "zb2p": planned(Policy("flush", 4), schedule="zb2p", algorithm="balance"),
-        "zbv": _vee(flat),
+        "gpipe": planned(Policy("flush", 4), schedule="gpipe", algorithm="balance"),
+        **{f"{kind}, chunks": _placed(flat, kind, on) for kind, on in PLACED.items()},
         "grid": make_grid_plan(grid, effort="quick").plan,
         "1f1b, for deepspeed": make_target_plan(_drained(servers), "deepspeed").plan,
         "interleaved, for torch": make_target_plan(_drained(flat), "torch", kinds=("interleaved",)).plan,
     }
 
 
-def _vee(platform: Platform) -> Plan:
-    """Return a plan whose stages go down the GPUs and back up."""
+def _placed(platform: Platform, kind: ScheduleKind, on: str) -> Plan:
+    """Return a plan with two stages on each GPU."""
     problem = Problem(CHAIN, platform, Policy("flush", 8))
-    return make_plan(problem, STATED, {"split": "1,1,1,2", "on": "0/1/1/0"}, schedule="zbv").plan
+    return make_plan(problem, STATED, {"split": "1,1,1,2", "on": on}, schedule=kind).plan
 
 
 def _drained(platform: Platform) -> Problem:

@@ -109,11 +109,22 @@ def chain_cut(position, crossing):
 
 
 def stage_of(
-    layers, x, *, loss=None, checkpoint=(), start=0, index=1, out=None, divisor=1, activations=None, passes=1000
+    layers,
+    x,
+    *,
+    loss=None,
+    checkpoint=(),
+    start=0,
+    index=1,
+    out=None,
+    divisor=1,
+    activations=None,
+    passes=1000,
+    kind=StageModule,
 ):
     versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
     stop = start + len(layers) + (loss is not None)
-    return StageModule(
+    return kind(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint, start),
         cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),

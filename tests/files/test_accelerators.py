@@ -56,6 +56,10 @@ def test_a_file_describes_another(tmp_path: Path) -> None:
         ('{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {}}', "tflops must have positive peaks"),
         ('{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"a": 0}}', "tflops must have positive"),
         ('{"name": "x"}', "missing required field"),
+        (
+            '{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"float32": 1}, "rates": {"relu": 1}}',
+            "rates: no kind of kernel is named 'relu'; known are product, attention",
+        ),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "figures"))  # scripts import each oth
 
 from scripts.figures import myelin_memory, pipedream_figures, pipedream_table1
 
-DOCS = (ROOT / "docs" / "papers.md").read_text()
+DOCS = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pipedream", "myelin"))
 QUICK = [row for row in pipedream_table1.TABLE if row.model in ("vgg16", "alexnet")]
 
 

@@ -12,6 +12,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.breadth_first import breadth_first
 from pipeplan.schedule.controlled import v_min
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.dualpipev import dualpipev
 from pipeplan.schedule.interleaved import interleaved, occupancy
 from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.memory import in_flight
@@ -57,6 +58,7 @@ def test_closed_form_and_no_deadlock_for_any_number_of_microbatches(devices, chu
         (v_min, vee(2)),
         (interleaved_zero_bubble, looped(2, 2)),
         (breadth_first, looped(2, 2)),
+        (dualpipev, vee(2)),
     ],
 )
 def test_replicas_are_pipelines_side_by_side_that_take_microbatches_in_turn(build, homes, microbatches):

@@ -24,10 +24,14 @@ from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock
 from pipeplan.schedule.gpipe import gpipe
-from pipeplan.schedule.kinds import KINDS, Kind, Limit, ProgramSchedule, kinds_for, plan_timeline, too_long
+from pipeplan.schedule.kinds import KINDS, kinds_for, plan_timeline, too_long
+from pipeplan.schedule.registered import Kind, Limit, ProgramSchedule
 from pipeplan.schedule.timeline import flush_makespan_ns
 
-FLUSHED = ["flush", "message-driven", "1f1b", "interleaved", "zb1p", "zb2p", "zbv"]
+FLUSHED = [
+    *("flush", "message-driven", "1f1b", "interleaved", "gpipe", "breadth-first"),
+    *("zb1p", "zb2p", "interleaved-zb", "zbv", "v-half", "v-min"),
+]
 TOY = Kind(
     weights=("flush",),
     refusal="the toy drains its toys; the policy is {weights}",

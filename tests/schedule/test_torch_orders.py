@@ -8,6 +8,7 @@ import pytest
 from cases.schedules import balanced, looped, vee
 
 from pipeplan.schedule.breadth_first import breadth_first
+from pipeplan.schedule.dualpipev import dualpipev
 from pipeplan.schedule.interleaved import interleaved
 from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.simulate import simulate
@@ -35,8 +36,7 @@ def torchs(name, devices, chunks, microbatches):
 
 def ours(program):
     """What each device does, as words."""
-    lanes = [lane for lane in simulate(program).program.lanes if lane.device is not None]
-    return [list(map(program.name, lane.steps)) for lane in lanes]
+    return [program.cells(lane) for lane in simulate(program).program.lanes if lane.device is not None]
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(1, 2), (2, 1), (2, 4), (3, 6), (4, 8), (4, 10)])
@@ -58,3 +58,9 @@ def test_zbv_forwards_and_input_parts(devices, microbatches):
     rows = [torchs("ScheduleZBVZeroBubble", devices, 2, microbatches), ours(zbv(graph, microbatches))]
     first, second = ([[word for word in row if "W" not in word] for row in found] for found in rows)
     assert first == second
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 2), (2, 4), (2, 5), (3, 7), (4, 8), (5, 12)])
+def test_dualpipev(devices, microbatches):
+    graph = balanced(2 * devices, 1, 2, weight_part=1, homes=vee(devices))
+    assert ours(dualpipev(graph, microbatches)) == torchs("ScheduleDualPipeV", devices, 2, microbatches)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil
 
-from ...cost.saved import storages
+from ...cost.saved import for_weights, storages
 from ...errors import BadInput
 from ...problem import Chain, Layer
 
@@ -99,7 +99,7 @@ def _scaled(layer: Layer, size: int, wanted: int, fixed_ns: int) -> Layer:
         fixed = min(value, fixed_ns) if name in _TIMES else 0
         return fixed + ceil(Fraction((value - fixed) * wanted, size))
 
-    return _with(layer, {name: number(name) for name in _SCALED})
+    return _with(layer, {name: number(name) for name in _SCALED}, Fraction(wanted, size))
 
 
 def _between(layer: Layer, size: int, other: Layer, other_size: int, wanted: int) -> Layer:
@@ -112,19 +112,29 @@ def _between(layer: Layer, size: int, other: Layer, other_size: int, wanted: int
         low, high = min(proportional, Fraction(value)), max(proportional, Fraction(value))
         return ceil(min(high, max(low, value + Fraction(far - value, other_size - size) * (wanted - size))))
 
-    return _with(layer, {name: number(name) for name in _SCALED})
+    return _with(layer, {name: number(name) for name in _SCALED}, Fraction(wanted, size))
 
 
 def _saving_enough(chain: Chain) -> Chain:
     """Return ``chain`` with layers that save no less than the tensors they name: all were rounded on their own."""
-    layers = tuple(
+    layers = [
         layer if private >= 0 else replace(layer, saved_bytes=(layer.saved_bytes or 0) - private)
         for layer, private in zip(chain.layers, storages(chain).facts.private, strict=True)
-    )
-    return replace(chain, layers=layers)
+    ]
+    weights = for_weights(chain)
+    for i, private in enumerate(() if weights is None else storages(weights).facts.private):
+        needs = layers[i].weight_needs
+        if private < 0 and needs is not None:
+            layers[i] = replace(layers[i], weight_needs=replace(needs, saved_bytes=needs.saved_bytes - private))
+    return replace(chain, layers=tuple(layers))
 
 
-def _with(layer: Layer, numbers: dict[str, int | None]) -> Layer:
+def _with(layer: Layer, numbers: dict[str, int | None], times: Fraction) -> Layer:
+    """Return ``layer`` with ``numbers``, and ``times`` as much of what the gradients of its weights need."""
+    needs = layer.weight_needs
+    if needs is not None:
+        saved, gradients = ceil(needs.saved_bytes * times), ceil(needs.gradient_bytes * times)
+        layer = replace(layer, weight_needs=replace(needs, saved_bytes=saved, gradient_bytes=gradients))
     part, whole = numbers["backward_weight_ns"], numbers["backward_ns"]
     if part is not None and whole is not None:
         numbers["backward_weight_ns"] = min(part, whole)  # the two are rounded on their own

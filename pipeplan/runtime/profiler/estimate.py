@@ -1,12 +1,12 @@
 """What would a profile be on another device? The same steps on fake tensors; a roofline moves the clock.
 
-Each kernel takes the longest of flops / (75% of the peak), bytes / (90% of the memory's bandwidth) and the time of the
-least one; a pass through a layer takes as long as its kernels, or as its operations take the host
-(:mod:`pipeplan.cost.roofline`). Flops are torch's counts (``torch.utils.flop_counter``) where they hold up. They don't
-for attention (no count for the fused kernel on CPU tensors, full squares for causal masks, none for grouped heads) and
-LSTMs (no count for the fused layer); both are counted here. What is saved for the backward is what autograd saves from
-fake tensors, with fused attention, as it runs on a GPU, and dropout as one kernel with a byte of mask for each number;
-an LSTM's workspace is taken as six numbers per state.
+Each kernel (:mod:`.operations`) takes the longest of flops / (75% of the peak) and bytes / (90% of the bandwidth), at
+the rate of its kind, and the time of the least one; a pass through a layer takes as long as its kernels, or as its
+operations take the host (:mod:`pipeplan.cost.roofline`). Flops are torch's counts (``torch.utils.flop_counter``) where
+they hold up. They don't for attention (no count for the fused kernel on CPU tensors, full squares for causal masks,
+none for grouped heads) and LSTMs (no count for the fused layer); both are counted here. What is saved for the backward
+is what autograd saves from fake tensors, with fused attention, as it runs on a GPU, and dropout as one kernel with a
+byte of mask for each number; an LSTM's workspace is taken as six numbers per state.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from ...cost.roofline import Constants, product_share, timed
+from ...cost.roofline import Constants, timed
 from ...errors import CodeFailed, PipeplanError
 from ...files.accelerators import Accelerator
 from ...problem import PassWork
@@ -34,39 +33,18 @@ from ..model.structure import mapped
 from ..model.user_code import said
 from .clock import Clock
 from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
+from .operations import Kernel, is_free, kernels_of, touched
 from .steps import USUAL, MeasureOptions
 
+CONVOLUTIONS = (  # what the plan's reader should know; scripts/checks/published_layers.py, the usual constants
+    "times of convolutions as estimated: plans of ten CNNs made on such times take 12% longer on average, 75% at "
+    "worst, than plans made on their times measured on a V100 (docs/estimate.md)"
+)
 LSTM_WORKSPACE = 6  # numbers kept per state: four gates, the cell and its tanh
 LSTM_KERNELS = 2  # per time step: the product with the state, and the pointwise rest in one
 
 aten = torch.ops.aten
 _DROPOUT = (functional.dropout, torch.dropout, aten.dropout.default)
-_NO_KERNEL = {  # they make a tensor's description or reserve memory
-    aten._unsafe_view, aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
-    aten.new_empty_strided, aten._reshape_alias, aten.lift_fresh, aten.set_, aten.resize_,
-}  # fmt: skip
-_GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-_CONVOLUTIONS = {aten.convolution, aten.convolution_backward, aten._convolution, aten.cudnn_convolution}
-_KINDS = {  # those that an accelerator may have a rate for; convolutions go by their shape
-    "norm": (
-        aten.native_batch_norm, aten.native_batch_norm_backward, aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward,
-        aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
-        aten.native_group_norm_backward,
-    ),
-    "activation": (
-        aten.relu, aten.relu_, aten.threshold_backward, aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward,
-        aten.hardtanh, aten.hardtanh_, aten.hardtanh_backward,
-    ),
-    "pooling": (
-        aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten.avg_pool2d, aten.avg_pool2d_backward,
-        aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward, aten.mean,
-    ),
-    "product": (aten.mm, aten.addmm, aten.bmm, aten.baddbmm),
-}  # fmt: skip
-_PRODUCTS = _KINDS["product"]
-_KIND_OF = {packet: kind for kind, packets in _KINDS.items() for packet in packets}
-_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu: 1.0}
-_ATTENTION_BACKWARD = {aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5}  # forward again, four products
 ATTENTION_SHARE = 0.65  # of what products reach: FlashAttention-2 (Dao 2023), figures 5 and 6, causal, A100
 _LSTM, _LSTM_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
 
@@ -130,7 +108,7 @@ def estimate_model(
                 f"per kernel, {said_host_time(constants)}; not measured; {date}"
             ),
         )
-    chain = timed(chain, constants)
+    chain = replace(timed(chain, constants), worth=CONVOLUTIONS if clock.convolutions else "")
     measurements = [replace(x, layer=layer) for x, layer in zip(measurements, chain.layers, strict=True)]
     bound = tuple(i for i, layer in enumerate(chain.layers) if layer.work and constants.bound_by_host(layer.work))
     return MeasuredModel(chain, tuple(measurements), False, network.notes, bound)
@@ -192,6 +170,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         self.constants = constants
         self.compute_ns = self.memory_ns = 0.0
         self.kernels = self.operations = 0
+        self.convolutions = False  # whether one was counted
 
     def mark(self) -> _Mark:
         """Return what was counted so far."""
@@ -211,29 +190,35 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else None
         if packet is _LSTM:
             out = (*out[:3], _lstm_workspace(args[0], out[0]))
-        if packet is None or not _is_free(func, packet):
+        if packet is None or not is_free(func, packet):
             self._count(packet, args, kwargs, out)
         return out
 
     def _count(self, packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if packet in (_LSTM, _LSTM_BACKWARD):
-            self._lstm(args, read, made, backward=packet is _LSTM_BACKWARD)
-            return
-        written = sum(map(_touched, made)) or sum(map(_touched, _changed(packet, args)))
-        limit = written if packet in _GATHERS else None  # a look-up reads as much as it puts out
-        moved = written + sum(_touched(x) if limit is None else min(_touched(x), limit) for x in read)
-        flops = _flops(packet, args, kwargs, out)
-        rate = self.device.rate(_kind(packet, args))
-        compute = self._compute(flops, next((x for x in read if x.is_floating_point()), None), packet in _CONVOLUTIONS)
-        kernels = max(1, sum(args[10][:2])) if packet is aten.convolution_backward else 1  # one per gradient
-        if packet in _PRODUCTS and self.device.units is not None:
-            compute /= product_share(*_product_sizes(packet, args), self.device.units)
-        if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
-            compute /= ATTENTION_SHARE
-        self._bound(compute / rate, self._transfer(moved) / rate, kernels)
         self.operations += 1
+        if packet in (_LSTM, _LSTM_BACKWARD):
+            self._lstm(args, out, backward=packet is _LSTM_BACKWARD)
+            return
+        for kernel in kernels_of(packet, args, kwargs, out):
+            self.launch(kernel)
+
+    def launch(self, kernel: Kernel) -> None:
+        """Count a kernel, at what its kind and its shape reach."""
+        kind, flops, dtype, moved, product = kernel
+        convolution = kind.startswith("convolution")
+        self.convolutions |= convolution
+        plain = convolution and not self._on_tensor_cores(dtype)
+        rate = self.device.rate(kind, plain)
+        compute = self._compute(flops, dtype, convolution) / rate
+        if product is not None and self.device.units is not None:
+            winograd = plain and kind == "convolution-3x3"
+            compute /= product.winograd_share(self.device.units) if winograd else product.share(self.device.units)
+        if kind == "attention":
+            compute /= ATTENTION_SHARE
+        self._bound(compute, self._transfer(moved) / rate, 1)
+
+    def _on_tensor_cores(self, dtype: torch.dtype | None) -> bool:
+        return dtype is not None and self.device.on_tensor_cores(_name(dtype))
 
     def _bound(self, compute: float, transfer: float, kernels: int, times: int = 1) -> None:
         """Count what takes longest, so many ``times``."""
@@ -247,90 +232,31 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         else:
             self.kernels += times * kernels
 
-    def _compute(self, flops: float, like: Tensor | None, convolution: bool = False) -> float:
-        if not flops or like is None:
+    def _compute(self, flops: float, dtype: torch.dtype | None, convolution: bool = False) -> float:
+        if not flops or dtype is None:
             return 0.0
-        return flops / self.device.peak(str(like.dtype).removeprefix("torch."), convolution) * 1e9
+        return flops / self.device.peak(_name(dtype), convolution) * 1e9
 
     def _transfer(self, size: float) -> float:
         return size / self.device.bandwidth_bytes * 1e9
 
-    def _lstm(self, args: Sequence[Any], read: list[Tensor], made: list[Tensor], backward: bool) -> None:
+    def _lstm(self, args: Sequence[Any], out: Any, backward: bool) -> None:
         """Count an LSTM layer: one product with all inputs, then step by step with the states, all issued at once."""
         x, inputs, states = args[0], args[1], args[2]
         steps, batch = int(x.shape[0]), int(x.shape[1])
         factor = 2 if backward else 1  # gradients of the operand and of the weights
-        whole = self._compute(2 * factor * steps * batch * inputs.numel(), x)
-        self._bound(whole, self._transfer(sum(map(_touched, read + made))), 0)
+        tensors = [x for x in pytree.tree_leaves((args, out)) if isinstance(x, Tensor)]
+        whole = self._compute(2 * factor * steps * batch * inputs.numel(), x.dtype)
+        self._bound(whole, self._transfer(sum(map(touched, tensors))), 0)
         self._bound(
-            self._compute(2 * batch * states.numel(), x), self._transfer(states.nbytes), LSTM_KERNELS, times=steps
+            self._compute(2 * batch * states.numel(), x.dtype), self._transfer(states.nbytes), LSTM_KERNELS, times=steps
         )
         if backward:
-            self._bound(self._compute(2 * steps * batch * states.numel(), x), 0.0, 0)
-        self.operations += 1
+            self._bound(self._compute(2 * steps * batch * states.numel(), x.dtype), 0.0, 0)
 
 
-def _product_sizes(packet: Any, args: Sequence[Any]) -> tuple[int, int, int, int]:
-    """Return the batch, rows, columns and depth of a matrix product."""
-    one, other = args[1:3] if packet in (aten.addmm, aten.baddbmm) else args[:2]
-    return (int(one.shape[0]) if one.dim() == 3 else 1, int(one.shape[-2]), int(other.shape[-1]), int(one.shape[-1]))
-
-
-def _kind(packet: Any, args: Sequence[Any]) -> str:
-    """Return the kind of an operation that an accelerator may have a rate for."""
-    if packet not in _CONVOLUTIONS:
-        return _KIND_OF.get(packet, "other")
-    weight, stride = (args[2], args[4]) if packet is aten.convolution_backward else (args[1], args[3])
-    shape = tuple(weight.shape[2:])
-    if all(n == 1 for n in shape):
-        return "convolution-1x1"
-    return "convolution-3x3" if shape == (3, 3) and all(n == 1 for n in stride) else "convolution"
-
-
-def _is_free(func: Any, packet: Any) -> bool:
-    if packet in _NO_KERNEL or func.namespace == "prim":
-        return True
-    returns = func._schema.returns
-    if not returns:
-        return False
-    alias = returns[0].alias_info
-    return alias is not None and not alias.is_write  # a view
-
-
-def _changed(packet: Any, args: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that an operation without results changes in place, such as an optimizer's."""
-    arguments = getattr(packet, packet.overloads()[0])._schema.arguments
-    given = [a for a, b in zip(args, arguments, strict=False) if b.alias_info is not None and b.alias_info.is_write]
-    return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-
-
-def _touched(x: Tensor) -> int:
-    """Return the bytes of memory behind ``x``: an expanded tensor has fewer than its shape says."""
-    return min(x.nbytes, x.untyped_storage().nbytes())
-
-
-def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    if packet in _ATTENTION:
-        causal = bool(_argument(packet, args, kwargs, "is_causal"))
-        return _ATTENTION[packet] * _attention_flops(args[0], args[1], args[2], causal)
-    if packet in _ATTENTION_BACKWARD:
-        causal = bool(_argument(packet, args, kwargs, "is_causal"))
-        return _ATTENTION_BACKWARD[packet] * _attention_flops(args[1], args[2], args[3], causal)
-    count = flop_registry.get(packet)
-    return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
-
-
-def _argument(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
-    names = [argument.name for argument in packet.default._schema.arguments]
-    index = names.index(name)
-    return args[index] if index < len(args) else kwargs.get(name, packet.default._schema.arguments[index].default_value)
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
-    """Return the flops of two products; a causal kernel leaves out the half above the diagonal."""
-    batch, heads, rows, width = query.shape
-    columns = key.shape[2]
-    return 2.0 * batch * heads * rows * columns * (width + value.shape[3]) * (0.5 if causal else 1.0)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _lstm_workspace(x: Tensor, states: Tensor) -> Tensor:

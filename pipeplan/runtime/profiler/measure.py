@@ -190,7 +190,7 @@ def profile_network(
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
         target = mapped(lambda x: x.detach().clone().to(device), target)
         network = network.with_loss(loss, target)
-        saved, values = saved_values(network, device, release)
+        saved, values = saved_values(network, device, release, options.split_backward)
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
         one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))

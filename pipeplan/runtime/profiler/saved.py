@@ -6,23 +6,31 @@ What ranges of layers keep follows from it (:mod:`pipeplan.cost.saved`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ...problem import Layer
+from ...problem import Layer, WeightNeeds
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
+from ..model.split_backward import Saved, WeightPart, input_part
+from ..model.user_code import RAISED, code_failed
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """What one layer saves: the ``values`` that it reads or makes, and ``private_bytes`` of everything else."""
+class Kept:
+    """What one layer saves: the ``values`` that it reads or makes, and ``private_bytes`` of everything else.
+
+    ``later`` is what of that its weights' gradients need, where they are told apart, and ``gradient_bytes`` the
+    gradients beside it.
+    """
 
     private_bytes: int
     values: frozenset[int]
+    later: Kept | None = None
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +42,15 @@ class Value:
     storage_bytes: int
 
 
-def saved_values(network: Network, device: str, release: bool = False) -> tuple[list[Saved], dict[int, Value]]:
+def saved_values(
+    network: Network, device: str, release: bool = False, split: bool = False
+) -> tuple[list[Kept], dict[int, Value]]:
     """Run each layer of ``network`` forward; return what each one saves, and where all values lie.
 
     A storage counts once and in full, however many views of it are saved; parameters and buffers don't count. Storages
     are told apart by address, hence held until nothing later can alias them: the inside of a layer until its forward
-    ends, values until their last reader. With ``release`` no more than one layer's module stands on the device.
+    ends, values until their last reader. With ``release`` no more than one layer's module stands on the device. With
+    ``split`` each layer runs backward too, in two parts, to see what the second needs.
     """
     if not release:
         place_all(network, device)
@@ -51,7 +62,7 @@ def saved_values(network: Network, device: str, release: bool = False) -> tuple[
         with resident(layer.module, device, release):
             own = (*layer.module.parameters(), *layer.module.buffers())  # a move gives them other storages
             permanent = {t.untyped_storage()._cdata for t in own}
-            seen, outputs = _forward(layer, [values[v] for v in layer.reads])
+            seen, outputs, needs = _forward(layer, [values[v] for v in layer.reads], split)
             values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
             del outputs
             touched = dict.fromkeys((*layer.reads, *layer.makes))
@@ -60,37 +71,74 @@ def saved_values(network: Network, device: str, release: bool = False) -> tuple[
                 key = storage._cdata
                 size = 0 if key in permanent else storage.nbytes()
                 known.setdefault(value, Value(values[value].nbytes, first.setdefault(key, value), size))
-            among = {v for v in touched if values[v].untyped_storage()._cdata in seen}
-            boundary = permanent | {values[v].untyped_storage()._cdata for v in touched}
-            private = sum(storage.nbytes() for key, storage in seen.items() if key not in boundary)
+            boundary = {v: values[v].untyped_storage()._cdata for v in touched}
+
+            def kept(storages: Storages, permanent: set[int] = permanent, boundary: Boundary = boundary) -> Kept:
+                among = frozenset(v for v, key in boundary.items() if key in storages)
+                elsewhere = permanent | set(boundary.values())
+                return Kept(sum(x.nbytes() for key, x in storages.items() if key not in elsewhere), among)
+
+            found = kept(seen)
+            if needs is not None:
+                gradients = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in needs.gradients()}
+                later = kept({x.untyped_storage()._cdata: x.untyped_storage() for x in needs.saved.tensors()})
+                found = replace(found, later=later, gradient_bytes=sum(gradients.values()))
+                needs.let_go()
             seen.clear()
-        saved.append(Saved(private, frozenset(among)))
+            del needs
+        saved.append(found)
         drop(values, network, index)
         held = {x.untyped_storage()._cdata for x in values.values()}
         first = {key: value for key, value in first.items() if key in held}
     return saved, known
 
 
-def _forward(layer: LayerCode, inputs: Sequence[Tensor]) -> tuple[dict[int, torch.UntypedStorage], Sequence[Tensor]]:
-    seen: dict[int, torch.UntypedStorage] = {}
+def _forward(
+    layer: LayerCode, inputs: Sequence[Tensor], split: bool
+) -> tuple[Storages, Sequence[Tensor], WeightPart | None]:
+    """Return the storages that a layer saves, what it makes, and with ``split`` the second part of its backward."""
+    seen: Storages = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def hold(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         seen.setdefault(storage._cdata, storage)
-        return tensor.detach()  # an output itself would keep its own graph alive for ever
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    saved = Saved(hold)
+    with saved_tensors_hooks(saved.pack, saved.unpack):
         outputs = layer.forward(inputs)
-    return seen, outputs
+    needs = None
+    if split:
+        needs = _second_part(layer, inputs, outputs, saved)
+    else:
+        saved.clear()  # an output itself would keep its own graph alive for ever
+    return seen, [out.detach().requires_grad_(out.requires_grad) for out in outputs], needs
 
 
-def whole_bytes(saved: Sequence[Saved], values: dict[int, Value]) -> int:
+def _second_part(layer: LayerCode, inputs: Sequence[Tensor], outputs: Sequence[Tensor], saved: Saved) -> WeightPart:
+    """Run the first part of a layer's backward from ones, and return the second with what it needs alone."""
+    ends = [(get_gradient_edge(out), torch.ones_like(out)) for out in outputs if out.requires_grad]
+    try:
+        found = input_part(ends, [x for x in inputs if x.requires_grad], saved) if ends else WeightPart([], saved)
+        saved.drop_but(found.needed())
+    except RAISED as error:
+        raise code_failed(f"the backward of {layer.place}", error) from error
+    for x in inputs:
+        x.grad = None
+    layer.module.zero_grad(set_to_none=True)
+    return found
+
+
+def whole_bytes(saved: Sequence[Kept], values: dict[int, Value]) -> int:
     """Return what the whole network keeps, each storage once."""
     storages = {values[v].first: values[v].storage_bytes for layer in saved for v in layer.values}
     return sum(layer.private_bytes for layer in saved) + sum(storages.values())
 
 
-def saved_fields(network: Network, saved: Sequence[Saved], values: dict[int, Value]) -> list[dict[str, Any]]:
+Storages = dict[int, torch.UntypedStorage]  # by identity
+Boundary = dict[int, int]  # the identity of the storage of each value that a layer reads or makes
+
+
+def saved_fields(network: Network, saved: Sequence[Kept], values: dict[int, Value]) -> list[dict[str, Any]]:
     """Return the fields of each :class:`~pipeplan.problem.Layer` that say what it saves and where its output lies.
 
     Where a layer makes several values and another saves some of them only, those count as that layer's own, which is on
@@ -137,14 +185,21 @@ def _viewed(
     return None
 
 
-def sized_layers(network: Network, saved: Sequence[Saved], values: dict[int, Value]) -> list[Layer]:
+def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Value]) -> list[Layer]:
     """Return the layers of ``network`` with all their sizes, and times of 0.
 
     Weight bytes and ``parameters`` count all parameters of a layer, each once, frozen ones and those tied to other
     layers too; buffers don't count.
     """
     layers = []
-    for code, fields in zip(network.layers, saved_fields(network, saved, values), strict=True):
+    needs: list[WeightNeeds | None] = [None] * len(saved)
+    if all(x.later is not None for x in saved):
+        later = saved_fields(network, [x.later for x in saved if x.later is not None], values)
+        needs = [
+            WeightNeeds(fields["saved_bytes"], fields["saves"], kept.gradient_bytes)
+            for fields, kept in zip(later, saved, strict=True)
+        ]
+    for code, fields, need in zip(network.layers, saved_fields(network, saved, values), needs, strict=True):
         parameters = list(code.module.parameters())
         layers.append(
             Layer(
@@ -154,6 +209,7 @@ def sized_layers(network: Network, saved: Sequence[Saved], values: dict[int, Val
                 weight_bytes=sum(p.nbytes for p in parameters),
                 output_bytes=sum(values[v].size for v in code.makes),
                 parameters=sum(p.numel() for p in parameters),
+                weight_needs=need,
                 **fields,
             )
         )

@@ -20,7 +20,7 @@ from ...schedule.weight_versions import Lent
 from ..measure.held_bytes import Holding
 from ..model.network import buffers_kept
 from ..model.pieces import Piece, packed, parted
-from .split_backward import Saved, WeightPart, input_part
+from ..model.split_backward import Saved, WeightPart, input_part
 from .stage import Held, InFlight, StageModule, ends_of, names_of
 
 
@@ -117,7 +117,7 @@ class SplitStage(StageModule):
     def _first_part(self, graph: Graph, ends: Sequence[tuple[GradientEdge, Tensor]]) -> WeightPart:
         saved = graph.held.saved
         assert saved is not None, "a graph saves something, or nothing, but knows it"
-        part = input_part(ends, self._anchor, saved)
+        part = input_part(ends, [self._anchor], saved)
         if graph.number not in self._for_weights or self._for_weights[graph.number][0] != len(saved):
             self._for_weights[graph.number] = len(saved), part.needed()
         saved.drop_but(self._for_weights[graph.number][1])

@@ -25,10 +25,10 @@ from ..device import CPU, on_host
 from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
+from ..model.split_backward import Saved
 from .changing_buffers import Before, ChangingBuffers
 from .draws import Draws
 from .newest_weights import reading_newest
-from .split_backward import Saved
 from .versions import Versions
 
 

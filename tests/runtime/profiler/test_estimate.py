@@ -14,9 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from pipeplan import zoo
-from pipeplan.cost.roofline import Constants, product_share, timed
+from pipeplan.api.asked import problem_of
+from pipeplan.api.profiles import read_profile
+from pipeplan.cost.roofline import Constants, Product, product_share, timed
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.accelerators import Accelerator, accelerator
+from pipeplan.files.profiles import profile_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import PassWork, Platform, Problem
@@ -72,6 +75,53 @@ def test_convolutions_of_float32_run_in_tf32_and_products_do_not():
     slow = estimate(convolution, device=old).layers[0]
     assert slow.forward_ns == pytest.approx(flops / (0.6 * 10e12) * 1e9, abs=2)
     assert fast.forward_ns < slow.forward_ns / 3
+
+
+def test_each_gradient_of_a_convolution_is_a_kernel_of_its_kind():
+    shapes = [(1, 1, 1), (3, 1, 1), (3, 1, 4), (3, 2, 1)]  # size, stride, groups
+    kinds = ["convolution-1x1", "convolution-3x3", "convolution-grouped", "convolution"]
+
+    def build(batch):
+        middle = [nn.Conv2d(256, 256, k, s, k // 2, groups=g, bias=False) for k, s, g in shapes]
+        return [nn.Conv2d(3, 256, 1), *middle], torch.randn(batch, 3, 64, 64), mean_square
+
+    def layers(rates):
+        device = msgspec.structs.replace(ROUND, tflops={"float32": 10.0}, rates=rates)
+        return estimate(build, device=device).layers[1:-1]
+
+    plain = layers({})
+    faster = layers({kind: 2.0 + i for i, kind in enumerate(kinds)})
+    for i, (size, stride, groups) in enumerate(shapes):
+        flops = 2 * 4 * 256 * (256 // groups) * size**2 * (64 // stride) ** 2
+        assert plain[i].forward_ns == pytest.approx(flops / (0.6 * 10e12) * 1e9, abs=2)
+        assert plain[i].backward_ns == pytest.approx(2 * plain[i].forward_ns, abs=4)
+        assert faster[i].forward_ns == pytest.approx(plain[i].forward_ns / (2 + i), abs=2)
+
+
+def test_the_shape_of_a_convolution_says_what_it_reaches_and_tensor_cores_have_rates_of_their_own():
+    wide, narrow = (Product(1, 1 << 20, n, 9 * n) for n in (256, 64))
+    assert narrow.share(80) < 0.8 * wide.share(80)
+    assert wide.winograd_share(80) == product_share(1, 1 << 20, 256, 256, 80, 40)
+    deep = Product(1, 576, 64, 1 << 20, weights=True)
+    assert deep.share(80) > 2 * product_share(1, 576, 64, 1 << 20, 80), "its depth is shared out"
+    v100, a100 = accelerator("v100"), accelerator("a100")
+    assert not v100.on_tensor_cores("float32")
+    assert v100.on_tensor_cores("float16")
+    assert a100.on_tensor_cores("float32"), "in tf32"
+    assert (v100.rate("convolution-3x3", plain=True), v100.rate("convolution-3x3")) == (2.2, 0.8)
+    assert v100.rate("norm") == v100.rate("product") == 1
+
+
+def test_an_estimate_of_convolutions_says_what_plans_on_it_are_worth(tmp_path):
+    model = zoo.load("small-cnn")
+    chain = estimate(model, data=model.data(4))
+    assert "12% longer on average" in chain.worth
+    assert not estimate(small).worth
+    path = tmp_path / "profile.json"
+    path.write_text(profile_text(chain))
+    _, assumed = problem_of(read_profile(path), gpus=2, mem="1GB")
+    assert chain.worth in assumed
+    assert merge_share(chain, Fraction(1, 2)).worth == chain.worth
 
 
 def test_the_type_decides_peak_and_bytes():

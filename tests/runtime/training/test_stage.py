@@ -9,6 +9,8 @@ from pipeplan.cost import memory_model
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.training.draws import begin_draws
+from pipeplan.runtime.training.split_stage import SplitStage
+from pipeplan.runtime.training.stage import StageModule
 
 
 def small_net():
@@ -50,6 +52,33 @@ def test_gradients_and_statistics_equal_plain_training(checkpoint):
         torch.testing.assert_close(mine, theirs.grad, rtol=0, atol=1e-7)
     for mine, theirs in zip(nn.Sequential(*layers).buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("checkpoint", [(), ((0, 4),), ((1, 3),), ((0, 1), (2, 5))])
+def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
+    """The first stage leaves its first layer that trains to the second part; recomputed layers run again once."""
+    target, runs = torch.zeros(6, 4), []
+    inputs = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    options = {"loss": nn.functional.mse_loss, "checkpoint": checkpoint, "divisor": 3, "index": index}
+    for kind in (StageModule, SplitStage):
+        layers = small_net()
+        stage, given = stage_of(layers, inputs[0], kind=kind, **options), []
+        for m, x in enumerate(inputs):
+            stage.forward(m, 0, x, target, counted=True)
+        for m in range(3):
+            given.append(stage.backward_inputs(m, 0, None) if kind is SplitStage else stage.backward(m, 0, None))
+        if kind is SplitStage:
+            assert all(gradient is None for gradient in stage.versions.gradients())
+            held = stage._activations.held_bytes
+            for m in range(3):
+                stage.backward_weights(m, 0)
+                assert stage._activations.held_bytes < held
+                held = stage._activations.held_bytes
+        assert stage._activations.held_bytes == 0
+        runs.append((given, stage.versions.gradients(), list(nn.Sequential(*layers).buffers())))
+    for one, other in zip(*runs, strict=True):
+        assert [x is None or torch.equal(x, y) for x, y in zip(one, other, strict=True)] == [True] * len(one)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,14 @@ class WeightPart:
             self.groups.pop(0).run()
         self.saved.clear()
 
+    def let_go(self) -> None:
+        """Let go of everything; it will not be run."""
+        for group in self.groups:
+            for one in group.caught:
+                one.let_go()
+        self.groups = []
+        self.saved.clear()
+
     def needed(self) -> frozenset[int]:
         """Return the numbers of what was saved that it needs, found by trying."""
         self.saved.asked.clear()
@@ -145,13 +153,13 @@ class WeightPart:
         return frozenset(self.saved.asked)
 
 
-def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entry: Tensor, saved: Saved) -> WeightPart:
+def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Tensor], saved: Saved) -> WeightPart:
     """Run the first part of a backward from ``ends``, with the gradients that came there, and return the second.
 
-    The first goes as far as what leads to ``entry``, a leaf, by nodes that catch the gradients there. A graph without
-    such has no first part.
+    The first goes to the leaves ``entries``. A graph in which nothing leads to them has no first part.
     """
-    children, spine = _walked([edge.node for edge, _ in ends], torch.autograd.graph.get_gradient_edge(entry).node)
+    targets = [torch.autograd.graph.get_gradient_edge(entry).node for entry in entries]
+    children, spine = _walked([edge.node for edge, _ in ends], targets)
     if not spine:
         leaves = [_weight(node) for node in children if _is_leaf(node)]
         return WeightPart([Group(leaves, ends=list(ends))] if leaves else [], saved)
@@ -164,15 +172,16 @@ def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entry: Tensor, saved
         else:
             later.append(Group(leaves, [Caught(node) for node in nodes]))
     edges, gradients = zip(*ends, strict=True)
-    torch.autograd.backward(edges, gradients, retain_graph=True, inputs=[entry, *now])
+    torch.autograd.backward(edges, gradients, retain_graph=True, inputs=[*entries, *now])
     return WeightPart(later, saved)
 
 
 Children = Mapping[Node, Sequence[Node]]
 
 
-def _walked(roots: Sequence[Node], target: Node) -> tuple[dict[Node, list[Node]], set[Node]]:
-    """Return all nodes below ``roots`` with those right below each, and the spine: those on a way to ``target``."""
+def _walked(roots: Sequence[Node], targets: Sequence[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
+    """Return all nodes below ``roots`` but ``targets`` with those right below each, and the spine: those on a way to
+    ``targets``."""
     children: dict[Node, list[Node]] = {}
     parents: dict[Node, list[Node]] = {}
     stack = list(reversed(roots))
@@ -185,14 +194,14 @@ def _walked(roots: Sequence[Node], target: Node) -> tuple[dict[Node, list[Node]]
             parents.setdefault(child, []).append(node)
         stack.extend(reversed(below))
     spine: set[Node] = set()
-    stack = list(parents.get(target, ()))
+    stack = [node for target in targets for node in parents.get(target, ())]
     while stack:
         node = stack.pop()
         if node not in spine:
             spine.add(node)
             stack.extend(parents.get(node, ()))
-    if spine:
-        children.pop(target)
+    for target in targets:
+        children.pop(target, None)
     return children, spine
 
 
