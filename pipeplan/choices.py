@@ -6,7 +6,7 @@ holds against these. Here they cost no import, so that help comes at once.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 ScheduleKind = Literal[
     "flush",
@@ -22,8 +22,11 @@ ScheduleKind = Literal[
     "zbv",
     "v-half",
     "v-min",
+    "dualpipev",
+    "written",
     "pattern",
 ]
+PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what plans are made for
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
 

@@ -110,11 +110,15 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How microbatches run: the pattern without end, or ``microbatches`` per mini-batch in a drained schedule."""
+    """How microbatches run: the pattern without end, or ``microbatches`` per mini-batch in a drained schedule.
+
+    Of a written one ``order`` has the passes of every GPU, or group of them, in the order of these: ``0F0,0I0,0W0``.
+    """
 
     kind: ScheduleKind = "pattern"
     microbatches: int | None = None
     limit: int | None = None
+    order: tuple[str, ...] | None = None
 
     @property
     def mini_batch(self) -> int:

@@ -176,7 +176,6 @@ class _Stages:
         room, sums = self._room(replicas), self._sums(replicas)
         ends = self._there[:, None] + self._back[:, None]
         for first, last in _ranges(count):
-            problem.deadline.check()
             dropped = np.maximum(self._saved - room // first, 0)
             again = np.where(dropped > 0, dropped * np.minimum(self._price, 1e18), 0)
             fits = (room >= 0) & (again < 1e17) & (stop > start)

@@ -52,7 +52,7 @@ def judged(plan: Plan) -> tuple[Evaluation | None, list[str]]:
     if endless is not None:
         return None, [f"schedule: {endless}"]
     if kind_of(plan).simulated is not None:
-        reason = refused(graph, plan.schedule.kind)
+        reason = refused(graph, plan.schedule)
         if reason is not None:
             return None, [reason]
         result = evaluate(plan, graph)
@@ -131,6 +131,9 @@ def schedule_violations(plan: Plan) -> list[str]:
             )
     if kind.simulated is not None and plan.pattern is not None:
         found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
+    if kind.written != (schedule.order is not None):
+        said = "missing" if schedule.order is None else "given"
+        found.append(f"schedule.order is {said}; {'a' if kind.written else 'only a'} written schedule has one")
     if kind.limit is None and schedule.limit is not None:
         found.append(f"schedule.limit is {schedule.limit}; {schedule.kind} holds what its order says and has no limit")
     if kind.limit is not None and (schedule.limit is None or schedule.limit < 1):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 import click
 from click.shell_completion import CompletionItem
 
+from ..choices import PLANNED
+
 
 class Named(click.ParamType[str]):
     """A text that is one of ``names``, or with ``files`` a file; none is refused here. ``lists``: several by commas."""
@@ -74,6 +76,7 @@ MODEL = Named(_models)
 PROFILE = Named(lambda: (*_models(), *_profiles()), files=True)
 TRANSFORMER = Named(_transformers)
 SCHEDULE = Named(_schedules)
+RUN_SCHEDULE = Named(lambda: PLANNED, files=True)
 WRITTEN = Named(lambda: (*_schedules(), "all"), files=True)
 ALGORITHMS_LIST = Named(_algorithms, lists=True)
 KNOB = Named(_knobs)

@@ -144,7 +144,10 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
 )
 @click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
 @click.option(
-    "--schedule", type=click.Choice(["message-driven"]), help="Run a plan that drains in the order of arrival instead."
+    "--schedule",
+    metavar="NAME|FILE.csv",
+    type=completed.RUN_SCHEDULE,
+    help="Run the plan's stages under this schedule instead, or in the order of a file as torch reads it.",
 )
 @click.option("--limit", type=Count(most=10**6), help="message-driven: microbatches at most in each pipeline.")
 @click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
@@ -267,14 +270,14 @@ def command(
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(plan)
-    if limit is not None and schedule is None and not KINDS[loaded.schedule.kind].by_arrival:
+    if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..report.run import print_dry_run, print_report, progress_printer
     from ..runtime.options import RunOptions, clipping, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
-    loaded = run_otherwise(loaded, vertical_sync, schedule is not None or limit is not None, limit)
+    loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
     loaded = clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
     spec = trained_model(model, data, plan, loaded.chain.name)
     options = RunOptions(

@@ -36,7 +36,11 @@ PolicyFile = form(
 )
 StageFile = form(Stage, optional=(), checkpoint=tuple[tuple[int, int], ...] | None)
 ScheduleFile = form(
-    Schedule, optional=("microbatches", "limit"), brief=True, microbatches=Positive | None, limit=Positive | None
+    Schedule,
+    optional=("microbatches", "limit", "order"),
+    brief=True,
+    microbatches=Positive | None,
+    limit=Positive | None,
 )
 TimedOpFile = form(TimedOp, start_ns=Instant, duration_ns=Instant)
 PatternFile = form(Pattern, period_ns=Instant, operations=tuple[TimedOpFile, ...])  # type: ignore[valid-type]  # a form

@@ -9,9 +9,9 @@ import re
 from ..errors import BadInput
 from ..names import shown
 from ..schedule.written import Action, Written
+from ..schedule.written_program import action_of
 from .text import read_text
 
-ACTION = re.compile(r"([0-9]{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]{1,6})")
 OTHERS = re.compile(
     r"[0-9]{1,6}(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:[0-9]{1,6})?"
 )  # of sharded weights; they wait for nobody
@@ -30,9 +30,9 @@ def read_schedule(path: str) -> Written:
             overlap = OVERLAP.fullmatch(cell.strip())
             for text in overlap[1].split(";") if overlap else [cell]:
                 text = text.strip()
-                found = ACTION.fullmatch(text)
-                if found:
-                    row.append(Action(int(found[1]), found[2], int(found[3])))  # type: ignore[arg-type]  # as matched
+                found = action_of(text)
+                if found is not None:
+                    row.append(found)
                 elif text and not OTHERS.fullmatch(text):
                     raise BadInput(
                         f"{path}: row {number}, cell {column}: '{shown(text)}' is no action such as 0F0 or 1RECV_F3"

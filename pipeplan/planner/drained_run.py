@@ -60,7 +60,7 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
         pattern = best_one_f_one_b_star(graph) if graph.separate else None
         if pattern is None:
             return None
-    elif refused(graph, kind) is not None:
+    elif refused(graph, Schedule(kind, count)) is not None:
         return None
     if structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None

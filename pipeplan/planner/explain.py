@@ -17,7 +17,8 @@ from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
 from ..names import shown
-from ..partition.contiguous.contiguous import feasible, longest_period_ns
+from ..partition.contiguous.claims import longest_period_ns
+from ..partition.contiguous.contiguous import feasible
 from ..plan import Allocation, Schedule, ScheduleKind, Stage
 from ..problem import Level, Problem, Weights
 from ..schedule.kinds import KINDS

@@ -62,7 +62,7 @@ class LimitSearch:
 
     def refuses(self, graph: StageGraph) -> str | None:
         """Return why ``graph`` cannot run under the schedule at all, or None."""
-        return refused(graph, self.schedule.kind)
+        return refused(graph, self.schedule)
 
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""

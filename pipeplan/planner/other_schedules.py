@@ -19,14 +19,14 @@ from ..problem import Platform, Policy, Problem
 from ..schedule.kinds import endless, graph_of, kind_of, loop, shown_microbatches, too_long
 from ..schedule.nf1b import DEFAULT_BATCH
 from ..schedule.program import Program, pipelines, unroll
-from ..schedule.registry import schedules
-from ..schedule.slots import explicit
+from ..schedule.registry import named
 from ..schedule.written import Written, deadlock, incomplete
+from ..schedule.written_program import order_of, unfit, written_program
 
 
 def drains(plan: Plan, schedule: str) -> bool:
     """Whether ``schedule`` empties the pipeline before every update."""
-    weights = schedules()[schedule].weights
+    weights = named(schedule).weights
     return (weights or plan.policy.weights) == "flush"
 
 
@@ -41,7 +41,7 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
     ``options`` that the schedule doesn't take are left out; those of the plan's own schedule are the plan's unless they
     are given. BadInput says why a plan cannot run so.
     """
-    entry = schedules()[schedule]
+    entry = named(schedule)
     given = {name: value for name, value in (options or {}).items() if name in entry.options and value is not None}
     if entry.build is None:
         if plan.pattern is None:
@@ -53,7 +53,8 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         _refuse_endless(graph, microbatches)
         return unroll(graph, plan.pattern, microbatches)
     if schedule == own_schedule(plan):
-        given = ({"limit": plan.schedule.limit} if "limit" in entry.options else {}) | given
+        plans = {"limit": plan.schedule.limit, "order": plan.schedule.order}
+        given = {option: value for option, value in plans.items() if option in entry.options} | given
     if "batch" in entry.options:
         given["batch"] = mini_batch(plan, schedule, options)
     chunks = given.pop("chunks", 2)
@@ -72,24 +73,15 @@ def program_of_written(plan: Plan, written: Written, name: str) -> Program:
     found = incomplete(written) or deadlock(written)
     if found:
         raise BadInput(f"{name}: {found[0]}")
-    groups = sorted({stage.devices for stage in stages})
-    homes = [groups.index(stage.devices) for stage in stages]
-    if written.stages != len(stages) or [written.homes[s] for s in range(len(stages))] != homes:
-        said = [written.homes[s] for s in range(written.stages)]
-        raise BadInput(f"{name}: its stages are on ranks {said}, those of the plan on {homes}")
     alone = stage_graph(plan.chain, plan.platform, replace(plan.policy, weights="flush", accumulate=1), stages)
-    count = pipelines(alone, name)
-    policy = replace(plan.policy, weights="flush", accumulate=written.microbatches * count, vertical_sync=False)
-    graph = stage_graph(plan.chain, plan.platform, policy, stages)
-    kinds = {"I": "B"}
-    passes = {
-        graph.stages[homes.index(rank)].resource: [
-            (kinds.get(x.kind, x.kind), x.stage, x.microbatch) for x in row if x.computes
-        ]
-        for rank, row in enumerate(written.rows)
-    }
-    _refuse_endless(graph, written.microbatches * count)
-    return explicit(graph, written.microbatches * count, lambda _: passes, count, split=written.split)
+    count = written.microbatches * pipelines(alone, name)
+    policy = replace(plan.policy, weights="flush", accumulate=count, vertical_sync=False)
+    graph, order = stage_graph(plan.chain, plan.platform, policy, stages), order_of(written)
+    refused = unfit(graph, order, count)
+    if refused is not None:
+        raise BadInput(f"{name}: {refused}")
+    _refuse_endless(graph, count)
+    return written_program(graph, count, order)
 
 
 def _refuse_endless(graph: StageGraph, microbatches: int) -> None:
@@ -105,7 +97,7 @@ def _refuse(reason: str | None) -> None:
 
 def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
     """Return how many microbatches one backward covers: 1, or of a schedule with a choice the given, its own or 4."""
-    if "batch" not in schedules()[schedule].options:
+    if "batch" not in named(schedule).options:
         return 1
     own = plan.schedule.microbatches if schedule == own_schedule(plan) else None
     return int((options or {}).get("batch") or own or DEFAULT_BATCH)
@@ -113,7 +105,7 @@ def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = No
 
 def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 1) -> StageGraph:
     """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
-    entry = schedules()[schedule]
+    entry = named(schedule)
     weights = entry.weights or plan.policy.weights
     accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
     synced = plan.policy.vertical_sync and schedule == own_schedule(plan)
@@ -128,7 +120,7 @@ def schedule_stages(plan: Plan, schedule: str, chunks: int = 2) -> tuple[Stage, 
     Those are cut anew, into as many equal pipelines as the plan's replicas can be shared by (their greatest common
     divisor), with the plan's recomputation.
     """
-    entry, own = schedules()[schedule], plan.allocation.stages
+    entry, own = named(schedule), plan.allocation.stages
     if schedule == own_schedule(plan) or (entry.homes is None and not entry.refuses(graph_of(plan))):
         return own
     groups = _even_groups(own) if entry.replicas else [(d,) for d in sorted({d for x in own for d in x.devices})]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..check.validate import check
 from ..errors import BadInput
+from ..files.schedule_csv import read_schedule
 from ..files.text import check_writable
 from ..plan import Plan
 from ..problem import CLIPPED_TOGETHER
@@ -15,7 +16,8 @@ from ..schedule.kinds import graph_of
 from ..schedule.pattern import starts_of
 from ..schedule.periodic.retime import order_of, retime
 from .device import Choice as DeviceChoice
-from .lowering.lowered_run import lower_run, message_driven_plan
+from .lowering.lowered_run import lower_run
+from .lowering.otherwise import under, written_plan
 from .model.loader import Loader
 from .model.spec import ModelSpec, data_of, find
 from .model.user_code import user_code
@@ -138,18 +140,22 @@ def clipping(plan: Plan, clips: bool) -> Plan:
     return plan
 
 
-def run_otherwise(plan: Plan, vertical_sync: bool, message_driven: bool, limit: int | None) -> Plan:
+def run_otherwise(plan: Plan, vertical_sync: bool, schedule: str | None, limit: int | None) -> Plan:
     """Return ``plan`` with its devices running otherwise than it says; BadInput where it then breaks a promise.
 
-    With ``vertical_sync`` a microbatch sees one weight version on all stages, with ``message_driven`` arrivals decide
-    the order, and ``limit`` microbatches at most are in each pipeline (None: the plan's own, or as serves).
+    With ``vertical_sync`` a microbatch sees one weight version on all stages. ``schedule`` is the name of a kind, or a
+    CSV file with an order as torch reads it; ``limit`` is what it admits at once (None: the plan's own, or as serves).
     """
     if vertical_sync and not plan.policy.vertical_sync:
         plan = replace(plan, policy=replace(plan.policy, vertical_sync=True))
         check(plan)  # it keeps other versions
-    if message_driven:
-        plan = message_driven_plan(plan, limit)
-        check(plan)  # another limit holds other activations
+    if schedule is None:
+        return plan
+    if schedule.endswith(".csv"):
+        plan = written_plan(plan, read_schedule(schedule), schedule)
+    else:
+        plan = under(plan, schedule, limit)
+    check(plan)  # it holds other activations
     return plan
 
 

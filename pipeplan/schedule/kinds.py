@@ -15,6 +15,7 @@ from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import Weights
 from .breadth_first import breadth_first
 from .controlled import v_half, v_min
+from .dualpipev import dualpipev
 from .gpipe import gpipe
 from .interleaved import interleaved, not_interleaved
 from .interleaved_zero_bubble import interleaved_zero_bubble
@@ -27,6 +28,7 @@ from .registered import Kind, Limit, ProgramSchedule
 from .simulate import simulate
 from .steady import steady_nf1b
 from .timeline import Timeline
+from .written_program import unfit, written_program
 from .zbv import no_vee, zbv
 from .zero_bubble import zb1p, zb2p
 
@@ -226,6 +228,23 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
         "V-Min: stages d and 2p - 1 - d on GPU d, weight gradients later, a third of 1F1B's activations",
     ),
+    "dualpipev": _ordered(
+        ProgramSchedule(
+            dualpipev,
+            "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
+            "DualPipe (DeepSeek-V3 2024), as in torch",
+            homes=vee,
+            refuses=lambda graph: no_vee(graph, "dualpipev"),
+            options=("overlap", *_SPLIT),
+        ),
+        "DualPipeV: stages d and 2p - 1 - d on GPU d, forwards together with backwards of others",
+    ),
+    "written": _ordered(
+        ProgramSchedule(
+            written_program, "an order of its own for every GPU", "a file as torch reads it", options=("order",)
+        ),
+        "written for these stages, drained",
+    ),
     "pattern": Kind(
         weights=("2bw", "stash", "latest"),
         refusal="weights {weights} drain the pipeline after every mini-batch; the schedule is an endless pattern",
@@ -240,14 +259,16 @@ def kind_of(plan: Plan) -> Kind:
 
 
 def kinds_for(weights: Weights) -> list[ScheduleKind]:
-    """Return the kinds of schedules that a weights policy goes with, the default first."""
-    return [name for name, kind in KINDS.items() if weights in kind.weights]
+    """Return the kinds of schedules that plans with a weights policy can be made for, the default first."""
+    return [name for name, kind in KINDS.items() if weights in kind.weights and not kind.written]
 
 
-def refused(graph: StageGraph, name: ScheduleKind) -> str | None:
-    """Return why stages cannot run under a kind of schedule, or None."""
-    simulated = KINDS[name].simulated
-    return None if simulated is None else simulated.refuses(graph)
+def refused(graph: StageGraph, schedule: Schedule) -> str | None:
+    """Return why stages cannot run under a schedule, or None."""
+    kind = KINDS[schedule.kind]
+    if kind.written:
+        return unfit(graph, schedule.order or (), schedule.mini_batch)
+    return None if kind.simulated is None else kind.simulated.refuses(graph)
 
 
 def too_long(operations: int, schedule: Schedule) -> str | None:
@@ -284,7 +305,7 @@ def program_of_kind(graph: StageGraph, schedule: Schedule, pattern: Pattern | No
     simulated = KINDS[schedule.kind].simulated
     if simulated is None or simulated.build is None:
         return unroll(graph, _known(pattern), microbatches)
-    own = {"batch": schedule.mini_batch, "limit": schedule.limit}
+    own = {"batch": schedule.mini_batch, "limit": schedule.limit, "order": schedule.order}
     return simulated.build(graph, microbatches, **{name: own[name] for name in simulated.options if name in own})
 
 

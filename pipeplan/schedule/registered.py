@@ -80,6 +80,11 @@ class Kind:
         return self.simulated is not None and "weight_keeps" in self.simulated.options
 
     @property
+    def written(self) -> bool:
+        """Whether the order of passes is written in a plan's schedule."""
+        return self.simulated is not None and "order" in self.simulated.options
+
+    @property
     def steady(self) -> Callable[..., SteadyRun] | None:
         """What finds the steady state of a simulated schedule that doesn't drain, like ``steady_nf1b``."""
         return None if self.simulated is None else self.simulated.steady

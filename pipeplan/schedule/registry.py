@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from .dualpipev import dualpipev
-from .kinds import KINDS, vee
+from .kinds import KINDS
 from .one_f_one_b import one_f_one_b
 from .registered import ProgramSchedule
-from .zbv import no_vee
 
 OTHERS: dict[str, ProgramSchedule] = {
     "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
@@ -17,20 +15,19 @@ OTHERS: dict[str, ProgramSchedule] = {
         "stash",
         options=("depth",),
     ),
-    "dualpipev": ProgramSchedule(
-        dualpipev,
-        "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
-        "DualPipe (DeepSeek-V3 2024), as in torch",
-        homes=vee,
-        refuses=lambda graph: no_vee(graph, "dualpipev"),
-        options=("overlap", "weight_keeps"),
-    ),
 }
 
 
 def schedules() -> dict[str, ProgramSchedule]:
     """Return every schedule by name: those above, and the kinds of schedules that plans are made for."""
     own: dict[str, ProgramSchedule] = {
-        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None
+        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None and not kind.written
     }
     return {**OTHERS, **own}
+
+
+def named(name: str) -> ProgramSchedule:
+    """Return a schedule by its name, or what runs plans of the kind that has the name."""
+    found = schedules().get(name) or next(kind.simulated for own, kind in KINDS.items() if own == name)
+    assert found is not None, "a plan without a pattern is simulated"
+    return found

@@ -6,7 +6,7 @@ Named semantics say what waits for what where sends and receives are among the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +46,7 @@ class Action:
 
 
 Rows = Sequence[Sequence[Action]]
+Parted = Set[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,13 @@ class Written:
 
     @property
     def split(self) -> bool:
-        """Whether backwards come in two parts."""
+        """Whether backwards come in two parts, or some do."""
         return any(action.kind in ("I", "W") for row in self.rows for action in row)
+
+    @property
+    def parted(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) of the backwards whose part for inputs comes apart."""
+        return frozenset((action.stage, action.microbatch) for row in self.rows for action in row if action.kind == "I")
 
 
 MOST_SAID = 10
@@ -110,9 +116,9 @@ def incomplete(written: Written) -> list[str]:
 
 
 def _out_of_order(written: Written, where: dict[Action, tuple[int, int]]) -> list[str]:
-    found = []
+    found, parted = [], written.parted
     for action, (rank, at) in where.items():
-        for needed in _needs(written, action):
+        for needed in _needs(written, parted, action):
             if needed in where and where[needed][0] == rank and where[needed][1] > at:
                 found.append(f"rank {rank} runs {action} before {needed}, which it needs")
     return found
@@ -140,17 +146,19 @@ def _partner(action: Action) -> Action:
     return Action(action.stage + step, kinds[action.kind], action.microbatch)
 
 
-def _needs(written: Written, action: Action) -> list[Action]:
-    """Return what must be over before an action, as far as the schedule says it."""
+def _needs(written: Written, parted: Parted, action: Action) -> list[Action]:
+    """Return what must be over before an action, as far as the schedule, whose :attr:`Written.parted` it is, says."""
     s, m = action.stage, action.microbatch
-    back: Kind = "I" if written.split else "B"
+
+    def back(stage: int) -> Kind:
+        return "I" if (stage, m) in parted else "B"
 
     def arriving(kind: Literal["F", "B"], neighbour: int) -> list[Action]:
         if not 0 <= neighbour < written.stages:
             return []
         if written.has_transfers and written.homes[neighbour] != written.homes[s]:
             return [Action(s, f"RECV_{kind}", m)]  # type: ignore[arg-type]  # one of the kinds
-        return [Action(neighbour, "F" if kind == "F" else back, m)]
+        return [Action(neighbour, "F" if kind == "F" else back(neighbour), m)]
 
     match action.kind:
         case "F":
@@ -162,7 +170,7 @@ def _needs(written: Written, action: Action) -> list[Action]:
         case "SEND_F":
             return [Action(s, "F", m)]
         case "SEND_B":
-            return [Action(s, back, m)]
+            return [Action(s, back(s), m)]
     return []
 
 
@@ -178,7 +186,7 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
     waiting: list[list[Action]] = [[] for _ in rows]  # transfers that keep a rank
     fellows: dict[Action, list[Action]] = {}  # those that were posted with one, where they happen together
     met: set[frozenset[int]] = set()
-    homes = written.homes
+    homes, parted = written.homes, written.parted
 
     def ends(action: Action) -> frozenset[int]:
         return frozenset((homes[action.stage], homes[_partner(action).stage]))
@@ -226,7 +234,7 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
             return False
         action = rows[rank][place[rank]]
         if action.computes:
-            if any(needed not in done for needed in _needs(written, action)):
+            if any(needed not in done for needed in _needs(written, parted, action)):
                 return False
             done.add(action)
             place[rank] += 1
@@ -258,7 +266,7 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
 def _stuck(
     written: Written, place: Sequence[int], waiting: Sequence[Sequence[Action]], over: Callable[[Action], bool]
 ) -> list[str]:
-    found = []
+    found, parted = [], written.parted
     for rank, row in enumerate(written.rows):
         kept = [action for action in waiting[rank] if not over(action)]
         if kept:
@@ -266,6 +274,6 @@ def _stuck(
             found.append(f"rank {rank} stands at {kept[0]}, until rank {other} comes to {_partner(kept[0])}")
         elif place[rank] < len(row):
             action = row[place[rank]]
-            lacking = next((x for x in _needs(written, action) if not over(x)), None)
+            lacking = next((x for x in _needs(written, parted, action) if not over(x)), None)
             found.append(f"rank {rank} stands at {action}" + (f", which waits for {lacking}" if lacking else ""))
     return found

@@ -19,7 +19,7 @@ from runtime import best_cut, plan_of, profiled
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 
@@ -52,7 +52,7 @@ def compare(name: str, chain: Chain, cut: int, delay_ms: float, arguments: argpa
     simulated: dict[int, list[float]] = {limit: [] for limit in LIMITS}
     for _ in range(arguments.pairs):
         for limit in LIMITS:
-            plan = message_driven_plan(drained, limit)
+            plan = under(drained, "message-driven", limit)
             report = run_plan(
                 plan, ModelSpec(name), RunOptions(steps=arguments.steps, lr=1e-3, link_delay_s=delay_ms / 1e3)
             )

@@ -92,7 +92,9 @@ class Setting:
         options = RunOptions(
             steps=steps, lr=0.01, optimizer=parse_choice(OPTIMIZER, ""), checkpoint=folder, every=EVERY, **more
         )
-        plan = run_otherwise(self.plan, False, bool(self.arguments), 2 if self.arguments else None)
+        plan = run_otherwise(
+            self.plan, False, "message-driven" if self.arguments else None, 2 if self.arguments else None
+        )
         try:
             report = run_plan(plan, ModelSpec(model, "cases.runtime:vectors"), options, None, said.append)
             assert report is not None

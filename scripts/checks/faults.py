@@ -40,7 +40,7 @@ from pipeplan.files.plans import plan_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.profiler.measure import measure_model
@@ -290,7 +290,7 @@ def plans() -> dict[str, Plan]:
         schedule = Schedule("flush", 4) if weights == "flush" else Schedule()
         plan = Plan(chain, platform, policy, Allocation(stages), pattern, (), Provenance("by hand"), schedule)
         if name in ("2, messages", "4, grid"):
-            plan = message_driven_plan(plan)
+            plan = under(plan, "message-driven")
         made[name] = replace(plan, lower_bounds=(any_bound(Problem(chain, platform, policy)),))
     return made
 

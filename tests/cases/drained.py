@@ -55,7 +55,7 @@ def _times(problem: Problem, stages: tuple[Stage, ...], count: int) -> list[tupl
     found: list[tuple[ScheduleKind, int]] = []
     kinds: tuple[ScheduleKind, ...] = ("flush", "1f1b", "zb1p")
     for kind in kinds:
-        if refused(graph, kind) is None:
+        if refused(graph, Schedule(kind, count)) is None:
             run = drained_run(problem, stages, kind)
             found += [] if run is None else [(kind, run.makespan_ns)]
     for limit in range(1, 2 * len(stages)):

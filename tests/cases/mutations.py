@@ -17,7 +17,7 @@ from cases.plans import fitted, greedy_pattern
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
-from pipeplan.plan import Bound, Plan, ScheduleKind, Stage
+from pipeplan.plan import Bound, Plan, Schedule, ScheduleKind, Stage
 from pipeplan.planner.grid.plan import make_grid_plan
 from pipeplan.planner.grid.problem import grid_problem
 from pipeplan.planner.plan import make_plan
@@ -36,7 +36,7 @@ SMALL = 10**4
 LOOP, VEE = "0/1/0/1", "0/1/1/0"
 PLACED: dict[ScheduleKind, str] = {
     **dict.fromkeys(("breadth-first", "interleaved-zb"), LOOP),
-    **dict.fromkeys(("zbv", "v-half", "v-min"), VEE),
+    **dict.fromkeys(("zbv", "v-half", "v-min", "dualpipev"), VEE),
 }
 
 
@@ -73,6 +73,7 @@ def kinds() -> dict[str, Plan]:
         "zb2p": planned(Policy("flush", 4), schedule="zb2p", algorithm="balance"),
         "gpipe": planned(Policy("flush", 4), schedule="gpipe", algorithm="balance"),
         **{f"{kind}, chunks": _placed(flat, kind, on) for kind, on in PLACED.items()},
+        "written": _written(flat),
         "grid": make_grid_plan(grid, effort="quick").plan,
         "1f1b, for deepspeed": make_target_plan(_drained(servers), "deepspeed").plan,
         "interleaved, for torch": make_target_plan(_drained(flat), "torch", kinds=("interleaved",)).plan,
@@ -83,6 +84,12 @@ def _placed(platform: Platform, kind: ScheduleKind, on: str) -> Plan:
     """Return a plan with two stages on each GPU."""
     problem = Problem(CHAIN, platform, Policy("flush", 8))
     return make_plan(problem, STATED, {"split": "1,1,1,2", "on": on}, schedule=kind).plan
+
+
+def _written(platform: Platform) -> Plan:
+    """Return a plan with the order of another under 1F1B."""
+    plan = make_plan(Problem(CHAIN, platform, Policy("flush", 2)), "balance", schedule="1f1b").plan
+    return replace(plan, schedule=Schedule("written", 2, order=("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")))
 
 
 def _drained(platform: Platform) -> Problem:

@@ -36,21 +36,22 @@ from pipeplan.schedule.program import Step, unroll
 from pipeplan.schedule.simulate import simulate
 
 
-def chain_of(model, batch, *, measured=False, data=None, dtype=None):
+def chain_of(model, batch, *, measured=False, data=None, dtype=None, split=False):
     """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
     steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
-    options = MeasureOptions(dtype=dtype, **steps)
+    options = MeasureOptions(dtype=dtype, split_backward=split, **steps)
     chain = measure_model(model, batch, options, name="test", date="today", data=data).chain
     if measured:
         return chain
-    layers = [replace(x, forward_ns=10**6, backward_ns=2 * 10**6, optimizer_ns=0) for x in chain.layers]
-    layers[-1] = replace(layers[-1], forward_ns=10**5, backward_ns=10**5)
+    times = {"forward_ns": 10**6, "backward_ns": 2 * 10**6, "backward_weight_ns": 10**6 if split else None}
+    layers = [replace(x, **times, optimizer_ns=0) for x in chain.layers]
+    layers[-1] = replace(layers[-1], forward_ns=10**5, backward_ns=10**5, backward_weight_ns=None)
     return replace(chain, layers=tuple(layers))
 
 
-def zoo_chain(name, batch, *, measured=False):
+def zoo_chain(name, batch, *, measured=False, split=False):
     model = zoo.load(name)
-    return chain_of(model, batch, measured=measured, data=model.data(batch))
+    return chain_of(model, batch, measured=measured, data=model.data(batch), split=split)
 
 
 def network_of(layers, x, loss, target):

@@ -26,7 +26,7 @@ from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.failure import Failure, failure_of, told
 from pipeplan.runtime.inbox import Gone, Inbox
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.own_processes import INTERFACES, LOOK_S, QuietWatch, StopWatch, is_here, is_stopped, listen_here
@@ -84,7 +84,7 @@ def test_a_program_that_ends_as_it_builds_its_model_is_a_failure_under_torchrun_
 
 def test_a_grid_by_messages_is_resumed_after_a_rank_was_killed(tmp_path):
     stages = [(0, 3, (0, 1)), (3, 6, (2, 3))]
-    plan = message_driven_plan(plan_on(stages, weights="flush", accumulate=4), 2)
+    plan = under(plan_on(stages, weights="flush", accumulate=4), "message-driven", 2)
     healthy = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     whole = run_plan(plan, healthy, RunOptions(**OPTIONS))
     with pytest.raises(RunFailed, match=r"^rank 3 died in .*: killed by SIGKILL"):

@@ -15,7 +15,7 @@ from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
@@ -96,7 +96,7 @@ def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, words, rank, tmp
 def test_a_grid_that_works_by_messages_goes_on_after_a_fault_in_a_checkpoint(place, tmp_path):
     """A rank that holds nothing of the model but a copy is killed while it writes, or has no room to."""
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2, 3))], weights="flush", accumulate=4)
-    plan = message_driven_plan(plan, 2)
+    plan = under(plan, "message-driven", 2)
     whole = run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path / "whole", **OPTIONS))
     folder, model = tmp_path / "c", ModelSpec(f"cases.faults:deadly_{place}_3", "cases.runtime:vectors")
     words = (

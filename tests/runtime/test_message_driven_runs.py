@@ -34,7 +34,8 @@ from pipeplan.runtime.exchange.threaded import Message
 from pipeplan.runtime.executor import RankWork, execute
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
-from pipeplan.runtime.lowering.lowered_run import lower_run, message_driven_plan
+from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.schedule.message_driven import next_message
@@ -47,7 +48,7 @@ RECOMPUTED = [Stage(0, 2, (0, 1), ((0, 2),)), Stage(2, 6, (2, 3), ((2, 3), (3, 5
 
 def driven(stages, microbatches, limit=None, *, chain=None, **options):
     plan = plan_of(chain or zoo_chain(GPT, 2), stages, weights="flush", accumulate=microbatches, **options)
-    return message_driven_plan(plan, limit)
+    return under(plan, "message-driven", limit)
 
 
 # --- exactness ---------------------------------------------------------------------------------------------------
@@ -163,8 +164,8 @@ def test_a_batch_must_fill_the_grid():
 
 def test_only_plans_that_drain_can_be_message_driven():
     plan = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights="2bw")
-    with pytest.raises(BadInput, match="drains before every update, which is --weights flush; this plan has '2bw'"):
-        message_driven_plan(plan, 3)
+    with pytest.raises(BadInput, match="drains every mini-batch, which is for weights flush; the policy is 2bw"):
+        under(plan, "message-driven", 3)
     with pytest.raises(BadInput, match="torch's engine runs a fixed order"):
         run_plan(driven([(0, 2, (0,)), (2, 6, (1,))], 4), ModelSpec(GPT), RunOptions(steps=1, lr=0.1, engine="torch"))
 
@@ -174,7 +175,7 @@ def test_the_command_runs_a_drained_plan_by_messages(tmp_path):
     bound = any_bound(Problem(made.chain, made.platform, made.policy))
     path, own = tmp_path / "plan.json", tmp_path / "own.json"
     path.write_text(plan_text(replace(made, lower_bounds=(bound,))))
-    own.write_text(plan_text(replace(message_driven_plan(made, 2), lower_bounds=(bound,))))
+    own.write_text(plan_text(replace(under(made, "message-driven", 2), lower_bounds=(bound,))))
 
     def run(*arguments):
         return CliRunner().invoke(group, ["run", *map(str, arguments)], catch_exceptions=False)

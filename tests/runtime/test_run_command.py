@@ -146,7 +146,7 @@ def test_usage_errors(plan):
     ("options", "words"),
     [
         (["--trace", "nowhere/trace.json"], "there is no folder"),
-        (["--schedule", "message-driven"], "a message-driven pipeline drains before every update"),
+        (["--schedule", "message-driven"], "the schedule drains every mini-batch, which is for weights flush"),
         (["--half", "bf16"], "its precision is fp32"),
         (["--loss-scale", "8"], "its precision is fp32"),
         (["--loss-scale-window", "8"], "its precision is fp32"),

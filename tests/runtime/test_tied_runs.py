@@ -26,7 +26,8 @@ from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.dry_run import word
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
-from pipeplan.runtime.lowering.lowered_run import lower_run, message_driven_plan
+from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.loading import (
     chain_model,
     load_model,
@@ -84,7 +85,7 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
     plan = plan_of(chain, given["stages"], weights=given["weights"], accumulate=interval, optimizer=given["optimizer"])
     interval = plan.policy.update_interval(max(stage.replicas for stage in plan.allocation.stages))
     if given["driven"]:
-        plan = message_driven_plan(plan)
+        plan = under(plan, "message-driven")
     if given["bucket"]:
         plan = replace(plan, policy=replace(plan.policy, offload=True, bucket_parameters=given["bucket"]))
     options = {"steps": 10, "lr": given["lr"], "seed": 2}

@@ -20,7 +20,7 @@ from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.fitting import check_model, fitted
 from pipeplan.runtime.model.loading import load_model
 from pipeplan.runtime.model.network import TensorSpec
@@ -187,7 +187,7 @@ def test_several_inputs_outputs_and_targets_by_threads(tmp_path):
     build = traced_cases.two_inputs
     profile = chain(build)
     plan = plan_of(profile, [(0, 3, (0,)), (3, 9, (1,)), (9, len(profile), (2,))], weights="flush", accumulate=4)
-    report, state = run(message_driven_plan(plan, 3), build, tmp_path, link_delay_s=0.001)
+    report, state = run(under(plan, "message-driven", 3), build, tmp_path, link_delay_s=0.001)
     losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6

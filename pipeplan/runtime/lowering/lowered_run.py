@@ -14,10 +14,9 @@ from ...check.evaluate import evaluate
 from ...check.shared_weights import tied_violations
 from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
 from ...errors import BadInput
-from ...plan import Plan, Schedule
+from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
 from ...schedule.memory import in_flight, lane_use, most_held
-from ...schedule.message_driven import default_limit
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
 from ...schedule.simulate import simulate
@@ -327,21 +326,6 @@ def _forward_alone(part: Repeat, version: int) -> Repeat:
     return replace(part, instructions=tuple(forwards(part.instructions, 0)), versions=0, version=version)
 
 
-def message_driven_plan(plan: Plan, limit: int | None = None) -> Plan:
-    """Return ``plan``, which drains, with its devices running what arrives, ``limit`` microbatches in each pipeline.
-
-    Without a limit it is the plan's own, or the one that the schedule chooses. BadInput when the plan doesn't drain.
-    """
-    if plan.policy.weights != "flush":
-        raise BadInput(
-            f"plan: a message-driven pipeline drains before every update, which is --weights flush; this plan has "
-            f"{plan.policy.weights!r}"
-        )
-    count = plan.schedule.microbatches or plan.policy.accumulate
-    limit = limit or plan.schedule.limit or default_limit(graph_of(plan))
-    return replace(plan, pattern=None, schedule=Schedule("message-driven", count, limit))
-
-
 def _lengths(first: int, last: int, every: int | None) -> list[int]:
     """Return the updates of each segment between updates ``first`` and ``last``."""
     if every is None:
@@ -354,7 +338,7 @@ def _refuse(plan: Plan) -> None:
     """Raise BadInput with one sentence for what the runtime doesn't do."""
     kind = kind_of(plan)
     if kind.by_arrival:
-        _refuse_uneven(message_driven_plan(plan))
+        _refuse_uneven(plan)
     elif plan.pattern is None and kind.simulated is None:
         raise BadInput("plan: has no pattern, so nothing says when its operations run")
     if plan.policy.precision == "mixed" and plan.chain.dtype not in HALVES:

@@ -29,7 +29,7 @@ from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering import instructions
 from pipeplan.runtime.lowering.blocking import run_deadlock
 from pipeplan.runtime.lowering.instructions import Agree, Forward, ReduceTied, Update
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training import bucketed_optimizer
@@ -278,7 +278,7 @@ def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
 
 
 def test_sums_of_message_driven_pipelines_travel_over_nccl():
-    plan = message_driven_plan(plan_of(profile("linears"), [(0, 4, (0, 1)), (4, 9, (2, 3))], accumulate=4))
+    plan = under(plan_of(profile("linears"), [(0, 4, (0, 1)), (4, 9, (2, 3))], accumulate=4), "message-driven")
     own = job_for(plan, "linears")
     with on_gpu.gpu_of(0, 4) as (_, ranks), mock.patch.object(preparation, "transfer_times", return_value={}):
         launcher = Launcher(lambda: None)

@@ -16,7 +16,7 @@ from cases.runtime import BACKWARD_S, FORWARD_S, chain_of, plan_of, serial, undi
 from pipeplan.errors import RunFailed, RunStopped
 from pipeplan.problem import Platform
 from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.lowering.lowered_run import message_driven_plan
+from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training.checkpoint import newest
@@ -25,7 +25,7 @@ GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks
 
 
 def driven(chain, stages, microbatches, limit):
-    return message_driven_plan(plan_of(chain, stages, weights="flush", accumulate=microbatches), limit)
+    return under(plan_of(chain, stages, weights="flush", accumulate=microbatches), "message-driven", limit)
 
 
 # --- slow links -------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Run a model under every drained schedule that plans can have, on real processes, beside training in one process.
+
+    python scripts/checks/schedule_runs.py [--ranks N ...] [--schedules NAME ...] [--model NAME,BATCH] [--steps N]
+
+Prints for each schedule on each number of ranks: the largest difference between its losses and those of plain training
+(0 where they are equal to the last bit, as they must be where gradients are added in the microbatches' order), peak
+activation bytes measured over planned, and the measured period over that of the simulated program with the run's own
+times. The last line of each number of ranks writes the order of one schedule to a file and runs it from there. Exit
+code 1 where a loss differs or a rank holds more than planned. Periods want a quiet machine with a core for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from cases.runtime import serial  # noqa: E402  # found through the path above
+
+from pipeplan import zoo  # noqa: E402
+from pipeplan.check.validate import check  # noqa: E402
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage  # noqa: E402
+from pipeplan.planner.other_schedules import balanced_stages  # noqa: E402
+from pipeplan.problem import Chain, Platform, Policy  # noqa: E402
+from pipeplan.runtime.launch import run_plan  # noqa: E402
+from pipeplan.runtime.model.spec import ModelSpec  # noqa: E402
+from pipeplan.runtime.options import RunOptions, run_otherwise  # noqa: E402
+from pipeplan.runtime.profiler.measure import measure_model  # noqa: E402
+from pipeplan.runtime.profiler.steps import MeasureOptions  # noqa: E402
+from pipeplan.schedule.kinds import KINDS, plan_program  # noqa: E402
+
+MODEL = "gpt-tiny,blocks=8,2"
+LR, SEED, OPTIMIZER = 0.05, 2, "momentum"
+CLOSE = 1e-5  # where gradients are added in another order
+ORDERED = [name for name, row in KINDS.items() if row.drains and row.simulated is not None and not row.written]
+
+
+def main() -> None:
+    """Run what is asked for, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--schedules", nargs="+", default=ORDERED, choices=ORDERED)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--steps", type=int, default=6)
+    arguments = parser.parse_args()
+    name, _, batch = arguments.model.rpartition(",")
+    chain, good = profiled(name, int(batch)), True
+    for ranks in arguments.ranks:
+        count = 3 * ranks
+        losses, _ = serial(
+            name, int(batch), steps=arguments.steps, accumulate=count, optimizer=OPTIMIZER, lr=LR, seed=SEED
+        )
+        print(f"--- {ranks} ranks, {count} microbatches; load {os.getloadavg()[0]:.1f}")
+        for kind in arguments.schedules:
+            plan = planned(chain, kind, ranks, count)
+            good &= ran(name, kind, plan, arguments.steps, losses)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "order.csv")
+            rows = (row.partition(": ")[2] for row in plan_program(plan, count).text().splitlines())
+            path.write_text("".join(f"{row.replace(' ', ',')}\n" for row in rows))
+            again = run_otherwise(plan, False, str(path), None)
+            good &= ran(name, f"{arguments.schedules[-1]}, from a file", again, arguments.steps, losses)
+    sys.exit(not good)
+
+
+def profiled(name: str, batch: int) -> Chain:
+    """Return the measured profile of a zoo model, with what its weights' gradients need."""
+    model, options = zoo.load(name), MeasureOptions(steps=5, warmup=2, split_backward=True)
+    return measure_model(model, batch, options, name=name, date="today", data=model.data(batch)).chain
+
+
+def planned(chain: Chain, kind: str, ranks: int, count: int) -> Plan:
+    """Return the plan of a kind on ``ranks`` GPUs, with balanced stages where the kind has them."""
+    row = KINDS[kind]  # type: ignore[index]  # one of the keys
+    assert row.simulated is not None
+    homes = row.simulated.homes(ranks, 2) if row.simulated.homes else range(ranks)
+    policy = Policy("flush", count, OPTIMIZER)  # type: ignore[arg-type]  # one of the optimizers
+    whole = Allocation((Stage(0, len(chain), (0,)),))
+    plan = Plan(chain, Platform.flat(ranks, 10**12), policy, whole, None, (), Provenance("by hand"), Schedule())
+    stages = balanced_stages(plan, [(home,) for home in homes], kind)
+    limit = None if row.limit is None else ranks + 1
+    plan = replace(plan, allocation=Allocation(stages), schedule=Schedule(kind, count, limit))  # type: ignore[arg-type]
+    check(plan)
+    return plan
+
+
+def ran(name: str, what: str, plan: Plan, steps: int, losses: list[float]) -> bool:
+    """Run a plan, print how it went, and return whether that was as it must be."""
+    report = run_plan(plan, ModelSpec(name), RunOptions(steps=steps, lr=LR, seed=SEED))
+    assert report is not None, "this is no rank of torchrun"
+    difference = max(abs(mine - theirs) for mine, theirs in zip(report.losses, losses, strict=True))
+    held = [x.measured_bytes / x.planned_bytes for x in report.activations]
+    period = "-"
+    if report.measured_period_ns and report.calibrated_period_ns:
+        period = f"{report.measured_period_ns / report.calibrated_period_ns:.3f}"
+    print(
+        f"{what:30} loss {difference:.1e}  activations {min(held):.4f} to {max(held):.4f}  "
+        f"period {period} of {(report.calibrated_period_ns or 0) / 1e6:.2f} ms",
+        flush=True,
+    )
+    by_arrival = KINDS[plan.schedule.kind].by_arrival
+    return difference <= (0 if _adds_in_order(plan) else CLOSE) and (max(held) <= 1 or by_arrival)
+
+
+def _adds_in_order(plan: Plan) -> bool:
+    """Whether every stage adds its gradients up in the order of microbatches, by the program."""
+    program = plan_program(plan, plan.schedule.mini_batch)
+    for s in range(len(plan.allocation.stages)):
+        added = [x.microbatch for lane in program.lanes for x in lane.steps if x.position == program.release[s]]
+        if added != sorted(added):
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Plans whose backwards come in two parts, and orders that are written in files, on real processes.
+
+``scripts/checks/schedule_runs.py`` runs every schedule on 2 and 4 of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases.runtime import largest_difference, plan_of, serial, zoo_chain
+
+from pipeplan.errors import BadInput
+from pipeplan.plan import Stage
+from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.dry_run import program_lines
+from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.options import RunOptions, run_otherwise
+
+GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"
+VEE = [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 3, (1,)), Stage(3, 4, (1,)), Stage(4, 6, (0,))]
+ORDER = (
+    "0F0,0F1,3F0,3I0,3W0,0I0,0F2,3F1,0W0,3I1,0I1,3W1,3F2,3I2,0I2,0W1,3W2,0W2\n"
+    "1F0,2F0,1F1,2F1,2I0,1I0,2W0,1F2,2I1,1W0,2F2,1I1,2I2,1I2,1W1,2W1,1W2,2W2\n"
+)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return zoo_chain(GPT, 2, split=True)
+
+
+def test_an_order_in_a_file_with_split_backwards_trains_as_one_process_does(chain, tmp_path):
+    """Stages placed like a V, one recomputed, weights tied between two of a device: equal to the last bit."""
+    path = tmp_path / "order.csv"
+    path.write_text(ORDER)
+    plan = run_otherwise(plan_of(chain, VEE, accumulate=3, optimizer="momentum"), False, str(path), None)
+    words = program_lines(lower_run(plan, 1))[0].removeprefix("rank 0, GPU 0: ").split()
+    assert ",".join(x.removesuffix("v0") for x in words if x.endswith("v0")) == ORDER.split()[0]
+    options = {"steps": 3, "lr": 0.05, "seed": 2}
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", **options))
+    losses, state = serial(GPT, 2, accumulate=3, optimizer="momentum", **options)
+    assert report.losses == pytest.approx(losses, abs=1e-6)
+    assert largest_difference(torch.load(tmp_path / "s"), state) <= 1e-6
+    recomputing, storing = report.activations
+    assert storing.measured_bytes == storing.planned_bytes
+    assert recomputing.measured_bytes <= recomputing.planned_bytes
+    assert report.calibrated_period_ns is not None
+    assert all(stage.backward_ns for stage in report.stages)
+
+
+def test_what_a_plan_cannot_run_under_is_said(chain, tmp_path):
+    plan = plan_of(chain, VEE, accumulate=3)
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,1F0,1B0,0B0\n")
+    for schedule, said in (
+        ("zbw", "--schedule: 'zbw' is not one of flush, "),
+        ("zb1p", "zb1p: zb1p gives each GPU one stage; device 0 has stages"),
+        (str(path), "order.csv: the order's stages are on ranks \\[0, 0\\], those of the plan on \\[0, 1, 1, 0\\]"),
+        ("nf1b", "plan: nf1b takes the newest weights, which is for weights latest"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            run_otherwise(plan, False, schedule, None)
+    without = replace(run_otherwise(plan, False, "gpipe", None), pattern=None)
+    with pytest.raises(BadInput, match="plan: has no pattern, in whose order flush runs"):
+        run_otherwise(without, False, "flush", None)
