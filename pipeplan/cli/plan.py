@@ -46,8 +46,8 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @click.option(
     "--schedule",
     type=click.Choice(PLANNED),
-    help="latest: nf1b or pattern; flush: flush (drained in a pattern's order) or message-driven; else pattern.  "
-    "[default: the first]",
+    help="One schedule: of those that drain with flush, nf1b or pattern with latest, else pattern.  [default: best "
+    "of all with flush, else the first]",
 )
 @click.option(
     "--vertical-sync",
