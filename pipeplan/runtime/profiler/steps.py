@@ -234,6 +234,7 @@ def _backward(
     read = [v for v in layer.reads if values[v].requires_grad]
     trained = [] if inputs_only else trained_parameters(layer.module)
     if not roots or not (read or trained):
+        layer.module.zero_grad(set_to_none=True)
         return None
     tensors, starts = [out for out, _ in roots], [gradient for _, gradient in roots]
     wanted = [*(values[v] for v in read), *trained]
@@ -247,7 +248,9 @@ def _backward(
             before = gradients.get(value)
             gradients[value] = gradient if before is None else before + gradient
     for parameter, gradient in zip(trained, found[len(read) :], strict=True):
-        if gradient is not None and parameter.grad is not None:
+        if gradient is None:
+            parameter.grad = None  # and no optimizer steps for it
+        elif parameter.grad is not None:
             parameter.grad.add_(gradient)
     end = clock.mark()
     if network.chain and any(value not in gradients for value in read):
