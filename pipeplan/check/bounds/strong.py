@@ -33,6 +33,12 @@ PARTS: dict[Part, str] = {
     "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
     "placements": "no placement of the stages on the devices is shorter, each with its loads, memory and waits",
 }
+IMPOSSIBLE: dict[Part, str] = {
+    "runs": "however it is cut, some layers fit on no GPU",
+    "packing": "however it is cut, the stages fill more GPUs",
+    "blocks": "however they are dealt out, whole layers fill more GPUs",
+    "placements": "all stages were tried on all GPUs",
+}
 ENDLESS_NS = 10**15
 WORK = 40_000  # of refutations, in table rows: some tenths of a second
 MOST_TESTS = 26
