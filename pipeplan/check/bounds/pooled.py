@@ -33,7 +33,7 @@ class Segments:
         self.facts = facts
         self.added = np.array(ADDED) * float(facts.behind[0])
         self._known: dict[tuple[int, int], Floats] = {}
-        worth = facts.kept * facts.behind[:-1] / np.maximum(facts.forward, 1)
+        worth = facts.kept.astype(np.float64) * facts.behind[:-1] / np.maximum(facts.forward, 1)
         some = (facts.forward > 0) & (facts.kept > 0)
         self._price = float(np.median(worth[some])) if some.any() else 1.0
 

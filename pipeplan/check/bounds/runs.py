@@ -28,6 +28,7 @@ from .facts import Facts, Floats
 
 ROUNDING = 1e-9  # relative, of sums of products in floating point
 NEVER = 2**61
+LONGEST = 2**50  # ticks of a period, with replicas far below 2**63
 MUCH = 1e30  # ticks: what can't be recomputed
 
 
@@ -57,7 +58,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     count, spreads = facts.count, facts.spreads
     tau = NEVER if period is None else period * facts.ticks
     devices = np.array([spread.high for spread in spreads], dtype=np.float64)
-    steps = np.array([spread.high * min(tau, 2**50) for spread in spreads], dtype=np.int64)  # of one replica, ticks
+    steps = np.array([spread.high * min(tau, LONGEST) for spread in spreads], dtype=np.int64)  # of one replica, ticks
     possible = np.zeros((len(spreads), count + 1, count + 1), dtype=np.bool_)
     always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
     delay = [NEVER] * count + [0]
