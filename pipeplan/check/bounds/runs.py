@@ -120,7 +120,7 @@ def _before_cut(facts: Facts, end: int, delay: int, tau: int) -> int | None:
 
 def _lives(facts: Facts, end: int, delay: int, tau: int) -> Ints:
     if not facts.waits:
-        plain: Ints = delay + facts.behind[:end] - facts.behind[end]
+        plain: Ints = delay + facts.path_behind[:end] - facts.path_behind[end]
         return plain
     found = np.zeros(end, dtype=np.int64)
     work = (facts.behind[:end] - facts.behind[1 : end + 1]).tolist()
