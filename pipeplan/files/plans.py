@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..check.bounds import any_bound, bounded, overstated
+from ..check.bounds import bounded, derived_up_to, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import InvalidPlan
@@ -174,7 +174,7 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
     found = []
     for bound in plan.lower_bounds:
         if bound.allocation == "any":
-            found += overstated(bound, any_bound(bounded(plan, bound)).period_ns)
+            found += overstated(bound, derived_up_to(bounded(plan, bound), bound.period_ns))
     expected = plan_form(plan, result)
     source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"
     for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):

@@ -12,10 +12,10 @@ from ..check.evaluate import evaluate
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
-from ..partition.madpipe.exact import one_special_bound
 from ..plan import Bound, Plan, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import kind_of
+from .portfolio import proved_special
 from .restricted import target_bound
 
 
@@ -26,7 +26,7 @@ def _contiguous(problem: Problem) -> int | None:
 
 def _one_special(problem: Problem) -> int | None:
     plain = not problem.replicas and problem.checkpointing == "none"
-    return one_special_bound(problem) if plain else None
+    return proved_special(problem) if plain else None
 
 
 def _drained(problem: Problem, known_ns: int, kind: ScheduleKind | None) -> int | None:

@@ -143,6 +143,13 @@ def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
         yield from contiguous(replace(problem, checkpointing="stages"))
 
 
+def proved_special(problem: Problem) -> int | None:
+    """Return the best lower bound (ns) that is known of class one-special, without replicas and recomputation: its own
+    or that of all plans; None when no such plan exists."""
+    low, every = one_special_bound(problem), proof(replace(problem, replicas=False, checkpointing="none"))
+    return None if low is None or every.infeasible else max(low, every.period_ns)
+
+
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
 
 
@@ -159,7 +166,7 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
-    low = one_special_bound(problem)
+    low = proved_special(problem)
     if low is None:
         return
     incumbent.bound("one-special", False, "none", low)

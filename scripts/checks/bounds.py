@@ -3,7 +3,8 @@
 On random tiny instances, of chains and DAGs, on equal and unequal devices, flat and in two levels, half and full
 duplex and blocking, with and without replicas and recomputation, whose memory mostly binds: the truth by brute force
 (every allocation, each scheduled exactly) beside the bound from averages alone and the whole one. Exits with 1 where a
-bound is above a truth, or says that nothing fits where something does.
+bound is above a truth, or says that nothing fits where something does. Then as many random plans of other schedules,
+drained, message-driven and nF1B, which must not be below their bounds either.
 
     python scripts/checks/bounds.py --instances 300
 """
@@ -11,6 +12,7 @@ bound is above a truth, or says that nothing fits where something does.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections import defaultdict
@@ -19,9 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from cases.bounds import instance
+from cases.plans import random_plan, random_simulated_plan
 from oracles.any_class import optimum
 
 from pipeplan.check.bounds import proof, quick_proof
+from pipeplan.check.evaluate import evaluate
+from pipeplan.problem import Problem
 
 
 def main() -> None:
@@ -65,7 +70,18 @@ def main() -> None:
         one, two = (sum(x) / len(pairs) for x in zip(*pairs, strict=True))
         exact = sum(pair[1] == 1 for pair in pairs) / len(pairs)
         print(f"{kind:40s} {len(pairs):9d} {one:9.3f} {two:8.3f} {exact:7.0%}")
+    wrong += sum(above(seed) for seed in range(options.first, options.first + options.instances))
     sys.exit(wrong > 0)
+
+
+def above(seed: int) -> bool:
+    """Whether the bound is above a random plan of a schedule that is no pattern, or a drained one."""
+    rng = random.Random(seed)
+    plan = random_simulated_plan(rng) if seed % 2 else random_plan(rng, weights=("flush",), most_devices=4)
+    found, period = proof(Problem(plan.chain, plan.platform, plan.policy, True, "segments")), evaluate(plan).period_ns
+    if found.infeasible or found.period_ns > period:
+        print(f"{seed}: a plan of {plan.schedule.kind} takes {period}, bound {found}", flush=True)
+    return found.infeasible or found.period_ns > period
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from cases.chains import random_chain, random_platform
 
-from pipeplan.check.bounds import any_bound
+from pipeplan.check.bounds import quick_proof
 from pipeplan.check.evaluate import evaluate_simulated
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.deadline import NEVER
-from pipeplan.plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
+from pipeplan.plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy, Problem
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -169,10 +169,16 @@ def fitted(
         policy=policy,
         allocation=Allocation(stages),
         pattern=pattern,
-        lower_bounds=(any_bound(problem),),
+        lower_bounds=(quick_bound(problem),),
         provenance=Provenance("random"),
         schedule=Schedule("flush", policy.accumulate) if policy.weights == "flush" else Schedule(),
     )
+
+
+def quick_bound(problem: Problem) -> Bound:
+    """Return a bound of class any that takes no time."""
+    period = quick_proof(problem).period_ns
+    return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
 
 
 def random_simulated_plan(rng: random.Random, kind: ScheduleKind | None = None) -> Plan:
@@ -191,7 +197,7 @@ def random_simulated_plan(rng: random.Random, kind: ScheduleKind | None = None) 
     platform = replace(
         platform, devices=tuple(Device(m, d.speed) for m, d in zip(memories, platform.devices, strict=True))
     )
-    bound = any_bound(Problem(chain, platform, policy, True, "segments"))
+    bound = quick_bound(Problem(chain, platform, policy, True, "segments"))
     return Plan(chain, platform, policy, Allocation(stages), None, (bound,), Provenance("random"), schedule)
 
 

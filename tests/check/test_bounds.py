@@ -5,12 +5,16 @@ from itertools import combinations, pairwise, product
 from math import ceil
 
 import pytest
-from cases.chains import random_chain, random_problem
+from cases.bounds import instance
+from cases.chains import published, random_chain, random_problem
 from cases.plans import fitted, graph_of, greedy_pattern, random_plan
+from oracles.any_class import optimum
 
 from pipeplan.check.bounds import any_bound, layer_bound, load_bound, memory_bound, proof, quick_proof, work_ns
+from pipeplan.check.bounds.strong import Proved
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.granularity import merge_articulation
 from pipeplan.plan import Bound, Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -225,6 +229,47 @@ def test_more_memory_bandwidth_or_devices_never_raise_the_bound():
         for other in (roomier, quicker, *([more] if len(platform.levels) == 1 else [])):
             if not proof(problem).infeasible:
                 assert any_bound(replace(problem, platform=other)).period_ns <= bound
+
+
+def test_no_bound_is_above_the_truth_and_most_reach_it():
+    """Every allocation of tiny problems of all kinds, scheduled exactly; what no plan fits is proved to have none."""
+    ratios, averages, impossible = [], [], 0
+    for seed in range(24):
+        problem = instance(seed, most_layers=3)
+        truth, proved = optimum(problem), proof(problem)
+        assert proved.infeasible == (truth is None), seed
+        if truth is None:
+            impossible += 1
+            continue
+        assert proved.period_ns <= truth, seed
+        ratios.append(truth / proved.period_ns)
+        averages.append(truth / quick_proof(problem).period_ns)
+    assert sum(ratios) / len(ratios) < 1.05
+    assert sum(averages) / len(averages) > 1.2
+    assert impossible > 4
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "bandwidth", "least", "part"),
+    [("vgg16", 12, 12.0, 235.6, "runs"), ("resnet50", 3, 0.3, 404.7, "runs"), ("vgg16", 3, 12.0, None, "runs")],
+)
+def test_published_profiles_are_bounded_by_what_stages_hold(name, memory, bandwidth, least, part):
+    """Four GPUs, no replicas, segments; the first has a contiguous plan of 274.0 ms, the last none of any kind."""
+    chain = merge_articulation(published(name), saved="input")
+    platform = Platform.flat(4, memory * 10**9, int(bandwidth * 10**9))
+    proved = proof(Problem(chain, platform, replicas=False, checkpointing="segments"))
+    assert (proved.part, proved.infeasible) == (part, least is None)
+    assert least is None or least * 10**6 < proved.period_ns < (274 if name == "vgg16" else 10**3) * 10**6
+
+
+def test_whole_blocks_fill_devices_unevenly():
+    """Of eleven blocks one of four devices has three, where they cannot be shared; 11 * 30 / 4 = 82.5 ns otherwise."""
+    chain = chain_of(*[(10, 20)] * 11, saved=1)
+    problem = Problem(chain, Platform.flat(4, 1000), replicas=False, checkpointing="none")
+    assert proof(problem) == Proved(90, "blocks")
+    assert quick_proof(problem) == Proved(83, "work")
+    shared = replace(problem, replicas=True)
+    assert proof(shared).period_ns == 83
 
 
 def test_allowing_more_never_raises_the_bound():

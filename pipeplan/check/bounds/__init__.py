@@ -33,6 +33,7 @@ __all__ = [
     "Proved",
     "any_bound",
     "bounded",
+    "derived_up_to",
     "layer_bound",
     "load_bound",
     "memory_bound",
@@ -59,6 +60,12 @@ def proof(problem: Problem) -> Proved:
     if key not in known:
         known[key] = strong_bound(problem, quick_proof(problem))
     return known[key]
+
+
+def derived_up_to(problem: Problem, period: int) -> int:
+    """Return a lower bound (ns) for class ``any``: the quick one where that reaches ``period``, else the best."""
+    quick = quick_proof(problem).period_ns
+    return quick if quick >= period else proof(problem).period_ns
 
 
 def quick_proof(problem: Problem) -> Proved:

@@ -68,6 +68,11 @@ class Facts:
         )
         work = self.forward + self.backward
         self.behind = np.concatenate([np.cumsum(work[::-1])[::-1], [0]]).astype(np.int64)  # of layers[i:]
+        self.path_behind = self.behind  # of what a microbatch waits for on its way to the loss and back
+        if policy.drains:  # some schedules leave the gradients of weights, and steps, for later
+            back = ticks([Fraction(layer.backward_ns - layer.weight_part_ns) for layer in chain.layers])
+            path = self.forward + back
+            self.path_behind = np.concatenate([np.cumsum(path[::-1])[::-1], [0]]).astype(np.int64)
         self.forward_before = np.concatenate([[0], np.cumsum(self.forward)]).astype(np.int64)
         self.kept = np.array(first_saved(chain), dtype=np.int64)
         self.engine_keeps_input = policy.engine is not None

@@ -33,7 +33,7 @@ class Segments:
         self.facts = facts
         self.added = np.array(ADDED) * float(facts.behind[0])
         self._known: dict[tuple[int, int], Floats] = {}
-        worth = facts.kept * facts.behind[:-1] / np.maximum(facts.forward, 1)
+        worth = facts.kept.astype(np.float64) * facts.behind[:-1] / np.maximum(facts.forward, 1)
         some = (facts.forward > 0) & (facts.kept > 0)
         self._price = float(np.median(worth[some])) if some.any() else 1.0
 
@@ -53,7 +53,7 @@ class Segments:
 
     def _made(self, price: float, added: float) -> Floats:
         facts, count = self.facts, self.facts.count
-        life = facts.behind[:-1] + added
+        life = facts.path_behind[:-1] + added
         inside = np.full((count + 1, count + 1), np.inf)  # behind other parts of the run
         first = inside.copy()
         inside[count, count] = 0
@@ -71,7 +71,7 @@ class Segments:
         """Return what recomputed segments from layer ``start`` on cost beside their input, by where they end."""
         facts = self.facts
         kept = facts.while_recomputed[start, start:].astype(np.float64)
-        behind = facts.behind[start:].astype(np.float64)
+        behind = facts.path_behind[start:].astype(np.float64)
         held = np.cumsum(kept * behind[:-1]) - np.cumsum(kept) * behind[1:]
         return np.asarray(np.maximum(held, 0) * (1 - ROUNDING) + price * np.cumsum(facts.forward[start:]))
 
@@ -87,12 +87,12 @@ def pooled_excess(segments: Segments, runs: Runs, tau: int, step: int) -> float:
     costs = np.full((count + 1, GROUPS), np.inf)
     added = np.full((count + 1, GROUPS), np.inf)
     costs[count, 0] = added[count, 0] = 0
-    widest = max(1.0, 2.0 * max(0, runs.delay[0] - int(facts.behind[0])) + float(facts.hop.max()))
+    widest = max(1.0, 2.0 * max(0, runs.delay[0] - int(facts.path_behind[0])) + float(facts.hop.max()))
     for end in range(count, 0, -1):
         groups = np.flatnonzero(np.isfinite(costs[end]))
         if not len(groups) or runs.turning[end] >= NEVER:
             continue
-        more = np.maximum(added[end, groups] + float(facts.hop[end]), runs.turning[end] - int(facts.behind[end]))
+        more = np.maximum(added[end, groups] + float(facts.hop[end]), runs.turning[end] - int(facts.path_behind[end]))
         found = costs[end, groups][:, None] + fixed[:end, end] + segments.costs(step, more)[:, :end, end]
         into = np.minimum(GROUPS - 1, more * GROUPS / widest).astype(int)
         for row, group in enumerate(into.tolist()):

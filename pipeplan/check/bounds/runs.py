@@ -28,6 +28,7 @@ from .facts import Facts, Floats
 
 ROUNDING = 1e-9  # relative, of sums of products in floating point
 NEVER = 2**61
+LONGEST = 2**50  # ticks of a period, with replicas far below 2**63
 MUCH = 1e30  # ticks: what can't be recomputed
 
 
@@ -57,7 +58,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     count, spreads = facts.count, facts.spreads
     tau = NEVER if period is None else period * facts.ticks
     devices = np.array([spread.high for spread in spreads], dtype=np.float64)
-    steps = np.array([spread.high * min(tau, 2**50) for spread in spreads], dtype=np.int64)  # of one replica, ticks
+    steps = np.array([spread.high * min(tau, LONGEST) for spread in spreads], dtype=np.int64)  # of one replica, ticks
     possible = np.zeros((len(spreads), count + 1, count + 1), dtype=np.bool_)
     always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
     delay = [NEVER] * count + [0]
@@ -119,7 +120,7 @@ def _before_cut(facts: Facts, end: int, delay: int, tau: int) -> int | None:
 
 def _lives(facts: Facts, end: int, delay: int, tau: int) -> Ints:
     if not facts.waits:
-        plain: Ints = delay + facts.behind[:end] - facts.behind[end]
+        plain: Ints = delay + facts.path_behind[:end] - facts.path_behind[end]
         return plain
     found = np.zeros(end, dtype=np.int64)
     work = (facts.behind[:end] - facts.behind[1 : end + 1]).tolist()

@@ -18,7 +18,7 @@ from .facts import Facts
 from .packing import needs_more_devices
 from .placements import NODES, placement_bound
 from .pooled import Segments, too_much
-from .runs import runs_at
+from .runs import LONGEST, runs_at
 
 Part = Literal["work", "layer", "averages", "runs", "packing", "blocks", "pooled", "placements"]
 PARTS: dict[Part, str] = {
@@ -70,6 +70,8 @@ class Refutations:
     def refuted(self, period: int | None) -> Part | None:
         """Return what refutes ``period`` ns, None for nothing; without a period what refutes all."""
         facts = self.facts
+        if period is not None and period * facts.ticks > LONGEST:
+            return None
         if self._blocks.worthwhile and self._blocks.too_many(period or ENDLESS_NS):
             return "blocks"
         if period is not None and work_overflows(facts, period):
@@ -81,7 +83,10 @@ class Refutations:
 
     def pool_refuted(self, period: int) -> Part | None:
         """Return ``pooled`` where averages of all that is held refute ``period`` ns; slower than the others."""
-        facts, runs = self.facts, runs_at(self.facts, period)
+        facts = self.facts
+        if period * facts.ticks > LONGEST:
+            return None
+        runs = runs_at(facts, period)
         if not runs.complete:
             return "runs"
         return "pooled" if too_much(self._segments, runs, period * facts.ticks) else None
@@ -121,7 +126,7 @@ def _longest_refuted(refuted: Callable[[int], Part | None], low: Proved, tests: 
         else:
             best = Proved(period + 1, part)
         if met is None:
-            period, step = max(period + 1, int(period * step)), step**2
+            period, step = max(period + 1, int(period * step)), min(step**2, 4.0)
         else:
             period = (best.period_ns + met) // 2
     return best
