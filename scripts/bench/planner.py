@@ -179,9 +179,8 @@ def beside(before: dict[str, list[float | None]], after: dict[str, tuple[int | N
         print(f"{name}: {ratio - 1:+.2%}")
     old_s, new_s = (statistics.median(float(x[name][1] or 0) for name in both) for x in (before, after))
     worse = sum(ratio > 1 for ratio in ratios.values())
-    print(
-        f"{len(both)} cases: {len(ratios) - worse} better, {worse} worse; median {old_s:.2f} s before, {new_s:.2f} s now"
-    )
+    counts = f"{len(ratios) - worse} better, {worse} worse"
+    print(f"{len(both)} cases: {counts}; median {old_s:.2f} s before, {new_s:.2f} s now")
 
 
 def bound(problem: Problem, full: bool) -> int:
