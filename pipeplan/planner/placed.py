@@ -80,7 +80,7 @@ class PlacedSearch:
     ) -> None:
         self.problem, self.effort, self.cutoff_ns = problem, effort, cutoff_ns
         self.microbatches = problem.policy.accumulate or 1
-        self.placements = sorted(self._placements(kinds), key=lambda x: (x.floor_ns, not KINDS[x.kind].splits))
+        self.placements = sorted(self._placements(kinds), key=_most_hopeful)
         self.best: Run | None = None
         self.steps = 0
         self._tables: dict[int, Tables | None] = {}
@@ -188,6 +188,12 @@ class PlacedSearch:
         if parts not in self._tables:
             self._tables[parts] = tables_of(self.problem, parts)
         return self._tables[parts]
+
+
+def _most_hopeful(placement: Placement) -> tuple[int, bool, int]:
+    """Order placements by their floors, and then by whether backwards are split and how little there is to simulate."""
+    shape = placement.shape
+    return placement.floor_ns, not KINDS[placement.kind].splits, shape.ranks * shape.chunks // shape.pipelines
 
 
 def homes_of(kind: ScheduleKind, ranks: int, chunks: int) -> list[int]:

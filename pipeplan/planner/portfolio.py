@@ -102,7 +102,7 @@ def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
 
 
 def _patience(effort: SearchEffort, gap: float) -> int:
-    """Return how many moves in a row that can't pay end a walk ``gap`` above the bound by averages."""
+    """Return how many moves in a row that can't pay end a walk at a plan ``gap`` above the bound by averages."""
     return ceil(effort.patience * 100 * gap)
 
 

@@ -126,7 +126,7 @@ def tables_of(problem: Problem, parts: int = 1) -> Tables | None:
     drained plans with some hope have; None where no contiguous plan fits that much."""
     platform, microbatches = problem.platform, problem.policy.accumulate or 1
     count = parts * len(platform)
-    slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
+    slack = min(Fraction(4), max(Fraction(3, 2), Fraction(2 * count + microbatches, microbatches)))
     relaxed = problem
     if parts > 1:
         devices = tuple(_part(device, parts) for device in platform.devices) * parts

@@ -70,12 +70,14 @@ def plan_drained(
 
 def _alternating(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
     """Let stages that drain soonest with forwards and backwards in turn beat the best so far."""
+    incumbent.settings.status.phase = "stages on GPUs of their own"
     search = DrainedSearch(incumbent.problem, kinds, ALTERNATING_EFFORTS[effort])
     _take(incumbent, search if kinds else None)
 
 
 def _on_pipelines(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
     """Let equal pipelines under other kinds of schedules beat the best so far."""
+    incumbent.settings.status.phase = "equal pipelines"
     _take(incumbent, PlacedSearch(incumbent.problem, kinds, PLACED_EFFORTS[effort], incumbent.best_ns))
 
 
@@ -92,6 +94,7 @@ def _take(incumbent: Incumbent, search: DrainedSearch | PlacedSearch | None) -> 
 def _under_others(kinds: Sequence[ScheduleKind], incumbent: Incumbent) -> None:
     """Let the best's stages, or balanced ones on its GPUs, under every kind beat it, as they are simulated when others
     are asked for; until none does."""
+    incumbent.settings.status.phase = "other schedules"
     seen: set[tuple[ScheduleKind, tuple[Stage, ...]]] = set()
     before: Scheduled | None = None
     while incumbent.best is not before:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..check.bounds import bounded
+from ..check.bounds import PARTS, bounded, proof
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
@@ -117,11 +117,16 @@ def alone_ns(chain: Chain) -> int:
 
 
 def print_plan(
-    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
+    plan: Plan,
+    assumptions: Sequence[str] = (),
+    width: int | None = None,
+    result: Evaluation | None = None,
+    verbose: bool = False,
 ) -> None:
     """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage.
 
-    ``result`` is its evaluation, computed where it isn't given.
+    ``result`` is its evaluation, computed where it isn't given. ``verbose``: also what the bound on all plans follows
+    from.
     """
     out = console(width)
     result = result or evaluate(plan)
@@ -156,6 +161,8 @@ def print_plan(
         optimal = bound.period_ns == result.period_ns and not bound.claimed
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
+        if verbose and bound.allocation == "any":
+            out.print(f"because     {PARTS[proof(bounded(plan, bound)).part]}")
         orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
