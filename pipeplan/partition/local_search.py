@@ -8,6 +8,7 @@ neighbours, and jumps when none is better. It schedules nothing itself, but is h
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -96,7 +97,7 @@ def _changed(problem: Problem, stages: Stages, rng: random.Random) -> list[tuple
 
     Of very many stages some are moved, and none to another's devices, which would take long to schedule.
     """
-    moves: tuple[Move, ...] = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
+    moves: tuple[Move, ...] = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed, _exchanged)
     where: Sequence[int] = range(len(stages))
     if len(stages) > MANY_STAGES:
         moves = (_shifted, _merged, _replicated, _recomputed)
@@ -114,8 +115,17 @@ def _work(problem: Problem) -> list[int]:
 
 
 def _cut(stage: Stage, start: int, stop: int) -> Stage:
-    """Return the stage with other layers, recomputed as a whole if it was recomputed at all."""
-    return replace(stage, start=start, stop=stop, checkpoint=((start, stop),) if stage.checkpoint else ())
+    """Return the stage with other layers, of which those are recomputed that were.
+
+    Segments at the stage's ends grow with it; new layers behind a stored one are stored.
+    """
+    found = []
+    for first, last in stage.checkpoint:
+        begin = start if first == stage.start else max(start, first)
+        end = stop if last == stage.stop else min(stop, last)
+        if begin < end:
+            found.append((begin, end))
+    return replace(stage, start=start, stop=stop, checkpoint=tuple(found))
 
 
 def _take_time(total: Sequence[int], stages: Stages, known: Container[int]) -> bool:
@@ -219,6 +229,24 @@ def _regrouped(stages: Stages, groups: dict[tuple[int, ...], tuple[int, ...]]) -
     return tuple(
         replace(stage, devices=groups[stage.devices]) if stage.devices in groups else stage for stage in stages
     )
+
+
+def _exchanged(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+    """Let two neighbours exchange as much time on both sides of their cut: each then has two stages."""
+    total = _work(problem)
+    for s in where[:-1]:
+        one, other = stages[s], stages[s + 1]
+        if one.devices == other.devices:
+            continue
+        least = min(total[one.stop] - total[one.start], total[other.stop] - total[other.start])
+        for share in (8, 4, 2):
+            before = bisect_left(total, total[one.stop] - least // share, one.start, one.stop)
+            behind = bisect_left(total, total[one.stop] + least // share, one.stop, other.stop)
+            if one.start < before < one.stop < behind < other.stop:
+                tail = replace(_cut(one, before, one.stop), devices=other.devices)
+                head = replace(_cut(other, one.stop, behind), devices=one.devices)
+                parts = (_cut(one, one.start, before), tail, head, _cut(other, behind, other.stop))
+                yield stages[:s] + parts + stages[s + 2 :]
 
 
 def _recomputed(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:

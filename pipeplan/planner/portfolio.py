@@ -109,7 +109,7 @@ def _patience(effort: SearchEffort, gap: float) -> int:
 def _starts(incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield where local search starts: the best so far, or else the evenest split over single devices.
 
-    Its moves recompute whole stages, so with segments it starts from the best plan without partial ones as well; and
+    Its moves leave segments as they are, so it starts from the best plan that recomputes whole stages as well; and
     they seldom take replicas apart, so with those from the best plan without.
     """
     problem = incumbent.problem

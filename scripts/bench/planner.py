@@ -1,6 +1,7 @@
 """How good the planner is: algorithms on many cases, against each case's bounds and against each other.
 
 Usage: python scripts/bench/planner.py [--full] [--no-replicas] [--bandwidth 12GB/s] [--distinct] [--gpt] [PROFILE ...]
+       ... --save before.json, and after a change ... --against before.json
 
 MadPipe's class (no replicas, no recomputation) unless --full. Profiles default to PipeDream's vgg16, resnet50 and
 densenet121 where they are at hand, cut where one tensor is live; saved bytes are the input's (MadPipe's accounting)
@@ -8,11 +9,13 @@ unless --distinct. --gpt adds chains of 12 and 24 transformer blocks with large 
 6, 8, 12 GB (GPT: P 8 and 16, from barely feasible to ample). Prints, per network and algorithm: feasible cases,
 geometric mean and worst of period / (U / P), of period / bound, the share of cases within 0.1% and 5% of the bound,
 plain data parallelism, CPU seconds. Then the ratio of each algorithm's period to the portfolio's, where both exist.
+--save keeps the portfolio's periods and seconds by case, --against sets them beside those of another version.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -91,12 +94,18 @@ def main() -> None:
     parser.add_argument("--gpt", action="store_true")
     parser.add_argument("--effort", default="normal")
     parser.add_argument("--solver", choices=["cbc", "highs"], default="cbc")
+    parser.add_argument("--save", type=Path, metavar="FILE")
+    parser.add_argument("--against", type=Path, metavar="FILE")
+    parser.add_argument("--only", help="one of the algorithms")
     parser.add_argument("--details", action="store_true", help="print every case")
     arguments = parser.parse_args()
     algorithms = ["pipedream", "contiguous", "auto"]
     if not arguments.full:
         algorithms[1:1] = ["madpipe-paper", "madpipe"]
+    if arguments.only:
+        algorithms = [arguments.only]
     found: dict[str, dict[tuple[str, int], int]] = {name: {} for name in algorithms}
+    taken: dict[str, tuple[int | None, float]] = {}
     print(
         f"{'network':14s}{'algorithm':15s}  feasible  mean/(U/P)  worst  mean/bound  0.1%    5%   dp  median s  most s"
     )
@@ -111,9 +120,11 @@ def main() -> None:
                     plan = make_plan(problem, name, settings=Settings(arguments.solver), effort=arguments.effort).plan
                 except Infeasible:
                     seconds.append(time.process_time() - began)
+                    taken[f"{name} {network} {i}"] = None, seconds[-1]
                     continue
                 seconds.append(time.process_time() - began)
                 period = evaluate(plan).period_ns
+                taken[f"{name} {network} {i}"] = period, seconds[-1]
                 found[name][network, i] = period
                 sums = problem.chain.sums
                 work = int(sums.forward_ns[-1] + sums.backward_ns[-1])
@@ -134,6 +145,12 @@ def main() -> None:
                 f"{near[0]:4.0%}  {near[1]:4.0%}  {dp:3d}  {statistics.median(seconds):8.2f}  {max(seconds):6.2f}",
                 flush=True,
             )
+    if arguments.save is not None:
+        arguments.save.write_text(json.dumps(taken, indent=1))
+    if arguments.against is not None:
+        beside(json.loads(arguments.against.read_text()), taken)
+    if "auto" not in algorithms:
+        return
     print(
         "\nperiod of each algorithm over auto's, geometric mean where both are feasible; cases feasible for auto alone"
     )
@@ -146,6 +163,24 @@ def main() -> None:
         )
     within = [sum(x <= 1 + share for x in every["auto"]) / max(1, len(every["auto"])) for share in (0.001, 0.05)]
     print(f"auto within 0.1% of the bound in {within[0]:.0%} of its cases, within 5% in {within[1]:.0%}")
+
+
+def beside(before: dict[str, list[float | None]], after: dict[str, tuple[int | None, float]]) -> None:
+    """Print how cases came out before and now: better, worse, feasible now or no longer, and the median seconds."""
+    both = [name for name in after if name in before]
+    ratios = {}
+    for name in both:
+        old, new = before[name][0], after[name][0]
+        if (old is None) != (new is None):
+            print(f"{name}: {'feasible now' if old is None else 'no longer feasible'}")
+        elif old is not None and new is not None and new != old:
+            ratios[name] = new / old
+    for name, ratio in sorted(ratios.items(), key=lambda x: x[1]):
+        print(f"{name}: {ratio - 1:+.2%}")
+    old_s, new_s = (statistics.median(float(x[name][1] or 0) for name in both) for x in (before, after))
+    worse = sum(ratio > 1 for ratio in ratios.values())
+    counts = f"{len(ratios) - worse} better, {worse} worse"
+    print(f"{len(both)} cases: {counts}; median {old_s:.2f} s before, {new_s:.2f} s now")
 
 
 def bound(problem: Problem, full: bool) -> int:

@@ -47,3 +47,17 @@ def test_neighbours_merge_grow_and_shrink_groups() -> None:
         ((0, 4), (1, 2), (3,)), ((0,), (1, 2, 4), (3,)), ((0,), (1, 2), (3, 4)),  # a spare device
         ((0,), (1,), (3,)), ((0, 2), (1,), (3,)), ((0,), (1,), (3, 2)),  # one taken away, or moved
     }  # fmt: skip
+
+
+def test_a_boundary_that_moves_leaves_what_is_recomputed() -> None:
+    stages = (Stage(0, 5, (0,), ((0, 2), (3, 4))), Stage(5, 9, (1,), ((5, 7),)))
+    chosen = {tuple((stage.stop, stage.checkpoint) for stage in found) for found in looked_at(stages, 2, 300)}
+    assert ((4, ((0, 2), (3, 4))), (9, ((4, 7),))) in chosen  # the segment at the boundary grows
+    assert ((6, ((0, 2), (3, 4))), (9, ((6, 7),))) in chosen
+    assert ((3, ((0, 2),)), (9, ((3, 7),))) in chosen
+
+
+def test_neighbours_exchange_what_takes_as_long_on_both_sides_of_their_cut() -> None:
+    stages = (Stage(0, 4, (0,)), Stage(4, 9, (1,)))
+    found = [x for x in looked_at(stages, 2, 400) if [stage.devices for stage in x] == [(0,), (1,), (0,), (1,)]]
+    assert any(x[1].stop == 4 and x[2].start == 4 for x in found)
