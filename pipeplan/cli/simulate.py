@@ -48,8 +48,8 @@ from .options import (
 @click.option(
     "--limit",
     type=Count(most=10**6),
-    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches.  "
-    "[default: the plan's]",
+    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches; v-limit: "
+    "activations of chunks on a GPU.  [default: the plan's; v-limit: 1F1B's memory]",
 )
 @click.option(
     "--weight-keeps",
