@@ -56,7 +56,7 @@ def best_program(plan: Plan, microbatches: int, options: Mapping[str, Any], barr
             if graph.stages in seen:
                 continue
             seen.append(graph.stages)
-            found.append(best_order(graph, microbatches, barrier=barrier, **given))
+            found.append(best_order(graph, microbatches, barrier=barrier, solver=None, **given))
         except PipeplanError as error:
             why.append(error)
     if not found:

@@ -10,10 +10,10 @@ from ..periodic.ilp import Solver, SolverLimits
 from .problem import NEVER_COUNTS, OrderProblem
 from .time_indexed import Slots, ask, slot_length
 
-MOST_COUNTS = 30_000  # of a linear program: it takes some seconds
-SOLVER_S = 60.0  # that one may take, whatever it is worth
+MOST_COUNTS: dict[Solver, int] = {"cbc": 4_000, "highs": 20_000}  # of a linear program: it takes some seconds
+SOLVER_S = 20.0  # that one may take, whatever it is worth
 NARROW, WIDE = 1, 3  # slots that are looked at one by one, at either end: times those of the way of a microbatch
-WIDE_COUNTS = 7_000  # which makes for more difficult programs
+WIDE_COUNTS = 4_000  # which makes for more difficult programs
 PRECISION = 400  # of the value: a bound is not looked for more closely
 
 
@@ -47,16 +47,26 @@ def _held(problem: OrderProblem, machine: int) -> int:
 def raised(problem: OrderProblem, low: int, value: int, solver: Solver, deadline: Deadline, window: int = 1) -> int:
     """Return a lower bound of the value, ``low`` or more, by linear programs; an order of ``value`` is known.
 
-    The first asks whether any is better than the known one; the others halve what is left.
+    Programs in long slots come first, then, where those say too little, in shorter ones. The first of either asks
+    whether any order is better than the known one; the others halve what is left.
     """
-    if problem.spans and not all(map(problem.begins_at_once, range(len(problem.on)))):
+    if problem.spans and not all(problem.begins_at_once(i) for i, kinds in enumerate(problem.on) if kinds):
         return low
+    for most in sorted({MOST_COUNTS["cbc"], MOST_COUNTS[solver]}):
+        low = _halved(problem, low, value, solver, deadline, window, most)
+    return low
+
+
+def _halved(
+    problem: OrderProblem, low: int, value: int, solver: Solver, deadline: Deadline, window: int, most: int
+) -> int:
     grain = gcd(*problem.durations, *(tail for tail in problem.tail if tail != NEVER_COUNTS)) or 1
     low = min(value, ceil_div(low, grain) * grain)
     asked = value - grain
     while low < value and not deadline.passed:
         seconds = min(SOLVER_S, deadline.remaining_s())
-        if ask(slots_of(problem, asked, window), solver, SolverLimits(None, seconds, seconds)).impossible:
+        slots = slots_of(problem, asked, window, most)
+        if ask(slots, solver, SolverLimits(None, seconds, seconds)).impossible:
             low = asked + grain
         else:
             value = asked
@@ -66,15 +76,15 @@ def raised(problem: OrderProblem, low: int, value: int, solver: Solver, deadline
     return low
 
 
-def bearable(problem: OrderProblem, value: int) -> bool:
+def bearable(problem: OrderProblem, value: int, solver: Solver) -> bool:
     """Whether wide windows take a linear program that solvers answer in seconds."""
-    slots = slots_of(problem, value, WIDE)
+    slots = slots_of(problem, value, WIDE, MOST_COUNTS[solver])
     return len(problem.durations) * len(slots.seen) <= WIDE_COUNTS
 
 
-def slots_of(problem: OrderProblem, value: int, window: int) -> Slots:
+def slots_of(problem: OrderProblem, value: int, window: int, most: int) -> Slots:
     """Return the slots of a linear program of a bearable size."""
     way = max(problem.head) + 1
     seen = min(value, 2 * window * way)
-    length = slot_length(problem, seen, MOST_COUNTS)
+    length = slot_length(problem, seen, most)
     return Slots(problem, length, value, window * (way // length + 1))

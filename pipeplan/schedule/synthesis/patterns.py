@@ -14,7 +14,7 @@ from ..zbv import no_vee
 from .problem import OrderProblem, Word
 
 WAITS = (0, 1, 2, 3)  # slots where a way turns
-TRIED = 10**5  # passes in blocks that are tried
+TRIED = 5 * 10**4  # passes in blocks that are tried
 SPREAD = 6  # slots below what memory has room for in which blocks are looked for
 WEIGHTS = 6  # slots that the two chunks' activations stay for their weight gradients, about
 

@@ -29,8 +29,9 @@ from .time_indexed import ask
 from .timing import Orders
 
 EFFORT = 4 * 10**7  # operations that moves may time anew, unless more or less is asked for
-ROUNDS = ((0.05, 0), (0.1, 0), (0.05, 1), (0.05, -1))  # heat, and the start: -1 is the best so far
+ROUNDS = ((0.025, 0), (0.05, 0), (0.025, 1), (0.025, -1))  # heat, and the start: -1 is the best so far
 WHOLE_COUNTS = 1_500  # of an integer program
+ALL = 10**6  # times the way of a microbatch
 WHOLE_NODES = 2_000
 WHOLE_S = 20.0
 
@@ -86,7 +87,7 @@ def synthesize(
     known: Known = lambda graph, microbatches: (),
     moves: int | None = None,
     seed: int = 0,
-    solver: Solver = "cbc",
+    solver: Solver | None = "cbc",
     deadline: Deadline | None = None,
 ) -> Synthesis:
     """Return the best order that is found of ``microbatches`` on the stages of ``graph``, with a lower bound.
@@ -94,8 +95,8 @@ def synthesize(
     Any placement of stages on devices within whose memory it stays, and of at most ``limit`` activations on each, as
     :func:`.problem.order_problem` counts them. With ``split`` backwards weight parts are passes of their own. Equal
     pipelines run the same order. Without a ``deadline`` it ends after so many ``moves``, in the mean some seconds, and
-    the same ``seed`` finds the same order; with one it goes on until then. BadInput where replicas differ, or no order
-    fits the memory.
+    the same ``seed`` finds the same order; with one it goes on until then. Without a ``solver`` the bound is a plain
+    one. BadInput where replicas differ, or no order fits the memory.
     """
     side_by_side = pipelines(graph, "a synthesised order")
     alone = graph.first_replicas()
@@ -146,7 +147,13 @@ class _Search:
     """Orders of one pipeline, best first, and what none can beat."""
 
     def __init__(
-        self, graph: StageGraph, problem: OrderProblem, known: Known, seed: int, solver: Solver, deadline: Deadline
+        self,
+        graph: StageGraph,
+        problem: OrderProblem,
+        known: Known,
+        seed: int,
+        solver: Solver | None,
+        deadline: Deadline,
     ) -> None:
         self.graph, self.problem, self.known = graph, problem, known
         self.seed, self.solver, self.deadline = seed, solver, deadline
@@ -164,7 +171,7 @@ class _Search:
         for number in endless():
             if number == 1:
                 self._raise(NARROW)
-            if number == len(ROUNDS) and (endlessly or bearable(self.problem, self.found[0][0])):
+            if number == len(ROUNDS) and (endlessly or self._bearable()):
                 self._raise(WIDE)
             if self._over() or (number >= len(ROUNDS) and not endlessly):
                 break
@@ -235,16 +242,19 @@ class _Search:
             self.found.append((value, words))
             self.found.sort(key=lambda pair: pair[0])
 
+    def _bearable(self) -> bool:
+        return self.solver is not None and bearable(self.problem, self.found[0][0], self.solver)
+
     def _raise(self, window: int) -> None:
-        if not self._over():
+        if self.solver is not None and not self._over():
             left = self.deadline.remaining_s()
             until = NEVER if left == inf else Deadline.within(left / 2)  # the rest is for moves
             self.bound = raised(self.problem, self.bound, self.found[0][0], self.solver, until, window)
 
     def _whole(self) -> None:
         """Ask for an order that meets the bound, where there are few passes and slots; if there is none, raise it."""
-        while not self._over():
-            slots = slots_of(self.problem, self.bound, len(self.problem.on) * 10**6)
+        while self.solver is not None and not self._over():
+            slots = slots_of(self.problem, self.bound, ALL, 2 * WHOLE_COUNTS)
             if not slots.exact or len(self.problem.durations) * slots.number > WHOLE_COUNTS:
                 return
             seconds = min(WHOLE_S, self.deadline.remaining_s())

@@ -8,19 +8,20 @@ have room for. The bound is strong because whole microbatches say from when on, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ...errors import PipeplanError
 from ..periodic.ilp import Solver, SolverLimits, solved
 from .problem import OrderProblem, Word
 
 MARGIN = 1e-9  # of room, for what arithmetic in floating point loses
 
 Term = tuple[int, int, float]  # kind, slot, factor
+Names = dict[tuple[int, int], Any]  # PuLP's variables by kind and slot
 
 
 @dataclass(frozen=True)
@@ -193,35 +194,46 @@ def ask(slots: Slots, solver: Solver, limits: SolverLimits, whole: bool = False)
         return Answer(True)
     import pulp
 
-    model = pulp.LpProblem("order", pulp.LpMinimize)
-    names: dict[tuple[int, int], Any] = {}
-    for kind, (least, most) in enumerate(slots.range):
-        for x in slots.seen:
-            if least[x] > most[x]:
-                return Answer(True)
-            if least[x] < most[x]:
-                category = pulp.LpInteger if whole else pulp.LpContinuous
-                names[kind, x] = pulp.LpVariable(f"n{kind}_{x}", least[x], most[x], category)
-    model += pulp.lpSum(())
-    for terms, top in slots.rows():
-        free, rest, low, high = _substituted(slots, names, terms, top)
-        if low > rest + MARGIN:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
+        model = pulp.LpProblem("order", pulp.LpMinimize)
+        model += pulp.lpSum(())
+        names = _variables(slots, pulp.LpInteger if whole else pulp.LpContinuous)
+        if not _constrain(model, slots, names):
             return Answer(True)
-        if high > rest:
-            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(free), pulp.LpConstraintLE, rhs=rest))
-    try:
         solved(model, solver, limits)
-    except PipeplanError:
-        if limits.clock_s > 0:
-            raise
-        return Answer(False)
     if model.status == pulp.LpStatusInfeasible:
         return Answer(True)
     found = model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     return Answer(False, _words(slots, names) if whole and found else None)
 
 
-def _words(slots: Slots, names: dict[tuple[int, int], Any]) -> list[Word]:
+def _variables(slots: Slots, category: str) -> Names:
+    """Return a variable for every count that earliest and latest starts leave open."""
+    import pulp
+
+    return {
+        (kind, x): pulp.LpVariable(f"n{kind}_{x}", least[x], most[x], category)
+        for kind, (least, most) in enumerate(slots.range)
+        for x in slots.seen
+        if least[x] < most[x]
+    }
+
+
+def _constrain(model: Any, slots: Slots, names: Names) -> bool:
+    """Add the rows that the variables' ranges don't fulfil already; False where one cannot be fulfilled."""
+    import pulp
+
+    for terms, top in slots.rows():
+        free, rest, low, high = _substituted(slots, names, terms, top)
+        if low > rest + MARGIN:
+            return False
+        if high > rest:
+            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(free), pulp.LpConstraintLE, rhs=rest))
+    return all(least[x] <= most[x] for least, most in slots.range for x in slots.seen)
+
+
+def _words(slots: Slots, names: Names) -> list[Word]:
     """Return each machine's passes in the order of the slots in which they start."""
     depth = slots.problem.depth
     found = []
@@ -239,7 +251,7 @@ def _words(slots: Slots, names: dict[tuple[int, int], Any]) -> list[Word]:
 
 
 def _substituted(
-    slots: Slots, names: dict[tuple[int, int], Any], terms: Iterable[Term], top: float
+    slots: Slots, names: Names, terms: Iterable[Term], top: float
 ) -> tuple[list[tuple[Any, float]], float, float, float]:
     """Return the terms that are open, the rest for them, and the least and most that their sum can be."""
     free: list[tuple[Any, float]] = []

@@ -1,0 +1,111 @@
+"""Synthesised orders: against all orders of tiny problems, published figures, memory, and the simulator."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+from cases.schedules import balanced, held, looped, vee
+from oracles.orders import best, value
+
+from pipeplan.deadline import Deadline
+from pipeplan.errors import BadInput
+from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.registry import drained_programs
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.synthesis.bounds import floor
+from pipeplan.schedule.synthesis.greedy import greedy, rules
+from pipeplan.schedule.synthesis.problem import order_problem
+from pipeplan.schedule.synthesis.synthesize import synthesize, worth
+from pipeplan.schedule.synthesis.timing import Orders
+
+
+def stages(homes, forward, backward, weight, transfer=0, **more):
+    return balanced(len(homes), forward, backward + weight, transfer, weight_part=weight, homes=homes, **more)
+
+
+@pytest.mark.parametrize(
+    ("homes", "times", "microbatches", "limit"),
+    [
+        ([0, 1], (1, 1, 1), 3, 1),
+        ([0, 1], (3, 2, 4), 3, 2),
+        ([0, 1], (2, 5, 1), 3, 3),
+        (vee(2), (1, 1, 1), 2, 2),
+        (vee(2), (3, 4, 2), 2, 2),
+        (looped(2, 2), (2, 3, 1), 2, 3),
+    ],
+)
+@pytest.mark.parametrize("barrier", [True, False])
+def test_bound_least_value_of_all_orders_and_what_is_found_agree(homes, times, microbatches, limit, barrier):
+    graph = stages(homes, *times)
+    problem = order_problem(graph, microbatches, barrier=barrier, limit=limit)
+    found = synthesize(graph, microbatches, barrier=barrier, limit=limit, moves=400)
+    assert floor(problem) <= found.bound_ns <= best(problem) == found.value_ns
+    assert found.optimal
+
+
+def test_moves_are_timed_as_the_simulator_and_the_definition_say():
+    rng = random.Random(3)
+    for homes, transfer in ((vee(3), 0), (looped(2, 2), 0), ([0, 1, 2], 2)):
+        graph = stages(homes, 5, 6, 4, transfer)
+        problem = order_problem(graph, 4, limit=4)
+        orders = Orders(problem, greedy(problem, next(iter(rules(problem)))))
+        assert orders.settle()
+        moved = 0
+        for _ in range(400):
+            device = rng.choice(problem.devices)
+            size = len(orders.queues[device])
+            moved += orders.move(device, rng.randrange(size), rng.randrange(size), orders.value + 9)
+        assert moved > 20
+        words = orders.words()
+        assert all(problem.holds(device, words[device]) for device in problem.devices)
+        assert orders.value == value(problem, words)
+    problem = order_problem(stages(vee(3), 5, 6, 4), 4, barrier=False, limit=4)
+    for program in drained_programs(stages(vee(3), 5, 6, 4), 4):
+        words = [tuple(step.position for step in lane.steps) for lane in simulate(program).program.lanes]
+        if program.split:
+            orders = Orders(problem, words)
+            assert orders.settle()
+            assert orders.value == worth(simulate(program), False)
+
+
+@pytest.mark.parametrize(("limit", "span"), [(4, 59)])
+def test_published_spans_are_proved_best(limit, span):
+    found = synthesize(stages(vee(4), 1, 1, 1), 8, limit=limit, barrier=False, moves=400)
+    assert (found.value_ns, found.bound_ns) == (span, span)
+    assert max(held(found.timeline)) <= limit
+
+
+def test_no_worse_than_any_known_schedule_and_better_than_published():
+    graph = stages(vee(4), 20, 24, 16)
+    found = synthesize(graph, 8, limit=4, barrier=False, moves=2000, known=drained_programs, solver=None)
+    assert 960 == found.bound_ns <= found.value_ns < 1376
+    assert max(held(found.timeline)) <= 4
+    assert program_deadlock(found.program, found.timeline) == []
+
+
+def test_memory_in_bytes_transfers_pipelines_and_kept_shares():
+    graph = stages([0, 1, 2], 20, 24, 16, 3, saved=10**8, pipelines=2)
+    for split, keeps in ((True, Fraction(1, 2)), (False, Fraction(1))):
+        found = synthesize(
+            graph, 7, moves=300, split=split, weight_keeps=keeps, limit=3, known=drained_programs, solver=None
+        )
+        program = found.program
+        assert program.split == split
+        assert found.bound_ns <= found.value_ns == worth(simulate(program), True)
+        assert program_deadlock(program, found.timeline) == []
+        assert sum(len(lane.steps) for lane in program.lanes) == 7 * len(program.operations)
+
+
+def test_the_same_seed_finds_the_same_and_a_deadline_ends_the_search():
+    graph = stages(vee(2), 7, 9, 5)
+    one, same = (synthesize(graph, 6, limit=3, moves=500, seed=5, solver=None) for _ in range(2))
+    assert one.program.lanes == same.program.lanes
+    late = synthesize(graph, 6, limit=3, deadline=Deadline.within(0))
+    assert late.bound_ns <= one.bound_ns <= one.value_ns <= late.value_ns
+
+
+def test_what_has_no_order_is_refused():
+    with pytest.raises(BadInput, match="device 0 has no room, of 1 activations at most, for the passes of even one"):
+        synthesize(stages(vee(2), 1, 1, 1), 4, limit=1)
