@@ -120,7 +120,8 @@ class Chain:
     layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
     have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
-    numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known.
+    numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
+    ``beside`` how many processes, with the one that was measured, computed at once.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Chain:
     device: str = ""
     source: str = ""
     worth: str = ""
+    beside: int = 1
 
     @property
     def of_cpu(self) -> bool:

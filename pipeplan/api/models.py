@@ -26,6 +26,11 @@ def data_to_read(data: Any, batch: int) -> Callable[[int, int], Any]:
         raise BadInput(f"--data: {error}") from error
 
 
+def build_named(text: str, batch: int) -> Callable[..., Any]:
+    """Return the build function of the model that ``text`` names, in another process too."""
+    return named_model(text, batch)[0]
+
+
 def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
     """Return (build, data) of the model that ``text`` names; data is None for a user's own function."""
     from ..runtime.model.spec import ModelSpec, brings_data, builder_of

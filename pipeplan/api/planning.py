@@ -18,6 +18,7 @@ from ..partition.merging import merging
 from ..plan import Plan, ScheduleKind
 from ..planner.incumbent import GAP, Settings, Status
 from ..planner.plan import AUTO, Planned
+from ..planner.simulation import RUNS
 from ..problem import Chain
 from ..schedule.kinds import KINDS
 from ..schedule.periodic.ilp import Solver
@@ -46,6 +47,9 @@ def plan(
     solver: Solver = "cbc",
     time_limit: str | Deadline | None = None,
     microbatch: int | None = None,
+    robust: float | None = None,
+    seed: int = 0,
+    runs: int = RUNS,
     progress: Callable[[str], None] | None = None,
     status: Status | None = None,
     **asked: Unpack[Asked],
@@ -57,12 +61,14 @@ def plan(
     ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
     ``time_limit`` (``"30s"``) has passed; with ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
-    ``limit`` are as in :func:`..planner.plan.make_plan`. ``progress`` hears of each improvement, ``status`` says at any
-    time what is going on. BadInput for what contradicts.
+    ``limit`` are as in :func:`..planner.plan.make_plan`. With ``robust``, a share (0.05), it is the best where
+    durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``progress`` hears of each improvement,
+    ``status`` says at any time what is going on. BadInput for what contradicts.
     """
     from ..planner.alternatives import with_alternatives
     from ..planner.plan import make_plan
     from ..planner.restricted import make_target_plan, unrestricted, with_price
+    from ..planner.robust import Jitter
     from ..planner.stated import STATED
 
     deadline = deadline_of(time_limit)
@@ -73,6 +79,9 @@ def plan(
         raise BadInput(f"--schedule: '{shown(schedule)}' is not one of {', '.join(KINDS)}")
     if gap is not None and algorithm != AUTO:
         raise BadInput("--gap says when --algorithm auto may stop; leave it out")
+    jitter = None if robust is None else Jitter(robust, seed, runs)
+    if for_ is not None and jitter is not None:
+        raise BadInput("--for has a search of its own; leave out --robust")
     if for_ is not None:
         _refuse_with_target(for_, algorithm, stated is not None, schedule, limit, asked)
         asked["weights"] = "flush"
@@ -87,9 +96,9 @@ def plan(
         same = problem.with_policy(replace(problem.policy, accumulate=found.plan.policy.accumulate))
         found = with_price(found, unrestricted(same, settings, effort))
     elif stated is not None:  # other stages than the stated ones are no alternatives
-        found = make_plan(problem, STATED, stated, settings, effort, schedule, limit)
+        found = make_plan(problem, STATED, stated, settings, effort, schedule, limit, jitter)
     else:
-        found = make_plan(problem, algorithm, options, settings, effort, schedule, limit)
+        found = make_plan(problem, algorithm, options, settings, effort, schedule, limit, jitter)
         found = with_alternatives(found, problem)
     return _timed(found, assumptions, began)
 

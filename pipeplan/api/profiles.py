@@ -7,6 +7,7 @@ import html
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ from ..partition.merging import merging
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
 from ..zoo import HUGGING_FACE, ZOO
-from .models import data_to_read, named_model
+from .models import build_named, data_to_read, named_model
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
+MOST_BESIDE = 256
 HALF = {"fp32": "float32", "mixed": "bfloat16"}  # in what a model is estimated that is planned for in a precision
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -158,6 +160,7 @@ def profile(
     granularity: str = "node",
     blocks: str | None = None,
     name: str | None = None,
+    beside: int = 1,
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
@@ -169,27 +172,33 @@ def profile(
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
     as it is. ``microbatch`` are samples: of a live module those of its inputs, by default the length of the first
     tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is
-    one of torch's, by name. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
+    one of torch's, by name. ``beside`` processes compute at once on a CPU, as in a run: all but one of them train the
+    model meanwhile. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..partition.granularity import merge_zero_time
+    from ..runtime.profiler.beside import Others
     from ..runtime.profiler.estimate import estimate_model
     from ..runtime.profiler.live import builder_of_live, samples_in
-    from ..runtime.profiler.measure import measure_model
+    from ..runtime.profiler.measure import measure_model, measured_again
     from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of, optimizer_of
 
     merge = merging(granularity, blocks)
-    if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto"):
-        raise BadInput("--estimate needs no device; leave out --device and --hold")
+    if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
+        raise BadInput("--estimate needs no device; leave out --device, --hold and --beside")
+    if not 1 <= beside <= MOST_BESIDE:
+        raise BadInput(f"--beside: {beside} is no number of processes from 1 to {MOST_BESIDE}")
     if gpu is None and host_time is not None:
         raise BadInput("--host-time goes with --estimate")
     if isinstance(model, str):
         batch = microbatch or MICROBATCH
         build, batches = named_model(model, batch)
+        builder: Callable[[], Any] = partial(build_named, model, batch)
         called = model.removeprefix(ZOO)
     else:
         batch = microbatch or samples_in(inputs)
         build, batches = builder_of_live(model, inputs, loss, fake=gpu is not None), None
+        builder = partial(builder_of_live, model, inputs, loss, fake=False)
         called = type(model).__name__
     if data is not None:
         batches = data_to_read(data, batch)
@@ -197,8 +206,11 @@ def profile(
         dtype=None if dtype is None else dtype_of(dtype),
         optimizer=optimizer_of(optimizer, foreach=None if gpu is None else True),
         device="cpu" if gpu is not None else chosen_device(device),
+        others=None if beside == 1 else Others(beside - 1, partial(measured_again, builder, batch)),
         **{"steps": STEPS, "seconds": SECONDS} | measuring,
     )
+    if beside > 1 and options.device != "cpu":
+        raise BadInput("--beside: processes that share CPUs slow each other; on GPUs leave it out, or say --device cpu")
     about: dict[str, Any] = {
         "name": name or called,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -12,13 +12,20 @@ from ..files.schedule_csv import read_schedule
 from ..names import shown
 from ..plan import Plan
 from ..planner.other_schedules import own_schedule
-from ..planner.simulation import Refused, Simulation, compare_schedules, simulate_plan, simulate_written, under_jitter
+from ..planner.simulation import (
+    RUNS,
+    Refused,
+    Simulation,
+    compare_schedules,
+    run_seeds,
+    simulate_plan,
+    simulate_written,
+    under_jitter,
+)
 from ..schedule.registry import schedules
 from .asked import whole_microbatches
 
 ALL = "all"
-MOST_RUNS = 10**4  # under jitter
-RUNS = 20
 
 
 def simulations(
@@ -65,8 +72,7 @@ def simulations(
     else:
         found, refused = compare_schedules(plan, chosen, microbatches, options, barrier)
     if jitter is not None:
-        first = seed * MOST_RUNS  # so that two seeds share no run
-        found = [under_jitter(run, jitter, range(first, first + runs), done) for run in found]
+        found = [under_jitter(run, jitter, run_seeds(seed, runs), done) for run in found]
     return found, refused
 
 

@@ -358,7 +358,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
 }
 
 
-GRIDS = Target(  # what pipeplan itself runs of such, for drained plans that nobody has restricted
+GRIDS = Target(  # what pipeplan itself runs of such, to compare with
     what="pipeplan",
     source="here",
     kinds=("1f1b", "interleaved"),

@@ -17,6 +17,7 @@ from . import TRACEBACK, completed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
+MOST_RUNS = 10**4  # with drawn durations
 LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
 
 

@@ -12,7 +12,7 @@ from ..choices import PLANNED, AlgorithmName, ScheduleKind, TargetName
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
 from .grouped import GroupedCommand
-from .options import EFFORT, GAP, KNOBS, SOLVER, asked_of, knobs_of, problem_options
+from .options import EFFORT, GAP, KNOBS, MOST_RUNS, SEED, SOLVER, Count, Share, asked_of, knobs_of, problem_options
 from .search import search, search_options
 from .stated import NAMES as STATED
 from .stated import stated_options
@@ -61,6 +61,14 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
     help="The best plan that this framework can express and run, and what the restriction costs; weights are flush.",
 )
 @SOLVER
+@click.option(
+    "--robust",
+    type=Share(),
+    help="The plan of the least 95th percentile where durations are drawn around the planned ones, by so much as 5%; "
+    "and what the plan of least period loses then.",
+)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of --robust.")
+@click.option("--runs", type=Count(most=MOST_RUNS), default=20, show_default=True, help="Of --robust.")
 @stated_options
 @search_options
 def command(
@@ -101,7 +109,7 @@ def command(
         options = _stated_grid(data_parallel, options)
     elif data_parallel is not None:
         _refuse_with_grid(algorithm, schedule, {**options, "for": target, "gap": gap, "O": given or None})
-        for name in (*STATED, "solver"):
+        for name in (*STATED, "solver", "robust", "seed", "runs"):
             options.pop(name)
         plan_grid(
             profile=profile,
@@ -170,6 +178,6 @@ def _refuse_with_grid(algorithm: str, schedule: ScheduleKind | None, others: dic
     for name in STATED:
         if others[name] is not None:
             raise click.UsageError(f"--{name} goes with --split, which says the stages")
-    for name, said in {"for": "--for", "gap": "--gap", "O": "-O"}.items():
+    for name, said in {"for": "--for", "gap": "--gap", "O": "-O", "robust": "--robust"}.items():
         if others[name] is not None:
             raise click.UsageError(f"--data-parallel has a search of its own; leave out {said}")

@@ -63,6 +63,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     help="Have all layers on the device at once, or one at a time; auto: one where all don't fit.",
 )
 @click.option(
+    "--beside",
+    type=Count(),
+    default=1,
+    show_default=True,
+    help="Measure on the CPU while so many processes less one train the model, too, as they will when it runs.",
+)
+@click.option(
     "--granularity",
     default="node",
     show_default=True,

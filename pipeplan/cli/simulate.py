@@ -13,6 +13,7 @@ from .grouped import GroupedCommand
 from .options import (
     GIVE_UP,
     JSON,
+    MOST_RUNS,
     PLAN,
     SEED,
     Count,
@@ -20,8 +21,6 @@ from .options import (
     Share,
     refuse_two_documents,
 )
-
-MOST_RUNS = 10**4
 
 
 @click.command(cls=GroupedCommand)
@@ -72,7 +71,7 @@ MOST_RUNS = 10**4
 )
 @click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of --jitter.")
-@click.option("--runs", type=click.IntRange(1, MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
+@click.option("--runs", type=Count(most=MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links/--no-links", default=False, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")

@@ -104,7 +104,7 @@ class ChainStorages:
         return np.array(self.facts.storages, dtype=np.int64)[self.root]
 
     @cached_property
-    def _keepers(self) -> tuple[Ints, Ints]:
+    def keepers(self) -> tuple[Ints, Ints]:
         """For each tensor the first layer behind it that keeps its storage (L: none), and the last before (-1)."""
         root, count = self.root, len(self.facts.kept)
         after, before = np.full(count + 1, count, dtype=np.int64), np.full(count + 1, -1, dtype=np.int64)
@@ -124,7 +124,7 @@ class ChainStorages:
     @cached_property
     def first(self) -> tuple[tuple[int, int], ...]:
         """For each storage that is kept its tensor and the first layer that keeps it."""
-        after, _ = self._keepers
+        after, _ = self.keepers
         root, kept = self.root, self.facts.kept
         found = []
         for t in range(len(root)):
@@ -174,11 +174,11 @@ class ChainStorages:
 
     def keeps_input(self, start: IntLike, stop: IntLike) -> IntLike:
         """Whether the range keeps the storage of the tensor that enters it."""
-        return self._keepers[0][start] < stop
+        return self.keepers[0][start] < stop
 
     def keeps_output(self, start: IntLike, stop: IntLike) -> IntLike:
         """Whether the range keeps the storage of the tensor that leaves it."""
-        return self._keepers[1][stop] >= start
+        return self.keepers[1][stop] >= start
 
     def passes(self, start: IntLike, stop: IntLike) -> IntLike:
         """Whether the tensor that leaves the range is a view of the one that enters it."""

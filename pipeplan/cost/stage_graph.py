@@ -154,7 +154,14 @@ class StageGraph:
 
     def stages_on(self, resource: int) -> list[int]:
         """Return the stages of a device group, in chain order."""
-        return [s for s, stage in enumerate(self.stages) if stage.resource == resource]
+        return self._stages_of[resource]
+
+    @cached_property
+    def _stages_of(self) -> list[list[int]]:
+        lists: list[list[int]] = [[] for _ in self.resources]
+        for s, stage in enumerate(self.stages):
+            lists[stage.resource].append(s)
+        return lists
 
     def versions(self, stage: int, in_flight: int, of_first: int) -> int:
         """Return the weight versions that a device keeps of ``stage`` when it holds ``in_flight`` microbatches of it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from ..cost.saved import storages
 from ..integers import Ints
+from ..plan import Stage
 from ..problem import Chain, Platform, Problem
 
 
@@ -69,3 +72,13 @@ def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:
     order = np.lexsort((np.arange(count), trips, place))
     first = order[np.concatenate([[True], np.diff(place[order]) > 0])]
     return np.unique(np.concatenate([[0], first, [count - 1]]))
+
+
+def near_cuts(cuts: Ints, stages: Sequence[Stage], most: int) -> Ints | None:
+    """Return the indices of the ``cuts`` between ``stages`` and up to ``most`` neighbours on each side; None where
+    those are most of the cuts."""
+    count = len(cuts)
+    width = min(most, max(2, count // (8 * len(stages))))
+    at = np.searchsorted(cuts, [stage.start for stage in stages] + [stages[-1].stop])
+    near = np.unique(np.clip(at[:, None] + np.arange(-width, width + 1), 0, count - 1))
+    return None if 4 * len(near) > 3 * count else near

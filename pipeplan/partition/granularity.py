@@ -296,10 +296,9 @@ def _replaced(
     holders = [(tuple(sorted({group[i] for i in x.layers})), x) for x in chain.shared or ()]
     shared = tuple(replace(x, layers=found) for found, x in holders if len(found) > 1)
     tied = {(min(group[i], group[j]), max(group[i], group[j])) for i, j in chain.tied if group[i] != group[j]}
-    return Chain(
-        name=chain.name,
+    return replace(
+        chain,
         layers=tuple(layers),
-        input_bytes=chain.input_bytes,
         edges=edges,
         tied=tuple(sorted(tied)),
         shared=None if chain.shared is None else shared,

@@ -8,7 +8,7 @@ neighbours, and jumps when none is better. It schedules nothing itself, but is h
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -16,8 +16,10 @@ from ..plan import Allocation, Stage
 from ..problem import Problem
 
 Stages = tuple[Stage, ...]
+Move = Callable[[Problem, Stages, Sequence[int]], Iterator[Stages]]
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)  # layers by which a boundary moves
 SCHEDULED = 50  # candidates that can be looked at in the time that scheduling one takes
+MANY_STAGES = 48  # of more so many are moved at a time
 _REMEMBERED = 256  # allocations whose neighbours are kept: a walk over few of them comes to the same again and again
 MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 
@@ -42,7 +44,8 @@ def local_search(
     ``patience`` candidates in a row that cannot become the best by their bounds. Deterministic, but for ``done``, which
     ends it too.
     """
-    rng, changed = random.Random(seed), lru_cache(maxsize=_REMEMBERED)(partial(_changed, problem))
+    rng = random.Random(seed)
+    changed = lru_cache(maxsize=_REMEMBERED)(partial(_changed, problem, rng=rng))
     best = current = start.stages
     seen = {current}
     looked = hopeless = 0
@@ -88,12 +91,26 @@ def _neighbours(changed: Sequence[tuple[Stages, bool]], rng: random.Random) -> l
     return [stages for stages, allowed in found if allowed]
 
 
-def _changed(problem: Problem, stages: Stages) -> list[tuple[Stages, bool]]:
-    """Return what each move makes of ``stages``, and whether that may be looked at."""
-    moves = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
+def _changed(problem: Problem, stages: Stages, rng: random.Random) -> list[tuple[Stages, bool]]:
+    """Return what each move makes of ``stages``, and whether that may be looked at.
+
+    Of very many stages some are moved, and none to another's devices, which would take long to schedule.
+    """
+    moves: tuple[Move, ...] = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
+    where: Sequence[int] = range(len(stages))
+    if len(stages) > MANY_STAGES:
+        moves = (_shifted, _merged, _replicated, _recomputed)
+        where = sorted(rng.sample(where, MANY_STAGES))
     limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
-    found = (changed for move in moves for changed in move(problem, stages))
-    return [(changed, len(changed) <= limit and _takes_time(problem, changed)) for changed in found]
+    found = (changed for move in moves for changed in move(problem, stages, where))
+    total, before = _work(problem), set(map(id, stages))
+    return [(changed, len(changed) <= limit and _take_time(total, changed, before)) for changed in found]
+
+
+def _work(problem: Problem) -> list[int]:
+    """Return the time of the layers before each position."""
+    total: list[int] = (problem.chain.sums.forward_ns + problem.chain.sums.backward_ns).tolist()
+    return total
 
 
 def _cut(stage: Stage, start: int, stop: int) -> Stage:
@@ -101,9 +118,9 @@ def _cut(stage: Stage, start: int, stop: int) -> Stage:
     return replace(stage, start=start, stop=stop, checkpoint=((start, stop),) if stage.checkpoint else ())
 
 
-def _takes_time(problem: Problem, stages: Stages) -> bool:
-    total = problem.chain.sums.forward_ns + problem.chain.sums.backward_ns
-    return all(total[stage.stop] > total[stage.start] for stage in stages)
+def _take_time(total: Sequence[int], stages: Stages, known: Container[int]) -> bool:
+    """Whether all stages take time, as those whose ids are ``known`` do."""
+    return all(total[stage.stop] > total[stage.start] for stage in stages if id(stage) not in known)
 
 
 def _groups(stages: Stages) -> list[tuple[int, ...]]:
@@ -121,8 +138,10 @@ def _homes(problem: Problem, stages: Stages) -> list[tuple[int, ...]]:
     return groups + [(d,) for d in kinds.values()]
 
 
-def _shifted(problem: Problem, stages: Stages) -> Iterator[Stages]:
-    for s in range(len(stages) - 1):
+def _shifted(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+    for s in where:
+        if s == len(stages) - 1:
+            break
         one, other = stages[s], stages[s + 1]
         for step in STEPS:
             boundary = one.stop + step
@@ -131,16 +150,18 @@ def _shifted(problem: Problem, stages: Stages) -> Iterator[Stages]:
                 yield stages[:s] + pair + stages[s + 2 :]
 
 
-def _reassigned(problem: Problem, stages: Stages) -> Iterator[Stages]:
-    for s, stage in enumerate(stages):
+def _reassigned(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+    for s in where:
+        stage = stages[s]
         for home in _homes(problem, stages):
             if home != stage.devices:
                 yield (*stages[:s], replace(stage, devices=home), *stages[s + 1 :])
 
 
-def _swapped(problem: Problem, stages: Stages) -> Iterator[Stages]:
-    for s, one in enumerate(stages):
-        for t in range(s + 1, len(stages)):
+def _swapped(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+    for at, s in enumerate(where):
+        one = stages[s]
+        for t in where[at + 1 :]:
             if stages[t].devices != one.devices:
                 exchanged = list(stages)
                 exchanged[s] = replace(one, devices=stages[t].devices)
@@ -148,18 +169,19 @@ def _swapped(problem: Problem, stages: Stages) -> Iterator[Stages]:
                 yield tuple(exchanged)
 
 
-def _split(problem: Problem, stages: Stages) -> Iterator[Stages]:
+def _split(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
     """Cut a stage at an eighth, a quarter or half of its time and give head or tail to other devices, or to its own.
 
     On its own devices both parts can be interleaved with what else is there, which one stage cannot.
     """
-    total = problem.chain.sums.forward_ns + problem.chain.sums.backward_ns
-    for s, stage in enumerate(stages):
+    total = _work(problem)
+    for s in where:
+        stage = stages[s]
         work = total[stage.stop] - total[stage.start]
         cuts = set()
         for share in (1, 2, 4, 6, 7):
             aim = total[stage.start] + work * share // 8
-            cuts.add(min(range(stage.start, stage.stop), key=lambda i: abs(int(total[i]) - int(aim))))
+            cuts.add(min(range(stage.start, stage.stop), key=lambda i: abs(total[i] - aim)))
         for cut in sorted(cuts - {stage.start}):
             head, tail = _cut(stage, stage.start, cut), _cut(stage, cut, stage.stop)
             for home in _homes(problem, stages):
@@ -168,18 +190,20 @@ def _split(problem: Problem, stages: Stages) -> Iterator[Stages]:
                     yield (*stages[:s], head, replace(tail, devices=home), *stages[s + 1 :])
 
 
-def _merged(problem: Problem, stages: Stages) -> Iterator[Stages]:
-    for s in range(len(stages) - 1):
+def _merged(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+    for s in where:
+        if s == len(stages) - 1:
+            break
         for keep in (stages[s], stages[s + 1]):
             yield (*stages[:s], _cut(keep, stages[s].start, stages[s + 1].stop), *stages[s + 2 :])
 
 
-def _replicated(problem: Problem, stages: Stages) -> Iterator[Stages]:
+def _replicated(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
     """Give a group an unused device, take one from it, or move one to another group."""
     if not problem.replicas:
         return
-    groups = _groups(stages)
-    used = {device for group in groups for device in group}
+    groups = list(dict.fromkeys(stages[s].devices for s in where))
+    used = {device for stage in stages for device in stage.devices}
     spare = next((d for d in range(len(problem.platform)) if d not in used), None)
     for group in groups:
         if len(group) > 1:
@@ -195,10 +219,11 @@ def _regrouped(stages: Stages, groups: dict[tuple[int, ...], tuple[int, ...]]) -
     return tuple(replace(stage, devices=groups.get(stage.devices, stage.devices)) for stage in stages)
 
 
-def _recomputed(problem: Problem, stages: Stages) -> Iterator[Stages]:
+def _recomputed(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
     """Recompute a stage as a whole, or store it as a whole."""
     if problem.checkpointing == "none":
         return
-    for s, stage in enumerate(stages):
+    for s in where:
+        stage = stages[s]
         whole = () if stage.checkpoint else ((stage.start, stage.stop),)
         yield (*stages[:s], replace(stage, checkpoint=whole), *stages[s + 1 :])

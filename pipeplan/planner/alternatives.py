@@ -20,12 +20,11 @@ from ..problem import Checkpointing, Problem, Weights
 from ..schedule.kinds import kinds_for
 from .incumbent import Incumbent, Settings
 from .plan import Planned, make_plan
-from .portfolio import propose_contiguous
+from .portfolio import MOST_PLACES, places, propose_contiguous
 from .proposals import with_others
 from .simulated import plan_drained
 
 COMPARED: tuple[Weights, ...] = ("flush", "2bw", "stash")
-MOST_PLACES = 10**7  # cuts squared times GPUs, whose exact contiguous search takes about a second
 MOST_STEPS = 3 * 10**5  # of simulated mini-batches, which take as long
 _DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates, about
 
@@ -40,7 +39,7 @@ def with_alternatives(planned: Planned, problem: Problem) -> Planned:
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
     """
     plan = planned.plan
-    if len(legal_cuts(problem)) ** 2 * len(problem.platform) > MOST_PLACES:
+    if places(problem) > MOST_PLACES:
         return planned
     found = list(plan.provenance.alternatives)
     with suppress(OutOfTime):

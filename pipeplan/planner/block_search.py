@@ -54,8 +54,7 @@ class Found:
 
 
 class BlockSearch:
-    """The search of the class of a ``target``; ``best`` is the best so far, which must stay below ``cutoff_ns``, the
-    time of a mini-batch, if there is one."""
+    """The search of the class of a ``target``; ``best`` is the best so far."""
 
     def __init__(
         self,
@@ -64,10 +63,9 @@ class BlockSearch:
         target: Target,
         kinds: Sequence[ScheduleKind],
         settings: Settings,
-        cutoff_ns: int | None = None,
     ) -> None:
         self.name, self.target, self.settings, self.kinds = name, target, settings, tuple(kinds)
-        self.cutoff_ns = cutoff_ns
+        self.cutoff_ns: int | None = None  # of the best
         self.problem = problem if self.target.ties else replace(problem, tied="together")
         units = self.target.units(problem.chain)
         legal = set(legal_cuts(self.problem).tolist())

@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 from ..check.bounds import bounded, overstated
+from ..check.drained_bound import drained_bound
+from ..check.evaluate import evaluate
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
 from ..partition.madpipe.exact import one_special_bound
-from ..plan import Bound, Plan
+from ..plan import Bound, Plan, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import kind_of
 from .restricted import target_bound
@@ -25,6 +27,11 @@ def _contiguous(problem: Problem) -> int | None:
 def _one_special(problem: Problem) -> int | None:
     plain = not problem.replicas and problem.checkpointing == "none"
     return one_special_bound(problem) if plain else None
+
+
+def _drained(problem: Problem, known_ns: int, kind: ScheduleKind | None) -> int | None:
+    found = drained_bound(problem, known_ns, kind)
+    return None if found is None else found.period_ns
 
 
 PROOFS: dict[str, Callable[[Problem], int | None]] = {"contiguous": _contiguous, "one-special": _one_special}
@@ -49,6 +56,8 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     prove = PROOFS.get(bound.allocation)
     if bound.allocation in TARGETS:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
+    elif kind.drains and bound.allocation == "contiguous":
+        prove = partial(_drained, known_ns=evaluate(plan).makespan_ns or 0, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     assert prove is not None, "bounds of class any are never claimed"

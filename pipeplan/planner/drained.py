@@ -9,7 +9,7 @@ shortest period, 1F1B*, or one that holds less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, combinations, pairwise
 from math import gcd
@@ -17,7 +17,6 @@ from math import gcd
 import numpy as np
 
 from ..integers import Ints, ceil_div, smallest
-from ..partition.contiguous.contiguous import tables_within
 from ..partition.contiguous.options import NEVER
 from ..partition.contiguous.split_paths import up_to
 from ..plan import ScheduleKind
@@ -25,11 +24,9 @@ from ..problem import Problem
 from ..schedule.one_f_one_b import forwards_ahead
 from .drained_run import Run, drained_run
 from .incumbent import MARGIN
-from .shared_gpus import SLACK, Shares, Split, Tables
+from .shared_gpus import SLACK, Shares, Split, Tables, near, tables_of
 
 _FEW = 8  # GPUs of which every way to share them is looked at
-_FAR = 4  # places by which one cut moves
-_PAIRS = 12  # cuts up to which any two move together
 _REPLICAS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _TABLES = 3 * 10**8  # entries of tables, of each step of the dynamic program, beyond which nothing is searched
 _PERIODS = (Fraction(1), Fraction(21, 20), Fraction(6, 5))  # of patterns, in shortest ones: longer ones hold less
@@ -74,7 +71,7 @@ class DrainedSearch:
 
     def run(self) -> None:
         """Search; the ``best`` is there all the time."""
-        tables = self._tables()
+        tables = tables_of(self.problem)
         if tables is None:
             return
         starts: list[Timed] = []
@@ -96,7 +93,7 @@ class DrainedSearch:
 
     def _starts(self, tables: Tables, replicas: tuple[int, ...]) -> Iterator[Timed]:
         """Yield the most hopeful splits of GPUs shared so: one by 1F1B, and some by patterns."""
-        shares = Shares(tables, replicas, tuple(forwards_ahead(replicas)))
+        shares = Shares.of(tables, replicas, forwards_ahead(replicas))
         splits = list(shares.starts())
         if not splits:
             return
@@ -104,7 +101,7 @@ class DrainedSearch:
             yield from self._timed(shares, splits)[:1]
         if "flush" in self.kinds:
             for ahead in dict.fromkeys(shares.counts(splits[0], slack) for slack in _PERIODS):
-                other = replace(shares, ahead=ahead)
+                other = shares.with_ahead(ahead)
                 self.steps += _MAKE * self._count(replicas)
                 yield from self._timed(other, list(other.starts()))[:1]
 
@@ -134,7 +131,7 @@ class DrainedSearch:
     def _climb(self, run: Run, start: Timed) -> None:
         """Move the cuts of a run about as long as that helps."""
         at = start.split
-        shares = start.shares if run.pattern is None else replace(start.shares, ahead=run.held)
+        shares = start.shares if run.pattern is None else start.shares.with_ahead(run.held)
         while self.steps < self.effort.steps and shares.possible:
             here = int(shares.makespans([at], run)[0])
             better = None
@@ -147,29 +144,29 @@ class DrainedSearch:
                 return
             run, (at, shares) = better[0], (better[1].split, better[1].shares)
             if run.pattern is not None:
-                shares = replace(shares, ahead=run.held)
+                shares = shares.with_ahead(run.held)
 
     def _otherwise_ahead(self, shares: Shares, split: Split) -> Iterator[Timed]:
         """Yield the same cuts with more or fewer forwards ahead, and what that takes of recomputation."""
         seen = {shares.held}
         for ahead in (forwards_ahead(shares.replicas), *(shares.counts(split, slack) for slack in _PERIODS)):
-            other = replace(shares, ahead=tuple(ahead))
+            other = shares.with_ahead(ahead)
             if other.held not in seen and other.possible:
                 seen.add(other.held)
-                if int(other.makespans([split])[0]) < NEVER:
+                if int(other.least_makespans([split])[0]) < NEVER:
                     yield Timed(0, other, split)
 
     def _moved(self, shares: Shares, split: Split, run: Run, than: int) -> list[Timed]:
         """Return where a walk leads that keeps the order of a ``run``, and the best of its first neighbours."""
-        near = [x for x in self._timed(shares, list(_near(split, shares.tables.size)), run) if x.makespan_ns < than]
-        if not near:
+        close = [x for x in self._timed(shares, list(near(split, shares.tables.size)), run) if x.makespan_ns < than]
+        if not close:
             return []
-        first, best = near[:_TRIED], near[0]
+        first, best = close[:_TRIED], close[0]
         while True:
-            near = self._timed(shares, list(_near(best.split, shares.tables.size)), run)[:1]
-            if not near or near[0].makespan_ns >= best.makespan_ns:
+            close = self._timed(shares, list(near(best.split, shares.tables.size)), run)[:1]
+            if not close or close[0].makespan_ns >= best.makespan_ns:
                 break
-            best = near[0]
+            best = close[0]
         return list({timed.split: timed for timed in (best, *first)}.values())
 
     def _timed(self, shares: Shares, splits: Sequence[Split], run: Run | None = None) -> list[Timed]:
@@ -177,14 +174,9 @@ class DrainedSearch:
             return []
         self.problem.deadline.check()
         self.steps += shares.cost(len(splits))
-        pairs = zip(shares.makespans(splits, run).tolist(), splits, strict=True)
+        found = shares.least_makespans(splits) if run is None else shares.makespans(splits, run)
+        pairs = zip(found.tolist(), splits, strict=True)
         return sorted((Timed(ns, shares, split) for ns, split in pairs if ns < NEVER), key=_soonest)
-
-    def _tables(self) -> Tables | None:
-        problem, count = self.problem, len(self.problem.platform)
-        slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + self.microbatches, self.microbatches)))
-        found = tables_within(problem, slack)
-        return None if found is None else Tables(problem, found[0], found[1], self.microbatches)
 
     def _shares(self, tables: Tables) -> Iterator[tuple[int, ...]]:
         """Yield numbers of replicas of the stages, most hopeful first."""
@@ -216,20 +208,6 @@ def _side_by_side(count: int, most: int) -> Iterator[tuple[int, ...]]:
         pipelines = count // few
         for stages in range(min(few, most), 0, -1):
             yield from (tuple(pipelines * r for r in shares) for shares in _compositions(few, stages))
-
-
-def _near(split: Split, size: int) -> Iterator[Split]:
-    """Yield splits with one cut moved up to some places, several neighbouring ones, or any two, by a place."""
-    inner = range(1, len(split) - 1)
-    moves: list[dict[int, int]] = [{s: step} for s in inner for far in range(1, _FAR + 1) for step in (far, -far)]
-    moves += [dict.fromkeys(range(a, b), step) for a in inner for b in range(a + 2, len(split)) for step in (1, -1)]
-    if len(inner) <= _PAIRS:
-        moves += [{a: x, b: y} for a, b in combinations(inner, 2) for x, y in ((1, -1), (-1, 1))]
-        moves += [{a: x, b: x} for a, b in combinations(inner, 2) if b > a + 1 for x in (1, -1)]
-    for change in moves:
-        moved = tuple(cut + change.get(s, 0) for s, cut in enumerate(split))
-        if moved[-1] == size - 1 and all(low < high for low, high in pairwise(moved)):
-            yield moved
 
 
 def _by_longest(tables: Tables, count: int) -> Iterator[tuple[int, ...]]:

@@ -64,7 +64,17 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
         return None
     if structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None
+    if pattern is None and problem.platform.shared_level is None:
+        graph, count = _alone(graph, count)
     timeline = simulate(program_of_kind(graph, Schedule(kind, count), pattern, count), deadline=problem.deadline)
     if pattern is None and any(x.peak_bytes > x.memory_bytes for x in run_uses(timeline, problem.platform)):
         return None
     return Run(flush_makespan_ns(timeline), stages, kind, pattern, timeline)
+
+
+def _alone(graph: StageGraph, microbatches: int) -> tuple[StageGraph, int]:
+    """Return one of equal pipelines with its share of the microbatches, if stages make some that are alike."""
+    counts = {graph.resources[stage.resource].replicas for stage in graph.stages}
+    if len(counts) > 1 or microbatches % max(counts):
+        return graph, microbatches
+    return graph.first_replicas(), microbatches // max(counts)

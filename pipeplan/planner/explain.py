@@ -17,8 +17,9 @@ from ..cost.saved import storages
 from ..cost.stage_graph import stage_graph
 from ..integers import smallest
 from ..names import shown
-from ..partition.contiguous.contiguous import feasible, longest_period_ns
-from ..plan import Allocation, Schedule, Stage
+from ..partition.contiguous.claims import longest_period_ns
+from ..partition.contiguous.contiguous import feasible
+from ..plan import Allocation, Schedule, ScheduleKind, Stage
 from ..problem import Level, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
@@ -148,6 +149,14 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
     problem = problem.with_policy(replace(problem.policy, pipelines=config.pipelines))
     devices = tuple(problem.platform.slowest(group) for group in config.groups())
     return _shortfall(replace(problem, platform=replace(problem.platform, devices=devices), replicas=False))
+
+
+def why_not_placed(problem: Problem, kind: ScheduleKind) -> str:
+    """Return why there is no plan under a schedule that has several stages on each GPU."""
+    gpus, layers = len(problem.platform), len(problem.chain)
+    if gpus < 2 or layers < 4:
+        return f"{kind} puts at least 2 stages on each of 2 GPUs or more; there are {layers} layers and {gpus} GPUs"
+    return f"no pipelines were found that fit the memory with several stages on each GPU, as {kind} runs them"
 
 
 def _admits(problem: Problem, allocation: Allocation, schedule: Schedule) -> bool:

@@ -24,6 +24,7 @@ from .limits import LimitSearch
 
 MARGIN = 1000
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
+KEPT = 8  # plans near the best
 GRACE_S = 2.0  # for simple plans where the time limit left none
 Cost = Callable[[StageGraph, Pattern, Deadline], int]
 
@@ -47,7 +48,8 @@ class Settings:
     """How to schedule: the integer program's solver, and its limits for one allocation: nodes and seconds of its own.
 
     The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
-    there is a plan, the simplest ones are tried. ``progress`` receives a line at each
+    there is a plan, the simplest ones are tried. ``near``: the :data:`KEPT` best whose cost is above the best's by no
+    more than this part of it are kept too. ``progress`` receives a line at each
     improvement; ``status`` says at any time what is going on.
     """
 
@@ -56,6 +58,7 @@ class Settings:
     node_limit: int | None = None
     gap: float = GAP
     simplest: bool = True
+    near: float = 0.0
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 
@@ -72,6 +75,10 @@ class Scheduled:
     pattern: Pattern | None
     status: IlpStatus | None = None
     schedule: Schedule | None = None
+
+    def same_as(self, other: Scheduled) -> bool:
+        """Whether both have the same stages under the same schedule."""
+        return self.allocation.stages == other.allocation.stages and self.schedule == other.schedule
 
 
 class Incumbent:
@@ -106,6 +113,7 @@ class Incumbent:
         self.stopped: IlpStatus | None = None
         self.late = self.exhausted = False
         self.bounds: list[Bound] = []
+        self.near: list[Scheduled] = []  # by cost
         self.floor_ns: int | None = None
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
@@ -145,11 +153,11 @@ class Incumbent:
         graph = self._graph(allocation)
         if self.limits is not None:
             floor = self.limits.floor_ns(graph)
-            beaten = self.best is not None and floor >= self._to_beat(len(graph.stages))
+            beaten = self.best is not None and floor >= self._worth(len(graph.stages))
             return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
             return graph.period_floor_ns if graph.separate else None
-        if self.best is not None and not may_reach(graph, self._to_beat(len(graph.stages)) - 1):
+        if self.best is not None and not may_reach(graph, self._worth(len(graph.stages)) - 1):
             return None
         return group_bound(graph)
 
@@ -169,7 +177,9 @@ class Incumbent:
         return found is not None and self.take(found)
 
     def take(self, found: Scheduled) -> bool:
-        """Make ``found`` the best if it beats the best so far; return whether it does."""
+        """Make ``found`` the best if it beats the best so far, and keep it near; return whether it does."""
+        if self.settings.near:
+            self.keep(found)
         if self.best is not None and found.cost >= self._to_beat(len(found.allocation.stages)):
             return False
         self.best = found
@@ -186,7 +196,7 @@ class Incumbent:
             self.try_(allocation)
 
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
-        cutoff = self._to_beat(len(graph.stages)) if self.periodic and self.best is not None else None
+        cutoff = self._worth(len(graph.stages)) if self.periodic and self.best is not None else None
         pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
             return Scheduled(self.cost(graph, pattern, self.problem.deadline), allocation, pattern, status)
@@ -201,7 +211,7 @@ class Incumbent:
         if refused is not None:
             self.broken = self.broken or refused
             return None
-        if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(len(graph.stages)):
+        if self.best is not None and self.limits.floor_ns(graph) >= self._worth(len(graph.stages)):
             return None
         choice = self.limits.choose(graph, self.problem.deadline)
         if choice is None:
@@ -216,15 +226,24 @@ class Incumbent:
         if self.best is None or not self.periodic:
             return False
         problem = self.problem
-        return least_load_ns(problem.chain, problem.platform, allocation.stages) >= self._to_beat(
-            len(allocation.stages)
-        )
+        return least_load_ns(problem.chain, problem.platform, allocation.stages) >= self._worth(len(allocation.stages))
 
     def _to_beat(self, stages: int) -> int:
         """Return the cost that an allocation of so many stages must stay below."""
         assert self.best is not None
         more = stages > len(self.best.allocation.stages)
         return self.best.cost - self.best.cost // MARGIN if more else self.best.cost
+
+    def _worth(self, stages: int) -> int:
+        """Return the cost that an allocation of so many stages must stay below to be best, or near it."""
+        assert self.best is not None
+        kept = int(self.best.cost * (1 + self.settings.near)) if self.settings.near else 0
+        return max(self._to_beat(stages), kept)
+
+    def keep(self, scheduled: Scheduled) -> None:
+        """Keep a plan among the :data:`KEPT` of least cost near the best."""
+        others = [x for x in self.near if not x.same_as(scheduled)]
+        self.near = sorted([*others, scheduled], key=lambda x: x.cost)[:KEPT]
 
     def _breaks_rules(self, allocation: Allocation) -> bool:
         problem = self.problem

@@ -44,7 +44,7 @@ def smaller_intervals(found: Incumbent, widen: bool) -> Iterator[tuple[int, Sche
         return
 
     def contiguous(fewer: int) -> Allocation | None:
-        return feasible(at_interval(problem, fewer), longest)
+        return feasible(at_interval(problem, fewer), longest, best.allocation.stages)
 
     sooner = smallest(contiguous, 1, interval - 1)
     if sooner is not None:

@@ -55,6 +55,11 @@ class LimitSearch:
         """The row of the kind."""
         return KINDS[self.schedule.kind]
 
+    @property
+    def places(self) -> bool:
+        """Whether the schedule says itself which GPU has which stage."""
+        return self.kind.simulated is not None and self.kind.simulated.homes is not None
+
     def refuses(self, graph: StageGraph) -> str | None:
         """Return why ``graph`` cannot run under the schedule at all, or None."""
         return refused(graph, self.schedule)

@@ -11,21 +11,23 @@ from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound
+from ..check.drained_bound import drained_bounds
 from ..check.evaluate import Evaluation
 from ..check.validate import check, class_violations
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..partition import ALGORITHMS
-from ..partition.contiguous.contiguous import on_lowest_devices
+from ..partition.contiguous.claims import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
-from .explain import claimed, why_infeasible, why_not_admitted
+from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
-from .portfolio import EFFORTS, propose_contiguous, search
+from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
 from .proposals import synced
+from .robust import Candidate, Jitter, most_robust
 from .simulated import plan_drained, plan_nf1b
 from .stated import STATED, stated, why_not_stated
 
@@ -48,6 +50,7 @@ def make_plan(
     effort: str = "normal",
     schedule: ScheduleKind | None = None,
     limit: int | None = None,
+    robust: Jitter | None = None,
 ) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
@@ -55,7 +58,8 @@ def make_plan(
     one that goes with the weights policy, by default the first that :func:`..schedule.kinds.kinds_for` names; ``limit``
     is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided here:
     under 2bw the fewest microbatches whose period is within 0.1% of the best of any interval, four per device where
-    mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the search
+    mini-batches are drained, under nF1B the best of several sizes, otherwise one. With ``robust`` it is the plan of the
+    least 95th percentile under drawn durations, see :func:`.robust.most_robust`. A KeyboardInterrupt ends the search
     with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
     """
     kind = _kind(problem.policy.weights, schedule, limit)
@@ -65,6 +69,8 @@ def make_plan(
         settings = replace(settings, simplest=False)
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=EFFORTS[effort].solver_s, node_limit=EFFORTS[effort].nodes)
+    if robust is not None:
+        settings = replace(settings, near=robust.share / 2)
     propose = _proposer(algorithm, options, effort)
     widen = algorithm in (AUTO, "contiguous")
     row = KINDS[kind]
@@ -81,29 +87,41 @@ def make_plan(
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent, algorithm))
-    sooner = more_often(problem, incumbent.best) if asked.policy.open else None
-    allocation, pattern = incumbent.best.allocation, incumbent.best.pattern
-    if algorithm != STATED:
-        allocation = _tidy(problem, allocation)
-    plan = Plan(
-        chain=problem.chain,
-        platform=problem.platform,
-        policy=problem.policy,
-        allocation=allocation,
-        pattern=pattern,
-        lower_bounds=(*_class_bounds(incumbent), any_bound(asked if asked.policy.open else problem)),
-        provenance=Provenance(
-            algorithm,
-            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
-            allocation.claimed_period_ns,
-            solver=None if incumbent.best.status is None else settings.solver,
-            solver_status=status or incumbent.best.status,
-            version=__version__,
-            alternatives=() if sooner is None else (sooner,),
-        ),
-        schedule=incumbent.best.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
-    )
-    return Planned(plan, check(plan))
+
+    def composed(problem: Problem, scheduled: Scheduled) -> Candidate:
+        allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)
+        sooner = more_often(problem, scheduled) if asked.policy.open else None
+        plan = Plan(
+            chain=problem.chain,
+            platform=problem.platform,
+            policy=problem.policy,
+            allocation=allocation,
+            pattern=scheduled.pattern,
+            lower_bounds=(
+                *_class_bounds(incumbent, problem, scheduled, kind),
+                any_bound(asked if asked.policy.open else problem),
+            ),
+            provenance=Provenance(
+                algorithm,
+                options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
+                allocation.claimed_period_ns,
+                solver=None if scheduled.status is None else settings.solver,
+                solver_status=status or scheduled.status,
+                version=__version__,
+                alternatives=() if sooner is None else (sooner,),
+            ),
+            schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
+        )
+        return Candidate(problem, scheduled, plan, check(plan))
+
+    if robust is None:
+        chosen = composed(problem, incumbent.best)
+        return Planned(chosen.plan, chosen.evaluation)
+    found = [incumbent.best, *(x for x in incumbent.near if not x.same_as(incumbent.best))]
+    chosen, figures = most_robust(problem, found, composed, robust, asked.policy.open)
+    provenance = chosen.plan.provenance
+    told = replace(provenance, options={**provenance.options, "robust": figures})
+    return Planned(replace(chosen.plan, provenance=told), chosen.evaluation)
 
 
 def _why_none(incumbent: Incumbent, algorithm: str) -> str:
@@ -124,6 +142,8 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
             reason = why_not_stated(incumbent) if algorithm == STATED else None
             if reason is not None:
                 return reason
+            if algorithm == AUTO and incumbent.limits is not None and incumbent.limits.places:
+                return why_not_placed(problem, incumbent.limits.schedule.kind)
             if incumbent.limits is not None:
                 return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
             return why_infeasible(problem, incumbent.rejected, incumbent.broken)
@@ -180,8 +200,8 @@ def _plan_pattern(
 
     Where ``propose`` makes local ``moves``, which others pay at another interval, it makes them as well with the one
     that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search is run
-    once more, unless nothing can get shorter; the bounds are those of the first, which hold for every
-    interval.
+    once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought for a
+    smaller interval. The bounds are those of the first, which hold for every interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
@@ -189,11 +209,13 @@ def _plan_pattern(
     status = run_search(propose, incumbent)
     if not problem.policy.open or incumbent.best is None:
         return incumbent, status
+    quick = places(problem) <= MOST_PLACES
+    widen = widen and quick
     again, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
     filled = 2 * len(problem.platform) - 1
     sooner = again.problem.policy.update_interval() <= filled
-    if moves and sooner and not incumbent.near_bound and not _ended(status, incumbent):
+    if moves and quick and sooner and not incumbent.near_bound and not _ended(status, incumbent):
         other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
         status = run_search(propose, other, dispensable=True) or status
         best = None if other.best is None else rescheduled(other.problem, other.best, None)
@@ -202,9 +224,13 @@ def _plan_pattern(
             again, cut = _decided(incumbent, widen, _ended(status, incumbent))
             status = cut or status
     shortest = widen and again.best_ns == incumbent.best_ns
-    if not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
+    if quick and not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
         status = run_search(propose, again, dispensable=True) or status
     again.bounds = incumbent.bounds
+    for scheduled in incumbent.near:
+        same = rescheduled(problem, scheduled, again.problem.policy.accumulate)
+        if same is not None:
+            again.keep(same)
     return again, status
 
 
@@ -251,10 +277,10 @@ def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
     return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
-def _class_bounds(incumbent: Incumbent) -> list[Bound]:
-    """Return the bounds that the search proved and whose class contains its best plan."""
-    assert incumbent.best is not None
-    if not incumbent.periodic:  # those are bounds on a period that never drains
-        return []
-    best, platform = incumbent.best.allocation, incumbent.problem.platform
-    return [bound for bound in incumbent.bounds if not class_violations(bound, best, platform)]
+def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, kind: ScheduleKind) -> list[Bound]:
+    """Return the bounds that the search proved and whose class contains ``scheduled``, or of a drained one those of its
+    class."""
+    found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
+    if problem.policy.drains:
+        found = drained_bounds(problem, scheduled.cost, scheduled.schedule.kind if scheduled.schedule else kind)
+    return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

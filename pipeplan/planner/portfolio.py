@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 
-from ..check.bounds import any_bound
+from ..check.bounds import proof, quick_proof
 from ..partition.balance import balance
 from ..partition.contiguous.contiguous import contiguous
 from ..partition.cuts import legal_cuts
@@ -18,8 +18,11 @@ from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..partition.madpipe.tables import MOST_CUTS
 from ..plan import Allocation
-from ..problem import Checkpointing
+from ..problem import Checkpointing, Problem
 from .incumbent import Incumbent
+
+FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+MOST_PLACES = 10**7  # above, the exact contiguous search takes more than a second, and nothing is searched twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
     There are ``walks`` of local moves, each with chances of its own. One ends early after ``patience`` moves in a row
-    that can't pay by their bounds, for each percent that the best plan is above the bound of class ``any``: the more
+    that can't pay by their bounds, for each percent that the best plan is above the bound by averages: the more
     there is to gain. ``nodes`` end the integer program of one candidate, ``solver_s`` one that takes long for them; a
     plan whose search they cut short says ``node limit`` or ``time limit``.
     """
@@ -53,9 +56,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
     problem, status = incumbent.problem, incumbent.settings.status
-    bound = any_bound(problem).period_ns
+    proved, averaged = proof(problem), quick_proof(problem).period_ns
     if incumbent.periodic:
-        incumbent.floor_ns = status.floor_ns = bound
+        incumbent.floor_ns = status.floor_ns = proved.period_ns
 
     def done() -> bool:
         return incumbent.expired or incumbent.near_bound
@@ -63,7 +66,7 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "exact contiguous"
     for allocation in propose_contiguous(incumbent):
         incumbent.try_(allocation)
-    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+    if proved.infeasible or not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
     status.phase = "one GPU with several stages"
     for allocation in _one_special(incumbent, effort.periods):
@@ -78,12 +81,28 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
                 if incumbent.best is None:
                     break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
-            patience = effort.moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / bound - 1)
-            local_search(problem, start, incumbent.lower_bound, incumbent.try_, effort.moves, done, walk, patience)
+            moves = _moves(effort, problem, start)
+            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
+            local_search(problem, start, incumbent.lower_bound, incumbent.try_, moves, done, walk, min(moves, patience))
+
+
+def places(problem: Problem) -> int:
+    """Return the cuts squared times GPUs, by which searches take their time."""
+    return len(legal_cuts(problem)) ** 2 * len(problem.platform)
+
+
+def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
+    """Return how many moves a walk may make: fewer where each takes long, with very many stages or layers."""
+    return (
+        effort.moves
+        * FEW_STAGES
+        * FEW_LAYERS
+        // (max(FEW_STAGES, len(start.stages)) * max(FEW_LAYERS, len(problem.chain)))
+    )
 
 
 def _patience(effort: SearchEffort, gap: float) -> int:
-    """Return how many moves in a row that can't pay end a walk at a plan that is ``gap`` above the bound."""
+    """Return how many moves in a row that can't pay end a walk ``gap`` above the bound by averages."""
     return ceil(effort.patience * 100 * gap)
 
 
@@ -100,7 +119,8 @@ def _starts(incumbent: Incumbent) -> Iterator[Allocation]:
     seen = {incumbent.best.allocation.stages}
     yield incumbent.best.allocation
     whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
-    for replicas in (True, False) if problem.replicas else (False,):
+    quick = places(problem) <= MOST_PLACES
+    for replicas in (True, False)[: 2 if quick else 1] if problem.replicas else (False,):
         for allocation in contiguous(replace(problem, checkpointing=whole, replicas=replicas)):
             incumbent.try_(allocation)
             if allocation.stages not in seen:
@@ -132,9 +152,10 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
     shorter periods propose allocations that may, and ``tight`` those that only just might.
     """
-    if not periods or len(legal_cuts(incumbent.problem, several=True)) > MOST_CUTS + 1:
-        return
     problem = incumbent.problem
+    too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
+    if not periods or too_many or places(problem) > MOST_PLACES // 2:
+        return
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens

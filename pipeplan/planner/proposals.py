@@ -14,7 +14,8 @@ from ..check.bounds import any_bound
 from ..cost.stage_graph import stage_graph
 from ..partition.balance import balance
 from ..partition.contiguous.batch import held, pipeline_tables, splits
-from ..partition.contiguous.contiguous import feasible, longest_period_ns
+from ..partition.contiguous.claims import longest_period_ns
+from ..partition.contiguous.contiguous import feasible
 from ..partition.cuts import legal_cuts
 from ..partition.local_search import local_search
 from ..partition.madpipe.exact import madpipe

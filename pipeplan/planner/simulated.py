@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from ..check.targets import GRIDS
-from ..cost.stage_graph import StageGraph
+from ..check.validate import structure_violations
+from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import Deadline, OutOfTime
 from ..errors import BadInput
-from ..plan import Allocation, Pattern, Schedule, ScheduleKind
+from ..plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ..problem import Problem
-from ..schedule.kinds import KINDS
+from ..schedule.kinds import KINDS, too_long
 from ..schedule.program import unroll
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns
-from .block_search import MOVES, BlockSearch
-from .drained import EFFORTS, DrainedSearch
+from .drained import EFFORTS as ALTERNATING_EFFORTS
+from .drained import DrainedSearch
+from .drained_run import drained_run
 from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from .limits import ENOUGH, LimitSearch
+from .other_schedules import schedule_stages
+from .placed import EFFORTS as PLACED_EFFORTS
+from .placed import PlacedSearch
 from .proposals import holding, move, moved, widened, with_special
 
 ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
-MOST_UNITS = 128  # blocks, or layers that are in none, of which grids are tried
 MINI_BATCH_PER_DEVICE = 4  # default microbatches of a drained mini-batch for each device, GPipe's rule of thumb
 
 
@@ -40,8 +44,7 @@ def plan_drained(
 ) -> tuple[Incumbent, str | None]:
     """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic.
 
-    With an ``effort`` stages are searched for that drain soonest, under any of ``kinds`` (none: ``kind`` alone), and
-    grids of whole blocks as well.
+    With an ``effort`` stages are searched for that drain soonest, under any of ``kinds`` (none: ``kind`` alone).
     """
     if problem.policy.accumulate is None:
         microbatches = MINI_BATCH_PER_DEVICE * len(problem.platform)
@@ -51,25 +54,89 @@ def plan_drained(
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
-    alternating = tuple(name for name in kinds or (kind,) if name in ALTERNATING)
-    if effort is None or not alternating:
-        status = run_search(widened(propose) if widen else propose, incumbent)
-    else:
-        status = run_search(moved(propose) if widen else propose, incumbent)
-        status = status or _with_best(incumbent, partial(_alternating, alternating, effort))
-    if effort is not None and status is None and len(kinds) > 1 and len(problem.chain) > 1:
-        status = _try_grids(incumbent, MOVES[effort])
+    if effort is None or KINDS[kind].limit is not None:
+        return incumbent, run_search(widened(propose) if widen else propose, incumbent)
+    searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
+    alternating = [name for name in searched if name in ALTERNATING]
+    others = [name for name in searched if name not in ALTERNATING and (not kinds or not _searches(name))]
+    status = None
+    if incumbent.limits is None or not incumbent.limits.places:
+        status = run_search(moved(propose) if kind in ALTERNATING else propose, incumbent)
+    searches = [partial(_alternating, alternating, effort), partial(_on_pipelines, others, effort)]
+    for search in [*searches, partial(_under_others, kinds)] if kinds else searches:
+        status = status or _with_best(incumbent, search)
     return incumbent, status
 
 
 def _alternating(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
     """Let stages that drain soonest with forwards and backwards in turn beat the best so far."""
-    search = DrainedSearch(incumbent.problem, kinds, EFFORTS[effort])
+    search = DrainedSearch(incumbent.problem, kinds, ALTERNATING_EFFORTS[effort])
+    _take(incumbent, search if kinds else None)
+
+
+def _on_pipelines(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
+    """Let equal pipelines under other kinds of schedules beat the best so far."""
+    _take(incumbent, PlacedSearch(incumbent.problem, kinds, PLACED_EFFORTS[effort], incumbent.best_ns))
+
+
+def _take(incumbent: Incumbent, search: DrainedSearch | PlacedSearch | None) -> None:
+    if search is None:
+        return
     try:
         search.run()
     finally:
         if search.best is not None:
             incumbent.take(search.best.scheduled)
+
+
+def _under_others(kinds: Sequence[ScheduleKind], incumbent: Incumbent) -> None:
+    """Let the best's stages, or balanced ones on its GPUs, under every kind beat it, as they are simulated when others
+    are asked for; until none does."""
+    seen: set[tuple[ScheduleKind, tuple[Stage, ...]]] = set()
+    before: Scheduled | None = None
+    while incumbent.best is not before:
+        before = incumbent.best
+        assert before is not None, "it was the best"
+        for kind in kinds:
+            stages = _stages_under(incumbent.problem, before, kind)
+            if stages is not None and (kind, stages) not in seen:
+                seen.add((kind, stages))
+                found = _scheduled(incumbent.problem, stages, kind)
+                if found is not None:
+                    incumbent.take(found)
+
+
+def _stages_under(problem: Problem, best: Scheduled, kind: ScheduleKind) -> tuple[Stage, ...] | None:
+    """Return the stages that a kind of schedule runs on the GPUs of the best; None where it can't."""
+    schedule = best.schedule or Schedule(ALTERNATING[0], problem.policy.accumulate)
+    plan = Plan(
+        problem.chain, problem.platform, problem.policy, best.allocation, best.pattern, (), Provenance(""), schedule
+    )
+    if KINDS[kind].simulated is None:
+        return best.allocation.stages
+    with suppress(BadInput):
+        return schedule_stages(plan, kind)
+    return None
+
+
+def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Scheduled | None:
+    """Return stages under a kind of schedule, under one that admits so many with the limit that is best."""
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+    schedule = Schedule(kind, problem.policy.accumulate)
+    if too_long(len(graph.operations), schedule) is not None:
+        return None
+    if KINDS[kind].limit is None:
+        run = drained_run(problem, stages, kind)
+        return None if run is None else run.scheduled
+    choice = LimitSearch(schedule, problem.platform).choose(graph, problem.deadline)
+    if choice is None or structure_violations(problem.chain, problem.platform, problem.policy, stages):
+        return None
+    return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)
+
+
+def _searches(kind: ScheduleKind) -> bool:
+    simulated = KINDS[kind].simulated
+    return simulated is not None and simulated.searches
 
 
 def _with_best(incumbent: Incumbent, search: Callable[[Incumbent], None]) -> str | None:
@@ -84,23 +151,6 @@ def _with_best(incumbent: Incumbent, search: Callable[[Incumbent], None]) -> str
             raise
         return "interrupted"
     return None
-
-
-def _try_grids(incumbent: Incumbent, moves: int) -> str | None:
-    """Let equal pipelines of whole blocks beat the best so far; return why that ended early, or None."""
-    problem, units = incumbent.problem, GRIDS.units(incumbent.problem.chain)
-    if len(units) > MOST_UNITS:
-        return None
-    try:
-        search = BlockSearch(problem, "pipeplan", GRIDS, GRIDS.kinds, incumbent.settings, incumbent.best_ns)
-    except BadInput:  # no shape runs so many microbatches
-        return None
-    status = search.run(moves)
-    if search.best is not None:
-        schedule = Schedule(search.best.config.kind, problem.policy.accumulate)
-        found = Allocation(search.best.stages)
-        incumbent.take(Scheduled(search.best.makespan_ns, found, None, schedule=schedule))
-    return status
 
 
 def plan_nf1b(

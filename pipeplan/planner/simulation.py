@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -14,6 +14,7 @@ from ..errors import BadInput
 from ..plan import Plan
 from ..schedule.memory import in_flight, most_held, run_uses
 from ..schedule.pattern import DeviceUse
+from ..schedule.program import Program
 from ..schedule.registry import schedules
 from ..schedule.simulate import jittered_ns, simulate
 from ..schedule.steady import SteadyRun
@@ -23,6 +24,7 @@ from ..schedule.written import Written
 from ..units import format_ns
 from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
+RUNS, MOST_RUNS = 20, 10**4  # with drawn durations
 Progress = Callable[[], None]  # called after each simulated run
 
 
@@ -223,16 +225,28 @@ def simulate_written(plan: Plan, written: Written, name: str) -> Simulation:
     return Simulation(plan, name, evaluate(plan), simulate(program))
 
 
+def run_seeds(seed: int, runs: int) -> range:
+    """Return the seeds of drawn runs; two ``seed`` s share none."""
+    return range(seed * MOST_RUNS, seed * MOST_RUNS + runs)
+
+
+def drawn_ns(
+    program: Program, share: float, seeds: Iterable[int], drained: bool, barrier: bool = True
+) -> Iterator[float]:
+    """Yield a time per microbatch for each seed, durations drawn around the planned ones: see :func:`under_jitter`."""
+    free = program.first_come()
+    for seed in seeds:
+        yield per_microbatch_ns(simulate(free, jittered_ns(free, share, seed)), drained, barrier)
+
+
 def under_jitter(simulation: Simulation, share: float, seeds: Iterable[int], done: Progress) -> Simulation:
     """Return ``simulation`` with a time per microbatch for each seed, durations drawn around the planned ones.
 
     Links carry what comes first, in every schedule alike; devices keep their order, unless they decide as they go.
     """
-    program = simulation.timeline.program.first_come()
     times = []
-    for seed in seeds:
-        timeline = simulate(program, jittered_ns(program, share, seed))
-        times.append(per_microbatch_ns(timeline, simulation.drained, simulation.barrier))
+    for time in drawn_ns(simulation.timeline.program, share, seeds, simulation.drained, simulation.barrier):
+        times.append(time)
         done()
     return replace(simulation, jitter_ns=tuple(times))
 

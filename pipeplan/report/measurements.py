@@ -38,11 +38,14 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
             *(format_bytes(s) for s in sizes),
         )
     print_fitted(out, table)
-    whole, count = chain.sums, len(chain)
+    whole, count, others = chain.sums, len(chain), chain.beside - 1
+    beside = f", beside {others} other process{'es' if others > 1 else ''}" if others else ""
     out.print(
-        f"{shown(chain.name)} on {shown(chain.device)}: forward {format_ns(int(whole.forward_ns[-1]))}, backward "
-        f"{format_ns(int(whole.backward_ns[-1]))}, optimizer {format_ns(whole_step_ns(chain, 0, count))}; weights "
-        f"{format_bytes(weights_of(chain, 0, count)[0])}, saved {format_bytes(int(saved_bytes(chain, 0, count)))}"
+        f"{shown(chain.name)} on {shown(chain.device)}{beside}: "
+        f"forward {format_ns(int(whole.forward_ns[-1]))}, backward {format_ns(int(whole.backward_ns[-1]))}, "
+        f"optimizer {format_ns(whole_step_ns(chain, 0, count))}; "
+        f"weights {format_bytes(weights_of(chain, 0, count)[0])}, "
+        f"saved {format_bytes(int(saved_bytes(chain, 0, count)))}"
     )
     for one, other in chain.tied:
         names = shown(chain.layers[one].name), shown(chain.layers[other].name)

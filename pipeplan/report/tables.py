@@ -48,12 +48,14 @@ def bound_class(bound: Bound) -> str:
     extras = ["replicas"] if bound.replicas else []
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
-    return f"{bound.allocation}{allowed}, {'any' if bound.any_interval else 'this'} interval"
+    under = f" under {bound.schedule}" if bound.schedule else ""
+    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
 def orders_sentence(plan: Plan, bound: Bound) -> str | None:
     """Return in which orders stages were given unequal devices for ``bound``, in words; None where there is but one."""
-    if bound.allocation != "contiguous" or plan.provenance.algorithm not in ("auto", "contiguous"):
+    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains
+    if bound.allocation != "contiguous" or not searched:
         return None
     return Orders.of(bounded(plan, bound)).sentence()
 
@@ -150,7 +152,7 @@ def print_plan(
         orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
-    for line in restriction(plan, result):
+    for line in [*restriction(plan, result), *robustness(plan)]:
         out.print(line)
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
@@ -191,6 +193,25 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
         found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
         lines.append(f"price       without that restriction {', '.join(found)}")
     return lines
+
+
+def robustness(plan: Plan) -> list[str]:
+    """Return what a plan takes under drawn durations, and what the one of least period loses then, in lines; nothing of
+    plans that were not chosen by that."""
+    found = plan.provenance.options.get("robust")
+    nominal = found.get("nominal") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(nominal, dict):
+        return []
+    share, runs, p95 = found.get("jitter"), found.get("runs"), found.get("p95_ns")
+    period, other = nominal.get("period_ns"), nominal.get("p95_ns")
+    times = [x for x in (runs, found.get("microbatches"), p95, period, other) if isinstance(x, int)]
+    if not isinstance(share, float) or len(times) < 5:
+        return []
+    runs, count, p95, period, other = times
+    drawn = f"{runs} runs of {count} microbatches, durations drawn around the planned by {100 * share:.4g}%"
+    alone = "nominal     what is chosen by the planned period alone"
+    lost = f": {format_ns(period)}, p95 {format_ns(other)}, {other / p95 - 1:.2%} longer" if other > p95 else " is this"
+    return [f"robust      p95 {format_ns(p95)} in {drawn}", alone + lost]
 
 
 def _dearer(period_ns: int, result: Evaluation) -> str:

@@ -9,8 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -33,6 +32,7 @@ from .measure.report import RunReport
 from .model.spec import ModelSpec
 from .options import RunOptions
 from .own_processes import (
+    ENDING,
     LOOK_S,
     QuietWatch,
     StopWatch,
@@ -42,11 +42,12 @@ from .own_processes import (
     is_stopped,
     our_imports_alone,
     settle_in,
+    uninterrupted,
 )
 from .peers import writing_to
 from .phases import run_rank
 from .resuming import resume_point
-from .stopping import ENDING, SharedStop, asked, stopped_after
+from .stopping import SharedStop, asked, stopped_after
 from .torchrun import is_under_torchrun, run_under_torchrun
 from .training.checkpoint import Alone
 
@@ -105,7 +106,7 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     signals = asked(lambda: begun.stop(lowered.first.step), job.folder)
     with scratch_folder() as folder, signals:
         try:
-            with _uninterrupted(), our_imports_alone():
+            with uninterrupted(), our_imports_alone():
                 for rank in range(len(lowered.devices)):
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(
@@ -125,32 +126,6 @@ def _run_here(job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], 
     if report.steps < lowered.steps:
         raise stopped_after(lowered.first.step + report.steps, job.folder)
     return report
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold the signals that end a run back, from this thread and for ever from what is started meanwhile: none is lost
-    half-started.
-
-    Ctrl-C and a terminal's end reach all of its processes, and those that import torch would tell of it. The mask is
-    what they inherit; another thread of this process may still take a signal, whose handler then only notes it.
-    """
-    noted: list[int] = []
-    handlers: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in ENDING}
-    for number, handler in handlers.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: noted.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for held in noted[:1]:
-            signal.raise_signal(held)
 
 
 def _hearing(lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -21,6 +23,7 @@ from typing import Any, Final
 
 from ..scratch import PREFIX, scratch_folder
 
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S: Final = 1.0
 LONGEST_SOCKET: Final = 104  # characters of its path, on the least generous system
 SAFE_PATH: Final = "PYTHONSAFEPATH"
@@ -74,6 +77,32 @@ def our_imports_alone() -> Iterator[None]:
         yield
     finally:
         del os.environ[SAFE_PATH]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold the signals that end a run back, from this thread and for ever from what is started meanwhile: none is lost
+    half-started.
+
+    Ctrl-C and a terminal's end reach all of its processes, and those that import torch would tell of it. The mask is
+    what they inherit; another thread of this process may still take a signal, whose handler then only notes it.
+    """
+    noted: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: noted.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for held in noted[:1]:
+            signal.raise_signal(held)
 
 
 def give_back_semaphores() -> None:

@@ -31,8 +31,7 @@ from .model.loader_workers import Entry, Read
 from .model.network import TensorSpec
 from .model.randomness import DATA
 from .model.structure import mapped, tensors_in
-from .own_processes import follow_parent
-from .stopping import ENDING
+from .own_processes import ENDING, follow_parent
 from .training.draws import begin_draws
 from .training.rank import Rank
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from ..errors import RunStopped
 from .exchange.transport import PeerLost
+from .own_processes import ENDING
 
 NEVER: Final = 2**62
-ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked to stop
 GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
 

@@ -180,6 +180,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             "Zero Bubble (Qi et al. 2024)",
             refuses=lambda graph: no_pipelines(graph, "zb2p"),
             options=_SPLIT,
+            searches=True,
         ),
         "ZB-H2: about 2p - 1 forwards ahead, weight gradients later",
     ),

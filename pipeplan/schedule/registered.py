@@ -22,6 +22,7 @@ class ProgramSchedule:
     places its stages where they cannot be the plan's own; ``refuses(graph)`` says why stages cannot run so.
     ``replicas``: whether stages may have some.
     ``steady(graph, microbatches of a mini-batch, limit)`` finds the steady state of what plans can be judged by.
+    ``searches``: its program takes a search of many simulated runs.
     """
 
     build: Callable[..., Program] | None
@@ -33,6 +34,7 @@ class ProgramSchedule:
     replicas: bool = True
     options: tuple[str, ...] = ()
     steady: Callable[..., SteadyRun] | None = None
+    searches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

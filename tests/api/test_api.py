@@ -164,7 +164,7 @@ def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
         ({"zero": 3}, "--zero: '3' is not one of 0, 1"),
         ({"effort": "some"}, "--effort: 'some' is not one of quick, normal, high"),
         ({"solver": "glpk"}, "--solver: 'glpk' is not one of cbc, highs"),
-        ({"schedule": "zbv"}, "--schedule: 'zbv' is not one of"),
+        ({"schedule": "zigzag"}, "--schedule: 'zigzag' is not one of"),
         ({"algorithm": "best"}, "--algorithm: 'best' is not one of auto"),
         ({"for_": "jax"}, "--for: 'jax' is not one of megatron"),
         ({"batch": 0}, "--batch: 0 is not positive"),

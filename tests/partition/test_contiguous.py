@@ -14,13 +14,8 @@ from pipeplan.check.validate import pattern_violations
 from pipeplan.cost import memory_model
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.partition.contiguous.contiguous import (
-    contiguous,
-    feasible,
-    longest_period_ns,
-    on_lowest_devices,
-    smallest_period,
-)
+from pipeplan.partition.contiguous.claims import longest_period_ns, on_lowest_devices
+from pipeplan.partition.contiguous.contiguous import contiguous, feasible, smallest_period
 from pipeplan.partition.contiguous.device_counts import shortest_delays
 from pipeplan.partition.contiguous.options import NEVER
 from pipeplan.partition.contiguous.tables import stage_tables

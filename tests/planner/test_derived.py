@@ -141,16 +141,17 @@ def test_every_class_of_bounds_is_derived_or_refused(claim, sentence, slow, tmp_
 def test_bounds_on_patterns_prove_nothing_where_there_is_none_or_it_drains(weights, kind, tmp_path):
     problem = Problem(CHAIN, Platform.flat(2, 10**9), Policy(weights), False)
     plan = make_plan(problem, "balance", schedule=kind).plan
-    assert [bound.allocation for bound in plan.lower_bounds] == ["any"]
-    claim = forged(plan, tmp_path, 1)
-    assert [bound.claimed for bound in claim.lower_bounds] == [True, False]
+    drains = weights == "flush"
+    assert [bound.allocation for bound in plan.lower_bounds] == ["contiguous"] * 2 * drains + ["any"]
+    claim = forged(plan, tmp_path, 1, "one-special", False, "none")
+    assert claim.lower_bounds[0].claimed
     assert f"never drain; the schedule is {kind}" in derived(claim)[1][0]
 
 
 def test_what_the_planner_proves_can_be_derived_from_the_file(tmp_path):
     problem = Problem(read_profile(str(PROFILES / "vgg16-224-b32-v100.json")), Platform.flat(2, 6 * 10**9))
     given = replace(problem, policy=Policy(accumulate=4), replicas=False, checkpointing="none")
-    plans = [make_plan(given).plan]
+    plans = [make_plan(given).plan, make_plan(replace(given, policy=Policy("flush", 4)), schedule="flush").plan]
     assert [bound.allocation for bound in plans[0].lower_bounds] == ["contiguous", "one-special", "any"]
     for seed in range(40):
         rng = random.Random(seed)

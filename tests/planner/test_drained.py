@@ -13,9 +13,12 @@ from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.planner.drained import EFFORTS, DrainedSearch
 from pipeplan.planner.drained_run import drained_run
+from pipeplan.planner.plan import make_plan
 from pipeplan.planner.retiming import alternating, retimed
+from pipeplan.planner.simulation import compare_schedules
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.interleaved import interleaved
+from pipeplan.schedule.kinds import kinds_for
 from pipeplan.schedule.one_f_one_b import forwards_ahead, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
@@ -84,6 +87,21 @@ def test_a_run_with_several_stages_on_a_gpu_is_timed_as_simulated() -> None:
 
 def test_stages_that_wait_for_each_other_have_no_time() -> None:
     assert alternating([1, 1], [1, 2], 3) is None
+
+
+@pytest.mark.parametrize(("memory", "weight_ns"), [(400, 0), (400, 20), (230, 20)])
+def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under(memory: int, weight_ns: int) -> None:
+    rng = random.Random(memory)
+    layers = tuple(
+        Layer(f"l{i}", rng.randint(10, 30), rng.randint(30, 60), 2, rng.randint(2, 9), backward_weight_ns=weight_ns)
+        for i in range(9)
+    )
+    policy = Policy(weights="flush", accumulate=8)
+    problem = Problem(Chain("even", layers, 5), Platform.flat(4, memory, 10**9), policy, checkpointing="segments")
+    found = make_plan(problem, effort="quick")
+    runs, _ = compare_schedules(found.plan, kinds_for("flush")[1:])
+    assert runs
+    assert found.evaluation.period_ns <= min(run.per_microbatch_ns for run in runs if run.fits) + 1
 
 
 @pytest.mark.parametrize("seed", range(4))

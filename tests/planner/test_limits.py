@@ -122,9 +122,18 @@ def test_a_message_driven_plan_is_as_good_as_the_best_split_of_any_grid(seed):
         assert evaluate(plan).makespan_ns <= choice.cost_ns * 1.001
 
 
-def test_flush_is_a_pattern_where_no_grid_drains_sooner():
+@pytest.mark.parametrize(
+    ("gpus", "memory", "said"), [(1, 10**9, "at least 2 stages on each of 2 GPUs"), (4, 60, "no pipelines were found")]
+)
+def test_it_is_said_why_nothing_runs_with_several_stages_on_a_gpu(gpus, memory, said):
+    problem = replace(even(weights="flush", accumulate=8), platform=Platform.flat(gpus, memory))
+    with pytest.raises(Infeasible, match=said):
+        make_plan(problem, schedule="zbv")
+
+
+def test_flush_is_a_pattern_where_nothing_drains_sooner():
     assert make_plan(even(weights="flush", accumulate=8), schedule="flush").plan.schedule == Schedule("flush", 8)
-    assert make_plan(even(weights="flush", accumulate=8)).plan.schedule == Schedule("interleaved", 8)
+    assert make_plan(even(weights="flush", accumulate=8)).plan.schedule == Schedule("zbv", 8)
     alone = replace(even(weights="flush", accumulate=8), platform=Platform.flat(1, 10**9))
     assert make_plan(alone).plan.schedule == Schedule("flush", 8)
     assert make_plan(even(accumulate=1), schedule="pattern").plan.schedule == Schedule()

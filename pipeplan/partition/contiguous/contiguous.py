@@ -9,32 +9,34 @@ smallest one that can is searched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain as chained
 
 import numpy as np
 
-from ...cost import memory_model, time_model
-from ...cost.group_bound import group_bound
-from ...cost.stage_graph import stage_graph
+from ...cost import time_model
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
-from ...problem import Device, Platform, Problem
-from ..cuts import spread_cuts
+from ...problem import Device, Problem
+from ..cuts import legal_cuts, near_cuts, spread_cuts
+from .claims import claim, claimed, claimed_ns, longest_period_ns
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
-from .options import NEVER, quickest_replicas
+from .grouped import group_sizes, grouped
+from .options import quickest_replicas
 from .orders import FEW, Order
 from .pareto import Resolution
-from .segments import LabelEffort, with_lowest_peaks, with_segments
+from .segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
-from .tied import best_with_sums, first_within, longest_sums_ns, sums_bound_periods
+from .tied import best_with_sums, first_within, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
-_MOST_LAYERS = 2000  # whose segments are searched at all; the tables of more take a gigabyte
+_REFINED = 4  # times that cuts are moved where tables have only some
+_MANY_CUTS = 400  # of more the segments of each stage get less work
 _LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
 _COARSE = LabelEffort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
 _FINE = LabelEffort(
@@ -64,17 +66,42 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     decision for one period is a dynamic program over (first layer, what is left of the devices), with replicas O(L^2
     P^2) for L layers and P equal devices before pruning.
     """
-    best = smallest_period(problem)
+    best = _remembered(problem)
     if best is not None:
         yield best
 
 
-def feasible(problem: Problem, period: int) -> Allocation | None:
+def _remembered(problem: Problem, as_listed: bool = False) -> Allocation | None:
+    """Return :func:`smallest_period`; searches ask for the same again and again."""
+    try:
+        return _found(problem, as_listed, problem.deadline.remaining_s)
+    except _Late as late:
+        return late.best
+
+
+@lru_cache(maxsize=4)
+def _found(problem: Problem, as_listed: bool, clock: Callable[[], float]) -> Allocation | None:
+    best = smallest_period(problem, as_listed=as_listed)
+    if problem.deadline.passed:
+        raise _Late(best)
+    return best
+
+
+class _Late(Exception):
+    """The best so far at a deadline, which is nothing to remember."""
+
+    def __init__(self, best: Allocation | None) -> None:
+        super().__init__()
+        self.best = best
+
+
+def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Allocation | None:
     """Return a contiguous allocation that has a valid pattern of ``period`` ns, or None when there is none.
 
     Of those that have, one with the smallest delay at its first stage, so the first to drain. The allocation claims its
     own smallest period, which may be shorter. With segments that holds while all ways to recompute a stage can be kept;
-    beyond, a plan may be missed or drain later, but never when the period is so long that memory alone decides.
+    beyond, a plan may be missed or drain later, but never when the period is so long that memory alone decides. Among
+    very many cuts or devices some are looked at, those ``near`` the ends of given stages among them.
     """
     if not len(problem.chain) or period < 1:
         return None
@@ -83,20 +110,33 @@ def feasible(problem: Problem, period: int) -> Allocation | None:
         return first_within(problem, period, lambda easier: feasible(easier, period))
     longest = longest_period_ns(problem)
     period = min(period, longest)
+    for size in group_sizes(problem):
+        groups = grouped(problem, size)
+        of_groups = feasible(groups.problem, period * size, groups.groups(near))
+        found = None if of_groups is None else claimed(problem, groups.stages(of_groups.stages))
+        if found is not None and claimed_ns(found) <= period:
+            return found
+    if group_sizes(problem):
+        problem = replace(problem, replicas=False)
     tables = stage_tables(problem)
+    if problem.checkpointing == "segments" and period < longest and len(tables.cuts) > _MANY_CUTS:
+        tables, _ = _thinned(tables, near, _plain_delays(tables))
+        if too_many_labels(tables, period, longest):
+            return feasible(replace(problem, checkpointing="stages"), period)
     least_delay = _plain_delays(tables)
     if problem.checkpointing == "segments":
         if period == longest:
             tables = with_lowest_peaks(tables, period, longest)
         else:
-            found = with_segments(tables, period, period, longest, least_delay, _QUICK)
-            if found is None:
+            effort = _QUICK.over(len(legal_cuts(problem)), _MANY_CUTS)
+            labelled = with_segments(tables, period, period, longest, least_delay, effort)
+            if labelled is None:
                 return None
-            tables = found[0]
+            tables = labelled[0]
     for some in [tables] if tables.orders is None else map(tables.in_order, tables.orders.first()):
         stages = decide(some, period, least_delay)
         if stages is not None:
-            return _claim(problem, stages, period)
+            return claim(problem, stages, period)
     return None
 
 
@@ -111,7 +151,7 @@ def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, 
     if best is None:
         return None
     tables = stage_tables(problem)
-    most = math.ceil(_claimed(best) * slack)
+    most = math.ceil(claimed_ns(best) * slack)
     if problem.checkpointing != "segments":
         return tables, most, True
     longest = longest_period_ns(problem)
@@ -136,7 +176,10 @@ def smallest_period(
         return None
     if sums_bound_periods(problem):
         best = best_with_sums(problem, lambda easier: smallest_period(easier, upper, lower, as_listed))
-        return None if best is None or (upper is not None and _claimed(best) > upper) else best
+        return None if best is None or (upper is not None and claimed_ns(best) > upper) else best
+    if not as_listed and (sizes := group_sizes(problem)):
+        best = _on_groups(problem, sizes)
+        return None if best is None or (upper is not None and claimed_ns(best) > upper) else best
     tables = stage_tables(problem)
     if as_listed:
         tables = tables.as_listed()
@@ -144,7 +187,7 @@ def smallest_period(
     least_delay = _plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:
         return None
-    floor = _shared_work(tables, max(1, lower or 1), high)
+    floor = _shared_work(problem, max(1, lower or 1), high)
     low = _least_possible(tables, floor, high, least_delay)
     if problem.checkpointing == "segments":
         return _bounded(tables, *_with_segments(tables, least_delay, low, high, as_listed), floor)
@@ -155,18 +198,52 @@ def smallest_period(
             (None, 256),
         ):
             if index is None:
-                index = _near(tables, best, 24)
+                index = None if best is None else near_cuts(tables.cuts, best.stages, 24)
             if index is not None:
                 best, _ = _search(tables.select(index), least_delay[index], low, high, best, tolerance)
         if best is not None:
-            high = _claimed(best)
+            high = claimed_ns(best)
             least_delay = np.maximum(least_delay, shortest_delays(tables, high))
             low = _least_possible(tables, low, high, least_delay)
         best, low = _search(tables, least_delay, low, high, best, None)
+        if best is not None and not tables.complete:
+            best = _refined(tables, best, low)
     except OutOfTime:
         if best is None:
             raise
     return _bounded(tables, best, low, floor)
+
+
+def _on_groups(problem: Problem, sizes: Sequence[int]) -> Allocation | None:
+    """Return a good allocation with groups of one of the ``sizes`` in the place of devices, the first that has any;
+    without replicas where none has."""
+    best, floor = None, _shared_work(problem, 1, longest_period_ns(problem))
+    for size in sizes:
+        some = grouped(problem, size)
+        of_groups = smallest_period(some.problem)
+        best = None if of_groups is None else claimed(problem, some.stages(of_groups.stages))
+        if best is not None:
+            break
+    else:
+        best = smallest_period(replace(problem, replicas=False))
+    return None if best is None else replace(best, lower_bound_ns=min(floor, claimed_ns(best)))
+
+
+def _refined(tables: StageTables, best: Allocation, low: int) -> Allocation:
+    """Return the best allocation that comes of ``best`` by moving its cuts, of which ``tables`` have only some."""
+    problem, cuts = tables.problem, legal_cuts(tables.problem)
+    for _ in range(_REFINED):
+        index = near_cuts(cuts, best.stages, max(2, 300 // len(best.stages)))
+        if index is None:
+            break
+        some = stage_tables(problem, cuts[index])
+        found, _ = _search(
+            replace(some, states=tables.states, orders=tables.orders), _plain_delays(some), low, low, best, 256
+        )
+        if found is None or found is best:
+            break
+        best = found
+    return best
 
 
 def _with_segments(
@@ -178,32 +255,29 @@ def _with_segments(
     The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
     many ways to recompute a stage are worth keeping; a search that keeps few of them bounds it tighter, and the last
     ones are exact where they keep all. Chains of many cuts are searched between some of them, with segments that begin
-    and end there, which is never exact.
+    and end there, which is never exact, or not at all where there are also very many devices.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
-    best = smallest_period(replace(problem, checkpointing="stages"), high, low, as_listed)
-    if best is None and len(problem.chain) <= _MOST_LAYERS:
-        best, _ = _search(with_lowest_peaks(tables, low, longest), least_delay, low, high, None, 256)
-    if len(problem.chain) > _MOST_LAYERS:
+    best = _remembered(replace(problem, checkpointing="stages"), as_listed)
+    if best is not None and claimed_ns(best) > high:
+        best = None
+    thin, bound = len(tables.cuts) > _MOST_CUTS, low
+    if thin and too_many_labels(_thinned(tables, () if best is None else best.stages, least_delay)[0], low, longest):
         return best, low
-    spread = None
-    if len(tables.cuts) > _MOST_CUTS:
-        spread = spread_cuts(problem, tables.cuts, max(64, len(problem.platform)))
-    bound = low
-    repeats = 3 if spread is None else 1  # a better plan leaves recomputation less time, and fronts less to hold
+    if best is None:
+        some, ends = _thinned(tables, (), least_delay) if len(tables.cuts) > _MANY_CUTS else (tables, least_delay)
+        best, _ = _search(with_lowest_peaks(some, low, longest), ends, low, high, None, 256)
+    repeats = 1 if thin else 3  # a better plan leaves recomputation less time, and fronts less to hold
     try:
         for effort, tolerance in ((_COARSE, 256), *((_FINE, None),) * repeats):
-            upper = high if best is None else _claimed(best) - 1
+            upper = high if best is None else claimed_ns(best) - 1
             if upper < low:
                 break
-            index = spread
-            if spread is not None and best is not None:
-                near = _near(tables, best, 64 // len(best.stages))
-                index = spread if near is None else np.union1d(spread, near)
-            some = tables if index is None else tables.select(index)
-            ends = least_delay if index is None else least_delay[index]
-            found = with_segments(some, upper, low, longest, ends, effort)
-            exact, before, reached = index is None and (found is None or found[1]), best, upper + 1
+            some, ends = tables, least_delay
+            if thin:
+                some, ends = _thinned(tables, () if best is None else best.stages, least_delay)
+            found = with_segments(some, upper, low, longest, ends, effort.over(len(tables.cuts), _MANY_CUTS))
+            exact, before, reached = some is tables and (found is None or found[1]), best, upper + 1
             if found is not None:
                 best, reached = _search(found[0], ends, low, upper, best, tolerance)
             if exact:
@@ -214,6 +288,23 @@ def _with_segments(
         if best is None:
             raise
     return best, bound
+
+
+def _thinned(tables: StageTables, stages: Sequence[Stage], least_delay: Ints) -> tuple[StageTables, Ints]:
+    """Return tables between few cuts, some of them near the ends of ``stages``, and the least delays there."""
+    problem = tables.problem
+    index = spread_cuts(problem, tables.cuts, max(64, len(problem.platform)))
+    if index is None:
+        return tables, least_delay
+    width = 64 // max(1, len(stages))
+    if tables.complete:
+        near = near_cuts(tables.cuts, stages, width) if stages else None
+        index = index if near is None else np.union1d(index, near)
+        return tables.select(index), least_delay[index]
+    cuts = legal_cuts(problem)
+    near = near_cuts(cuts, stages, width) if stages else None
+    some = stage_tables(problem, tables.cuts[index] if near is None else np.union1d(tables.cuts[index], cuts[near]))
+    return replace(some, states=tables.states, orders=tables.orders), _plain_delays(some)
 
 
 def _bounded(tables: StageTables, best: Allocation | None, bound: int, floor: int) -> Allocation | None:
@@ -263,49 +354,22 @@ def _search_in(
             period = min(high, low + width)
             stages = decide(tables, period, least_delay)
             if stages is not None:
-                best = _claim(problem, stages, period)
+                best = claim(problem, stages, period)
             elif period == high:
                 return None, high + 1
             else:
                 low, width = period + 1, 2 * width
-        while (gap := _claimed(best) - low) > (_claimed(best) // tolerance if tolerance else 0):
-            period = _claimed(best) - 1 if probe else low + gap // 2
+        while (gap := claimed_ns(best) - low) > (claimed_ns(best) // tolerance if tolerance else 0):
+            period = claimed_ns(best) - 1 if probe else low + gap // 2
             stages = decide(tables, period, least_delay)
             if stages is None:
                 low, probe = period + 1, True
             else:
-                best, probe = _claim(problem, stages, period), False
+                best, probe = claim(problem, stages, period), False
     except OutOfTime:
         if best is None:
             raise
     return best, low
-
-
-def _claimed(allocation: Allocation) -> int:
-    assert allocation.claimed_period_ns is not None
-    return allocation.claimed_period_ns
-
-
-def longest_period_ns(problem: Problem) -> int:
-    """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
-    platform = problem.platform
-    slowest = platform.slowest(range(len(platform)))
-    chain = problem.chain.timed(slowest.times)
-    count = len(chain)
-    recompute = int(chain.sums.forward_ns[-1])
-    replicas = 1 if problem.policy.zero else len(platform)  # with which steps take most
-    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, replicas, slowest.speed)
-    transfers = (2 if platform.blocking else 1) * sum(
-        2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1]
-    )
-    period = work + 3 * count + transfers  # each stage rounds up three times
-    if problem.policy.zero and problem.replicas:  # some fit on several replicas alone, which must sum their gradients
-        gradient = memory_model.gradient_of(chain, problem.policy, 0, count)
-        once = problem.policy.update_interval()
-        period += int(time_model.ring_all_reduce_ns(gradient, len(platform), *platform.paths[-1], shared_by=once))
-    if sums_bound_periods(problem):
-        period += longest_sums_ns(problem)
-    return min(period, NEVER // (2 * len(platform)))  # months for a microbatch; beyond, integers would overflow
 
 
 def _plain_delays(tables: StageTables) -> Ints:
@@ -318,9 +382,9 @@ def _plain_delays(tables: StageTables) -> Ints:
     return bare
 
 
-def _shared_work(tables: StageTables, low: int, high: int) -> int:
+def _shared_work(problem: Problem, low: int, high: int) -> int:
     """Return a period in ``low..high`` below which all devices together are too slow."""
-    relaxed = time_model.relative(tables.problem)
+    relaxed = time_model.relative(problem)
     sums, speed = relaxed.chain.sums, sum(x.speed for x in relaxed.platform.devices)
     return min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
 
@@ -338,53 +402,3 @@ def _least_possible(tables: StageTables, low: int, high: int, least_delay: Ints)
         else:
             high = period
     return low
-
-
-def _near(tables: StageTables, best: Allocation | None, most: int) -> Ints | None:
-    """Return the indices of the cuts of ``best`` and up to ``most`` neighbours on each side; None where those are most
-    of the cuts."""
-    if best is None:
-        return None
-    count = len(tables.cuts)
-    width = min(most, max(2, count // (8 * len(best.stages))))
-    at = np.searchsorted(tables.cuts, [stage.start for stage in best.stages] + [len(tables.problem.chain)])
-    near = np.unique(np.clip(at[:, None] + np.arange(-width, width + 1), 0, count - 1))
-    return None if 4 * len(near) > 3 * count else near
-
-
-def _claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
-    """Return ``stages``, which a decision found for the period ``met``, with their smallest period by its rules."""
-    policy = memory_model.without_vertical_sync(problem.policy)
-    free = problem.tied == "free"
-    graph = stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free, sharing=False)
-    period = group_bound(graph)
-    assert period is not None
-    assert period <= met, "what a decision finds has a pattern of its period"
-    return Allocation(on_lowest_devices(problem.platform, stages), period)
-
-
-def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return ``stages`` on the first of equal devices, in the same order and as near to each other.
-
-    The used units inside every unit of a level become its first ones, so every two devices stay joined by their level.
-    Where devices share links, which ones do would change; unequal ones on several levels stay as they are.
-    """
-    used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
-    if platform.shared_level is not None:
-        return tuple(stages)
-    if len(platform.levels) == 1:
-        free = {x: iter([d for d, y in enumerate(platform.devices) if y == x]) for x in set(platform.devices)}
-        moved = {d: next(free[platform.devices[d]]) for d in used}
-    elif len(set(platform.devices)) == 1:
-        moved = dict.fromkeys(used, 0)
-        size = 1
-        for level in platform.levels:
-            groups: dict[int, list[int]] = {}
-            for unit in dict.fromkeys(d // size for d in used):
-                groups.setdefault(unit // level.count, []).append(unit)
-            for d in used:
-                moved[d] += size * groups[d // size // level.count].index(d // size)
-            size *= level.count
-    else:
-        return tuple(stages)
-    return tuple(replace(stage, devices=tuple(moved[d] for d in stage.devices)) for stage in stages)

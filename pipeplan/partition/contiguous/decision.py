@@ -166,11 +166,14 @@ class _Sweep:
         starts = np.flatnonzero(np.diff(level * len(self.left) + state, prepend=-1))
         delays, at = behind[level, other, state], (level[starts], state[starts])
         entering = np.full((len(self.sizes), self.levels, len(self.left)), NEVER, dtype=np.int64)
-        for own in range(len(self.sizes)) if len(starts) else ():
-            entering[own][at] = np.minimum.reduceat(self._through(i, own, level, other, delays), starts)
+        step = max(1, 4 * _CHUNK // max(1, len(delays)))
+        for a in range(0, len(self.sizes) if len(starts) else 0, step):
+            own = np.arange(a, min(a + step, len(self.sizes)))
+            through = np.minimum.reduceat(self._through(i, own[:, None], level, other, delays), starts, axis=1)
+            entering[a : a + step, at[0], at[1]] = through
         return np.minimum.accumulate(entering[:, ::-1], axis=1)[:, ::-1]
 
-    def _through(self, i: int, own: int, level: Ints, other: Ints, behind: Ints) -> Ints:
+    def _through(self, i: int, own: Ints | int, level: Ints, other: Ints, behind: Ints) -> Ints:
         """Return the delays ``behind`` cut ``i`` after transfers over ``level`` between ``sizes[own]`` devices before
         it and ``sizes[other]`` behind it."""
         trips, period = self.round_trips[level, i], self.link_periods[own, other]

@@ -10,7 +10,7 @@ positions makes them once for each first layer. ALGORITHMS section 5, "Segments"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,8 @@ Flags = npt.NDArray[np.bool_]
 @dataclass(frozen=True)
 class Units:
     """What ``layers[i:j]`` add to a stage as one recomputed segment or one stored run: tables ``[i, j]``.
+
+    They are over all positions in the chain, or over some alone: then i and j number those.
 
     The memory of their input may be *held* already by the part of the stage before them; then it isn't kept twice.
     Bytes that a segment adds: ``keeps`` as the stage's first part, ``later_keeps`` behind other parts, nothing where
@@ -54,10 +56,11 @@ class Units:
     growing: bool
 
     @staticmethod
-    def of(chain: Chain) -> Units:
-        """Return the tables of ``chain``; entries with j <= i mean nothing."""
-        count = len(chain) + 1
-        start, stop = np.arange(count)[:, None], np.arange(count)[None, :]
+    def of(chain: Chain, positions: Ints | None = None) -> Units:
+        """Return the tables of ``chain``, over some ``positions`` alone; entries with j <= i mean nothing."""
+        places = np.arange(len(chain) + 1) if positions is None else positions
+        count = len(places)
+        start, stop = places[:, None], places[None, :]
 
         def table(values: IntLike) -> Any:
             return np.broadcast_to(np.asarray(values), (count, count))
@@ -109,6 +112,10 @@ class Labels:
     recomputed: Flags
     exact: bool
 
+    def at(self, positions: Ints) -> Labels:
+        """Return labels made over numbered ``positions`` at their places in the chain."""
+        return replace(self, position=positions[self.position])
+
     def ranges(self, label: int) -> Ranges:
         """Return the recomputed segments of a label, in chain order."""
         found = []
@@ -135,11 +142,20 @@ class LowestPeak:
     first: Ints
     nearest: Ints
     units: Units
+    numbers: Ints  # of the positions, as the tables count them
     exact: bool = False
+
+    def at(self, positions: Ints) -> LowestPeak:
+        """Return labels made over numbered ``positions`` at their places in the chain."""
+        return replace(self, position=positions[self.position])
 
     def ranges(self, label: int) -> Ranges:
         """Return the recomputed segments of a label, in chain order."""
-        start, stop, found = int(self.position[0]), int(self.position[label]), []
+        where = dict(zip(self.numbers.tolist(), self.position.tolist(), strict=True))
+        return tuple((where[start], where[stop]) for start, stop in self._numbered(label))
+
+    def _numbered(self, label: int) -> Ranges:
+        start, stop, found = int(self.numbers[0]), int(self.numbers[label]), []
         if 2 * label >= len(self.position):  # one of those that store everything
             return ()
         end, held = int(self.first[stop]), False
@@ -183,6 +199,7 @@ def lowest_peaks(units: Units) -> tuple[LowestPeak, ...]:
                 peak=np.concatenate([peak, stored]),
                 cost=np.concatenate([cost, 0 * stored]),
                 position=np.concatenate([position, position]),
+                numbers=np.concatenate([position, position]),
                 first=np.concatenate([np.zeros(start, dtype=np.int64), first]),
                 nearest=tables.nearest,
                 units=units,

@@ -27,6 +27,8 @@ from .options import NEVER, Ranges, Work, replica_counts, with_replicas
 from .pareto import Resolution
 from .tables import StageTables
 
+_MOST_ENTRIES = 4 * 10**7  # of 8 bytes, some tables of as many at a time
+
 
 @dataclass(frozen=True)
 class LabelEffort:
@@ -39,6 +41,10 @@ class LabelEffort:
     resolutions: tuple[Resolution, ...]
     last: Resolution
     work: int
+
+    def over(self, cuts: int, many: int) -> LabelEffort:
+        """Return the effort for one of so many ``cuts``, less where there are more than ``many``: by their square."""
+        return replace(self, work=self.work * many**2 // max(many, cuts) ** 2)
 
 
 def with_segments(
@@ -67,8 +73,10 @@ def _profiles(tables: StageTables) -> tuple[LayerTimes | None, ...]:
 
 def _labels_within(tables: StageTables, caps: Caps, chain: Chain, effort: LabelEffort) -> Callable[[int], Labels]:
     """Return the function from first layers to labels, each made with no more than its share of ``effort``."""
-    units = Units.of(chain)
     positions = np.arange(len(chain) + 1) if tables.complete else tables.cuts
+    units = Units.of(chain, positions)
+    steps = np.arange(len(positions))
+    first = {int(position): step for step, position in enumerate(positions)}
     place = {int(cut): i for i, cut in enumerate(tables.cuts)}
     settled: dict[int, Resolution] = {}
     left = effort.work
@@ -76,18 +84,19 @@ def _labels_within(tables: StageTables, caps: Caps, chain: Chain, effort: LabelE
     def labels(start: int) -> Labels:
         nonlocal left
         tables.problem.deadline.check()
-        i = place[start]
+        i, at = place[start], first[start]
+        cost, peak = caps.cost[i, positions], caps.peak[i, positions]
         if start not in settled:
             for resolution in effort.resolutions:
-                found, tried = labels_from(units, start, positions, caps.cost[i], caps.peak[i], resolution, left // 4)
+                found, tried = labels_from(units, at, steps, cost, peak, resolution, left // 4)
                 left = max(0, left - tried)
                 if found is not None:
                     settled[start] = resolution
-                    return found
+                    return found.at(positions)
         resolution = settled.setdefault(start, effort.last)
-        found, _ = labels_from(units, start, positions, caps.cost[i], caps.peak[i], resolution)
+        found, _ = labels_from(units, at, steps, cost, peak, resolution)
         assert found is not None
-        return found
+        return found.at(positions)
 
     return labels
 
@@ -98,14 +107,16 @@ def with_lowest_peaks(tables: StageTables, least: int, longest: int) -> StageTab
     Exact where one microbatch at a time is fast enough.
     """
     chain = tables.problem.chain
-    labels = {times: _lowest_peaks(chain.timed(times)).__getitem__ for times in _profiles(tables)}
+    positions = range(len(chain) + 1) if tables.complete else tables.cuts.tolist()
+    labels = {times: _lowest_peaks(chain.timed(times), tuple(positions)).__getitem__ for times in _profiles(tables)}
     return _with_labels(tables, labels, _most_groups(tables, least, longest))[0]
 
 
 @lru_cache(maxsize=2)
-def _lowest_peaks(chain: Chain) -> tuple[LowestPeak, ...]:
-    """Remember the labels while one chain is tried with many memories and numbers of devices."""
-    return lowest_peaks(Units.of(chain))
+def _lowest_peaks(chain: Chain, positions: tuple[int, ...]) -> dict[int, LowestPeak]:
+    """Remember the labels, by first layer, while one chain is tried with many memories and numbers of devices."""
+    at = np.array(positions)
+    return {int(x.position[0]): x for x in (found.at(at) for found in lowest_peaks(Units.of(chain, at)))}
 
 
 def _most_groups(tables: StageTables, least: int, longest: int) -> int:
@@ -115,6 +126,11 @@ def _most_groups(tables: StageTables, least: int, longest: int) -> int:
     devices times the period.
     """
     return min(4 * len(tables.problem.platform), ceil_div(2 * longest, least))
+
+
+def too_many_labels(tables: StageTables, least: int, longest: int) -> bool:
+    """Whether the table of what stages recompute at periods of at least ``least`` ns would take a gigabyte."""
+    return len(tables.cuts) ** 2 * _most_groups(tables, least, longest) > _MOST_ENTRIES
 
 
 @dataclass(frozen=True)

@@ -75,16 +75,16 @@ class StageTables:
         return replace(self, states=self.listed, orders=None)
 
 
-def stage_tables(problem: Problem) -> StageTables:
-    """Return the tables of ``problem`` over all its legal cuts; over some of them where they would take a gigabyte.
+def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
+    """Return the tables of ``problem`` over all its legal cuts, or ``some``; fewer where they would take a gigabyte.
 
     Where segments are allowed, stages are taken to hold and to recompute nothing: a relaxation, in whose place
     :mod:`.segments` puts what they may really do.
     """
     chain, platform = problem.chain, problem.platform
-    cuts = legal_cuts(problem)
-    count, most = len(cuts), _most_cuts(problem)
-    if count > most:
+    legal = legal_cuts(problem)
+    cuts, count, most = legal if some is None else some, len(legal), _most_cuts(problem)
+    if len(cuts) > most:
         index = spread_cuts(problem, cuts, min(_SPREAD, 3 * most // 4))
         assert index is not None, "these are fewer"
         cuts = cuts[index]

@@ -12,7 +12,7 @@ import platform
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,9 @@ def measure_model(
     """
     network, loss, target = built_network(build, batch, data, options)
     measurements, one = profile_network(network, loss, options, target)
+    count = 0 if options.others is None else options.others.count
     how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
+    how += f", beside {count} other process{'es' if count > 1 else ''}" if count else ""
     chain = network_chain(
         network,
         measurements,
@@ -103,7 +105,12 @@ def measure_model(
         device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
-    return MeasuredModel(chain, tuple(measurements), one, network.notes)
+    return MeasuredModel(replace(chain, beside=1 + count), tuple(measurements), one, network.notes)
+
+
+def measured_again(builder: Callable[[], Callable[[int], Any]], batch: int, options: MeasureOptions) -> MeasuredModel:
+    """Measure what ``builder()``, which may come from another process, builds; what it is called doesn't matter."""
+    return measure_model(builder(), batch, options, name="", date="")
 
 
 def built_network(
@@ -171,7 +178,8 @@ def profile_network(
     alone, and the difference is the ``backward_weight_ns`` of a layer.
 
     Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
-    and all other sizes are counted in a pass of their own (:mod:`.saved`). BadInput names a layer that
+    and all other sizes are counted in a pass of their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others`
+    compute. BadInput names a layer that
     doesn't map one tensor to one, works on its input in place, or passes no gradient on.
     """
     if options.steps < 1 or options.warmup < 0:
@@ -200,7 +208,10 @@ def profile_network(
         lone.grad = torch.zeros_like(lone)
         entry = options.make_optimizer([lone])
         measure = one_at_a_time if one else all_at_once
-        samples = measure(network, entry, clock, options)
+        if options.others is not None:
+            say(f"starting {options.others.count} other processes")
+        with nullcontext() if options.others is None else options.others.at_work(options, one):
+            samples = measure(network, entry, clock, options)
     parts = zip(network.layers, layers, samples, strict=True)
     measured = [_measurement(code, layer, sample) for code, layer, sample in parts]
     return measured, one

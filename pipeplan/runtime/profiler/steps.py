@@ -16,6 +16,7 @@ from ...errors import BadInput
 from ...problem import LayerWork
 from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed
+from .beside import Others
 from .clock import Clock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -46,6 +47,8 @@ class MeasureOptions:
     """"all" has all layers on the device at once, "one" one at a time, "auto" one where all don't fit."""
     clock: Clock | None = None
     """None: the device's."""
+    others: Others | None = None
+    """Processes that compute meanwhile."""
     say: Callable[[str], None] = lambda text: None
     """Hears what is being done."""
 
@@ -282,9 +285,6 @@ def optimizer_of(name: str, foreach: bool | None = None) -> MakeOptimizer:
     ``foreach`` forces one kernel over all tensors of a layer, as on a GPU.
     """
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if name == "adam":
-            return torch.optim.Adam(parameters, lr=0.0, foreach=foreach)
-        return torch.optim.SGD(parameters, lr=0.0, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
-
-    return make
+    if name == "adam":
+        return partial(torch.optim.Adam, lr=0.0, foreach=foreach)
+    return partial(torch.optim.SGD, lr=0.0, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)

@@ -1,47 +1,18 @@
-"""How short can a period be at all? Lower bounds for every plan, however its layers are placed and scheduled.
-
-Bounds of narrower classes come from exact algorithms (``contiguous`` is its own bound); the planner assembles them.
-"""
+"""How short can a period be by the work of all devices, the largest layer, and memory averaged over time? Quickly."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from math import ceil
 
-from ..cost import memory_model, time_model
-from ..cost.saved import first_saved
-from ..integers import ceil_div, most_in_common, smallest
-from ..plan import Bound, Plan
-from ..problem import Problem
-
-
-def any_bound(problem: Problem) -> Bound:
-    """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows.
-
-    Where the policy leaves the update interval open it holds for every interval.
-    """
-    relaxed = time_model.relative(problem)
-    period = max(1, load_bound(relaxed), layer_bound(relaxed), memory_bound(relaxed))
-    return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
-
-
-def bounded(plan: Plan, bound: Bound) -> Problem:
-    """Return the problem, without its search's time limit, of whose solutions ``bound`` of ``plan`` speaks."""
-    policy = replace(plan.policy, accumulate=None) if bound.any_interval else plan.policy
-    return Problem(plan.chain, plan.platform, policy, bound.replicas, bound.checkpointing)
-
-
-def overstated(bound: Bound, derived_ns: int) -> list[str]:
-    """Return a sentence if ``bound`` claims more than what can be derived for its class."""
-    if bound.period_ns <= derived_ns:
-        return []
-    return [
-        f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} is more than can be derived ({derived_ns} ns)"
-    ]
+from ...cost import memory_model, time_model
+from ...cost.saved import first_saved
+from ...integers import ceil_div, most_in_common, smallest
+from ...problem import Problem
 
 
 def work_ns(problem: Problem) -> Fraction:

@@ -1,0 +1,86 @@
+"""How short can a period be at all? Lower bounds for every plan, however its layers are placed and scheduled.
+
+Bounds of class ``any``, from quick to slow; each condition is necessary for every valid plan, and which one binds is
+said in words (:data:`PARTS`):
+
+- ``averages``: all work shared perfectly, the largest layer, memory averaged over time against what can be recomputed;
+- ``runs``: what the layers on one group of devices take and hold at their worst instant, with the microbatches that
+  must be inside by then (``facts`` says what they cost at least);
+- ``packing``: what they hold at every instant, side by side on whole devices;
+- ``blocks``: layers as whole things, dealt out to the devices;
+- ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts;
+- ``placements``: of short chains all stages on all devices, as far as a budget goes.
+
+With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
+link. Schedules that are no patterns (drained ones, nF1B) are bounded by averages alone, as counts of microbatches
+inside needn't be the same in every period. Bounds of narrower classes come from exact algorithms (``contiguous`` is its
+own bound); the planner assembles them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...cost import time_model
+from ...plan import Bound, Plan
+from ...problem import Problem
+from .averages import layer_bound, load_bound, memory_bound, work_ns
+from .strong import PARTS, Part, Proved, strong_bound
+
+__all__ = [
+    "PARTS",
+    "Proved",
+    "any_bound",
+    "bounded",
+    "layer_bound",
+    "load_bound",
+    "memory_bound",
+    "overstated",
+    "proof",
+    "quick_proof",
+    "work_ns",
+]
+
+
+def any_bound(problem: Problem) -> Bound:
+    """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows.
+
+    Where the policy leaves the update interval open it holds for every interval.
+    """
+    period = proof(problem).period_ns
+    return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
+
+
+def proof(problem: Problem) -> Proved:
+    """Return the best lower bound for class ``any`` and what it follows from, or that no plan fits at all."""
+    known: dict[object, Proved] = problem.chain.__dict__.setdefault("_proofs", {})
+    key = (problem.platform, problem.policy, problem.replicas, problem.checkpointing)
+    if key not in known:
+        known[key] = strong_bound(problem, quick_proof(problem))
+    return known[key]
+
+
+def quick_proof(problem: Problem) -> Proved:
+    """Return the bound by averages alone."""
+    relaxed = time_model.relative(problem)
+    found: list[tuple[int, Part]] = [
+        (max(1, load_bound(relaxed)), "work"),
+        (layer_bound(relaxed), "layer"),
+        (memory_bound(relaxed), "averages"),
+    ]
+    return Proved(*max(found, key=lambda one: one[0]))
+
+
+def bounded(plan: Plan, bound: Bound) -> Problem:
+    """Return the problem, without its search's time limit, of whose solutions ``bound`` of ``plan`` speaks."""
+    policy = replace(plan.policy, accumulate=None) if bound.any_interval else plan.policy
+    return Problem(plan.chain, plan.platform, policy, bound.replicas, bound.checkpointing)
+
+
+def overstated(bound: Bound, derived_ns: int) -> list[str]:
+    """Return a sentence if ``bound`` claims more than what can be derived for its class."""
+    if bound.period_ns <= derived_ns:
+        return []
+    return [
+        f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} is more than can be derived ({derived_ns} ns)"
+    ]

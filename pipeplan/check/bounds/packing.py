@@ -1,0 +1,47 @@
+"""Do the runs of any cutting of the chain fit side by side into the devices' memories, each into one?
+
+What a run takes on its device at every instant, over what the device has, is x. The sum of x over the runs of one
+device is at most 1, and so is that of ceil((q + 1) x - 1) / q for q = 1, 2, .. (a dual feasible function: of runs that
+take more than one in q + 1, q fit). So the least sum over all cuttings, times replicas, is at most the number of
+devices; a shortest path. ALGORITHMS section 11.3, condition 6.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...integers import Ints
+from .facts import Facts, Floats
+from .pooled import cheapest
+from .runs import ROUNDING, Runs
+
+PARTS = (1, 2, 3, 4, 5)
+
+
+def needs_more_devices(facts: Facts, runs: Runs) -> bool:
+    """Whether runs, whatever they are, take more devices than there are."""
+    possible = runs.possible
+    if not possible.any():
+        return True
+    least = int(runs.spare[possible].min())  # that every device which has a run takes beside, at some instant
+    memory = max(device.memory_bytes for device in facts.problem.platform.devices) - least
+    if memory <= 0:
+        return False
+    devices = len(facts.problem.platform)
+    taken = [runs.always / memory, *(shares(runs.always, memory, parts) for parts in PARTS)]
+    return any(shortest(cheapest(facts, runs, share)) > devices * (1 + ROUNDING) for share in taken)
+
+
+def shares(sizes: Ints, room: int, parts: int) -> Floats:
+    """Return the dual feasible function of ``parts`` of ``sizes`` that go into bins of ``room``."""
+    return np.asarray(np.maximum(-(-(parts + 1) * sizes // room) - 1, 0) / parts)
+
+
+def shortest(costs: Floats) -> float:
+    """Return the least sum of ``costs[first, end]`` over the cuttings of the whole chain."""
+    count = len(costs) - 1
+    found = np.full(count + 1, np.inf)
+    found[count] = 0
+    for end in range(count, 0, -1):
+        np.minimum(found[:end], costs[:end, end] + found[end], out=found[:end])
+    return float(found[0])

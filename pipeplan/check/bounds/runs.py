@@ -1,0 +1,177 @@
+"""Which runs of layers can one group of devices have at a given period, on how few, and how long must they hold what?
+
+The conditions of one run, ``layers[j:k]`` on r devices at period T, each necessary:
+
+1. its work takes at most r T;
+2. the all-reduce of its gradient takes at most T;
+3. a device holds its weights, two buffers for either side of each end that is a cut, and the least that one microbatch
+   needs at its worst instant, whatever is recomputed;
+4. when the run's first forward starts, ceil(life / (r T)) microbatches are inside its first layer, at least
+   floor(life / (r T)) inside each other one, and what they keep has to fit, less what recomputation in the time
+   that the run's work leaves can take off.
+
+A layer's *life* is the time from its forward to the end of its backward: the work of all layers from it on, and the way
+over the cuts behind, both as in 1F1B* (what doesn't fit into a period waits for the next). Runs are looked at from
+the last to the first, so the least of what lies behind a cut is known. ALGORITHMS section 11.3, conditions 1 to 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...integers import Ints, ceil_div, extend
+from .facts import Facts, Floats
+
+ROUNDING = 1e-9  # relative, of sums of products in floating point
+NEVER = 2**61
+MUCH = 1e30  # ticks: what can't be recomputed
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What :func:`runs_at` finds; tables ``[first, end]`` by the facts' ``spreads``, (R, L + 1, L + 1).
+
+    ``possible``; ``always``, bytes of a device that the run takes at every instant; ``spare``, bytes that it takes
+    more at some. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut until it comes back there, NEVER
+    where no runs lead. ``lives[end]``: least ticks that layers before ``end`` are held when a run ends there.
+    """
+
+    possible: npt.NDArray[np.bool_]
+    always: Ints
+    spare: Ints
+    delay: list[int]
+    lives: list[Ints]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the chain can be cut into possible runs."""
+        return self.delay[0] < NEVER
+
+
+def runs_at(facts: Facts, period: int | None) -> Runs:
+    """Return the runs that are possible at ``period`` ns; None: at periods so long that only memory matters."""
+    count, spreads = facts.count, facts.spreads
+    tau = NEVER if period is None else period * facts.ticks
+    devices = np.array([spread.high for spread in spreads], dtype=np.float64)
+    steps = np.array([spread.high * min(tau, 2**50) for spread in spreads], dtype=np.int64)  # of one replica, ticks
+    possible = np.zeros((len(spreads), count + 1, count + 1), dtype=np.bool_)
+    always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
+    delay = [NEVER] * count + [0]
+    lives: list[Ints] = [np.zeros(0, dtype=np.int64)] * (count + 1)
+    prices = _price_levels(facts, int(devices[-1]) * 4)
+    for end in range(count, 0, -1):
+        turning = _before_cut(facts, end, delay[end], tau)
+        if turning is None:
+            continue
+        life = lives[end] = _lives(facts, end, turning, tau)
+        load = facts.behind[:end] - facts.behind[end] + facts.blocked[:end] + facts.blocked[end]
+        idle = devices[:, None] * float(tau) - load
+        fixed, memory, peak = facts.fixed[:, :end, end], facts.memories[:, None], facts.least_peak[:end, end]
+        fits = (idle >= 0) & (fixed + peak <= memory)
+        lasting, more = np.zeros(fits.shape, dtype=np.int64), np.broadcast_to(peak, fits.shape)
+        if period is not None:
+            fits &= facts.sync_ns[:, :end, end] <= period
+        if period is not None and facts.periodic:
+            lasting, more = _inside(facts, end, turning, life, steps, idle, prices)
+            fits &= fixed + lasting + more <= memory
+        possible[:, :end, end] = fits
+        always[:, :end, end] = facts.fixed_alone[:, :end, end] + lasting
+        spare[:, :end, end] = more
+        for start in np.flatnonzero(fits.any(axis=0)).tolist():
+            delay[start] = min(delay[start], int(life[start]))
+    return Runs(possible, always, spare, delay, lives)
+
+
+def _inside(
+    facts: Facts, end: int, turning: int, life: Ints, steps: Ints, idle: Floats, prices: Floats
+) -> tuple[Ints, Ints]:
+    """Return what activations of the runs up to ``end`` take at every instant, and what they take more at some.
+
+    That is when the first forward starts, or when a microbatch is in its backward, beside whatever others are inside
+    each layer since it came there.
+    """
+    first = np.minimum(facts.first_kept, facts.input_kept)[:end] if facts.recomputes else facts.first_kept[:end]
+    inside, most = life // steps[:, None], ceil_div(life, steps[:, None])
+    lasting = inside * first + _least_held(facts, inside, idle, prices)
+    more = (most - inside) * first
+    if facts.recomputes:
+        there = turning + facts.forward_before[end] - facts.forward_before[:end]
+        others = there // steps[:, None]
+        rest = others * first + _least_held(facts, others, idle, prices)
+        more = np.maximum(more, rest + facts.least_peak[:end, end] - lasting)
+    return lasting, more
+
+
+def _before_cut(facts: Facts, end: int, delay: int, tau: int) -> int | None:
+    """Return the delay before the way over the cut at ``end``, None where there is none."""
+    hop = int(facts.hop[end])
+    if delay >= NEVER or facts.link_load[end] > tau:
+        return None
+    if facts.waits and facts.links_wait and hop:
+        return extend(delay, hop, tau)
+    return delay + hop
+
+
+def _lives(facts: Facts, end: int, delay: int, tau: int) -> Ints:
+    if not facts.waits:
+        plain: Ints = delay + facts.behind[:end] - facts.behind[end]
+        return plain
+    found = np.zeros(end, dtype=np.int64)
+    work = (facts.behind[:end] - facts.behind[1 : end + 1]).tolist()
+    for layer in range(end - 1, -1, -1):
+        if work[layer] > tau:
+            found[: layer + 1] = delay + facts.behind[: layer + 1] - facts.behind[layer + 1]  # no run has it
+            break
+        delay = extend(delay, work[layer], tau)
+        found[layer] = delay
+    return found
+
+
+def _price_levels(facts: Facts, most: int) -> Floats:
+    """Return prices of recomputation, bytes per tick, at which what it takes off may be bounded: any are valid."""
+    if not facts.recomputes:
+        return np.full(1, np.inf)
+    worth = facts.kept[facts.forward > 0] / facts.forward[facts.forward > 0]
+    worth = worth[worth > 0]
+    if not len(worth):
+        return np.ones(1)
+    low, high = float(np.quantile(worth, 0.1)), float(worth.max()) * most
+    return np.geomspace(low, max(high, 2 * low), 9)
+
+
+def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
+    """Return what the layers behind the first of each run keep at least when ``inside`` microbatches are inside each.
+
+    Recomputing layer i costs its forward, of the run's ``idle`` time. For any price of that time the least of what is
+    kept or paid, less the price of all of it, is a bound.
+    """
+    size = inside.shape[1]
+    held = inside * facts.kept[:size]
+    if not facts.recomputes:
+        return _behind(held)
+    best = np.zeros(held.shape)
+    for forward in recomputations(facts):
+        paid = np.minimum(held[:, None, :], prices[None, :, None] * forward[:size])
+        best = np.maximum(best, (_behind(paid) - prices[None, :, None] * idle[:, None, :]).max(axis=1))
+    return (best * (1 - ROUNDING)).astype(np.int64)
+
+
+def recomputations(facts: Facts) -> list[Floats]:
+    """Return what may be charged for recomputing each layer, in ticks: its own forward, or where layers keep their
+    inputs that of the layer before, which is in the same segment. Either alone is a bound."""
+    own = facts.forward.astype(np.float64)
+    if not facts.saves_inputs:
+        return [own]
+    return [own, np.concatenate([[MUCH], own[:-1]])]
+
+
+def _behind(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the sums of all behind each place, along the last axis."""
+    total = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
+    found = np.zeros_like(values)
+    found[..., :-1] = total[..., 1:]
+    return found

@@ -1,0 +1,130 @@
+"""Which period is refuted for every plan? Necessary conditions, the quick ones first, at more and more periods.
+
+Periods that can be met stay so when they grow, so a period that any condition refutes is a bound, whatever is found at
+shorter ones. Bisection looks for the longest. How many periods are tried depends on the number of layers, devices and
+nothing else: same problem, same bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ...cost import time_model
+from ...problem import Problem
+from .blocks import Blocks, work_overflows
+from .facts import Facts
+from .packing import needs_more_devices
+from .placements import NODES, placement_bound
+from .pooled import too_much
+from .runs import runs_at
+
+Part = Literal["work", "layer", "averages", "runs", "packing", "blocks", "pooled", "placements"]
+PARTS: dict[Part, str] = {
+    "work": "the work of all layers binds, shared perfectly",
+    "layer": "the largest layer binds",
+    "averages": "memory averaged over time binds, or the sums of gradients over replicas",
+    "runs": "memory of what each stage holds at its worst instant binds, or its work",
+    "packing": "memory that stages take at every instant binds, device by device",
+    "blocks": "whole layers don't fill the devices evenly",
+    "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
+    "placements": "no placement of the stages on the devices is shorter, each with its loads, memory and waits",
+}
+ENDLESS_NS = 10**15
+WORK = 40_000  # of refutations, in table rows: some tenths of a second
+MOST_TESTS = 26
+MOST_LAYERS = 256
+MOST_PLACED = 6  # layers, and devices, of which whole placements are looked at
+
+
+@dataclass(frozen=True)
+class Proved:
+    """No plan is shorter than ``period_ns``, by the condition ``part``; ``infeasible``: none fits at any period."""
+
+    period_ns: int
+    part: Part
+    infeasible: bool = False
+
+
+class Refutations:
+    """The conditions of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.facts = Facts(time_model.relative(problem))
+        self._blocks = Blocks(self.facts)
+
+    @property
+    def price(self) -> float:
+        """Bytes per tick at which recomputation might be priced."""
+        facts = self.facts
+        some = (facts.forward > 0) & (facts.kept > 0)
+        worth = facts.kept[some] * facts.behind[:-1][some] / facts.forward[some]
+        return float(np.median(worth)) if len(worth) else 1.0
+
+    @property
+    def tests(self) -> int:
+        """How many periods may be tried."""
+        count, spreads = self.facts.count, len(self.facts.spreads)
+        return min(MOST_TESTS, WORK // (count * (20 + count * spreads // 8)))
+
+    def refuted(self, period: int | None) -> Part | None:
+        """Return what refutes ``period`` ns, None for nothing; without a period what refutes all."""
+        facts = self.facts
+        if self._blocks.worthwhile and self._blocks.too_many(period or ENDLESS_NS):
+            return "blocks"
+        if period is not None and work_overflows(facts, period):
+            return "blocks"
+        runs = runs_at(facts, period)
+        if not runs.complete:
+            return "runs"
+        return "packing" if needs_more_devices(facts, runs) else None
+
+    def pool_refuted(self, period: int) -> Part | None:
+        """Return ``pooled`` where averages of all that is held refute ``period`` ns; slower than the others."""
+        facts, runs = self.facts, runs_at(self.facts, period)
+        if not runs.complete:
+            return "runs"
+        return "pooled" if too_much(facts, runs, period * facts.ticks, self.price) else None
+
+
+def strong_bound(problem: Problem, quick: Proved) -> Proved:
+    """Return the best bound of all conditions, at least ``quick``."""
+    if len(problem.chain) > MOST_LAYERS:
+        return quick
+    conditions = Refutations(problem)
+    if conditions.tests < 3:
+        return quick
+    part = conditions.refuted(None)
+    if part is not None:
+        return Proved(quick.period_ns, part, infeasible=True)
+    found = _longest_refuted(conditions.refuted, quick, conditions.tests)
+    found = _longest_refuted(conditions.pool_refuted, found, conditions.tests // 3)
+    small = len(problem.chain) <= MOST_PLACED and len(problem.platform) <= MOST_PLACED
+    if conditions.facts.periodic and small:
+        placed = placement_bound(problem, found.period_ns, NODES)
+        if placed is None:
+            return Proved(found.period_ns, "placements", infeasible=True)
+        if placed > found.period_ns:
+            return Proved(placed, "placements")
+    return found
+
+
+def _longest_refuted(refuted: Callable[[int], Part | None], low: Proved, tests: int) -> Proved:
+    """Return the longest period that is refuted in so many ``tests``, by steps that grow and then by bisection."""
+    best, period, step = low, low.period_ns, 1.02 if tests > 12 else 1.1
+    met: int | None = None
+    while tests and (met is None or met > best.period_ns):
+        tests -= 1
+        part = refuted(period)
+        if part is None:
+            met = period
+        else:
+            best = Proved(period + 1, part)
+        if met is None:
+            period, step = max(period + 1, int(period * step)), step**2
+        else:
+            period = (best.period_ns + met) // 2
+    return best

@@ -1,0 +1,72 @@
+"""Is any bound of class any above a true optimum, and how far below it are they?
+
+On random tiny instances, of chains and DAGs, on equal and unequal devices, flat and in two levels, half and full
+duplex and blocking, with and without replicas and recomputation, whose memory mostly binds: the truth by brute force
+(every allocation, each scheduled exactly) beside the bound from averages alone and the whole one. Exits with 1 where a
+bound is above a truth, or says that nothing fits where something does.
+
+    python scripts/checks/bounds.py --instances 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from cases.bounds import instance
+from oracles.any_class import optimum
+
+from pipeplan.check.bounds import proof, quick_proof
+
+
+def main() -> None:
+    """Print what is wrong, and by kind of instance the mean of optimum / bound before and after."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--instances", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--details", action="store_true", help="print every instance")
+    options = parser.parse_args()
+    ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    wrong = infeasible = proved = 0
+    spent = 0.0
+    for seed in range(options.first, options.first + options.instances):
+        problem = instance(seed)
+        before = quick_proof(problem).period_ns
+        began = time.process_time()
+        after = proof(problem)
+        spent += time.process_time() - began
+        truth = optimum(problem)
+        if truth is None:
+            infeasible += 1
+            proved += after.infeasible
+            continue
+        if after.infeasible or after.period_ns > truth or before > truth:
+            wrong += 1
+            print(f"{seed}: optimum {truth}, bounds {before} and {after}", flush=True)
+            continue
+        kinds = ["all", f"{'' if problem.replicas else 'no '}replicas", f"recomputes {problem.checkpointing}"]
+        kinds += [f"weights {problem.policy.weights}"]
+        kinds += ["unequal devices"] if len(set(problem.platform.devices)) > 1 else []
+        kinds += ["two levels"] if len(problem.platform.levels) > 1 else []
+        kinds += ["binds: " + after.part]
+        for kind in kinds:
+            ratios[kind].append((truth / before, truth / after.period_ns))
+        if options.details:
+            print(f"{seed}: optimum {truth}, bounds {before} and {after}", flush=True)
+    print(f"{options.instances} instances, {wrong} wrong; {infeasible} infeasible, of which proved {proved}")
+    print(f"bounds took {1000 * spent / options.instances:.1f} ms each\n")
+    print(f"{'optimum / bound':40s} instances  averages    whole   exact")
+    for kind, pairs in ratios.items():
+        one, two = (sum(x) / len(pairs) for x in zip(*pairs, strict=True))
+        exact = sum(pair[1] == 1 for pair in pairs) / len(pairs)
+        print(f"{kind:40s} {len(pairs):9d} {one:9.3f} {two:8.3f} {exact:7.0%}")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
