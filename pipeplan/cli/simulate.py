@@ -54,7 +54,7 @@ from .options import (
 @click.option(
     "--weight-keeps",
     type=Share(),
-    help="Where the backward is split: activations that weight gradients need.  [default: 100%]",
+    help="Where the backward is split: activations that weight gradients need.  [default: as profiled, or 100%]",
 )
 @click.option(
     "--pass-overlap",

@@ -221,10 +221,12 @@ def _mergeable(chain: Chain, start: int, stop: int) -> bool:
         return False
     if len(leaving) == 1:
         return True
+    weights = for_weights(chain)
+    both = [facts.kept, *([storages(weights).facts.kept] if weights is not None else [])]
     kept = [
-        (
-            any(t in facts.kept[i] for i in range(start, stop)),
-            tuple(t in facts.kept[i] for i in range(stop, len(chain))),
+        tuple(
+            (any(t in of[i] for i in range(start, stop)), tuple(t in of[i] for i in range(stop, len(chain))))
+            for of in both
         )
         for t in leaving
     ]

@@ -13,7 +13,7 @@ from .gantt import NAMES, Bar, GanttRow, timeline_rows
 from .traces import apart
 
 MOST_LINKED = 16  # GPUs of a chart that shows links unasked
-OF_MICROBATCHES = ("F", "B", "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update
+OF_MICROBATCHES = ("F", "B", "W", "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update
 IDLE = ("WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B")  # what a rank does that does nothing
 
 

@@ -8,7 +8,7 @@ from cases.chains import PUBLISHED, published
 from pipeplan.errors import BadInput
 from pipeplan.files.graph_txt import read_graph_text
 from pipeplan.files.profile_rules import LARGEST_TOTAL, check_chain
-from pipeplan.problem import Chain, Layer
+from pipeplan.problem import Chain, Layer, WeightNeeds
 
 
 def node(
@@ -135,6 +135,22 @@ GOOD = Chain("good", (Layer("a", 1, 2, 3, 4), Layer("b", 1, 2, 3, 4)), 5)
         (
             replace(GOOD, layers=(Layer("a", 1, 5, 1, 1, backward_weight_ns=6),)),
             "layers[0].backward_weight_ns: 6 is more than backward_ns, 5",
+        ),
+        (
+            replace(GOOD, layers=(GOOD.layers[0], Layer("b", 1, 2, 3, 4, weight_needs=WeightNeeds(4, (0,), 4)))),
+            "layers[0].weight_needs: is missing; layer 1 has it, and all have it or none",
+        ),
+        (
+            replace(GOOD, layers=(Layer("a", 1, 2, 3, 4, weight_needs=WeightNeeds(4, (1,), 4)),)),
+            "layers[0].weight_needs.saves: 1 is not something that the layer reads or makes",
+        ),
+        (
+            replace(GOOD, layers=(Layer("a", 1, 2, 3, 4, weight_needs=WeightNeeds(4, (-1,), 4)),)),
+            "layers[0].weight_needs.saved_bytes: 4 is less than what saves names, which takes 5",
+        ),
+        (
+            replace(GOOD, layers=(Layer("a", 1, 2, 3, 4, weight_needs=WeightNeeds(4, (), -4)),)),
+            "layers[0].weight_needs.gradient_bytes: -4 is negative",
         ),
         (replace(GOOD, layers=(Layer("a", 0, 0, 1, 1),)), "all forward and backward times are 0"),
         (replace(GOOD, input_bytes=-5), "input_bytes: -5 is negative"),

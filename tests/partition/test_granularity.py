@@ -10,10 +10,10 @@ import pytest
 from cases.chains import PUBLISHED, published, random_chain
 
 from pipeplan.cost.memory_model import weights_of
-from pipeplan.cost.saved import entering_bytes, saved_bytes
+from pipeplan.cost.saved import entering_bytes, for_weights_bytes, saved_bytes
 from pipeplan.cost.time_model import whole_step_ns
 from pipeplan.partition.granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time
-from pipeplan.problem import Chain, Layer, SharedWeights
+from pipeplan.problem import Chain, Layer, SharedWeights, WeightNeeds
 
 
 def layer(name: str, output: int, **fields: Any) -> Layer:
@@ -29,6 +29,19 @@ RESIDUAL = Chain(
 )
 
 
+def needing(rng: random.Random, chain: Chain) -> Chain:
+    """The chain with random needs of weights' gradients, of what its layers read and make."""
+    reads = [{t - 1 for t, readers in enumerate(chain.readers) if i in readers} for i in range(len(chain))]
+    layers = []
+    for i, one in enumerate(chain.layers):
+        may = sorted(reads[i] - {one.view_of} | ({i} if one.view_of is None else set()))
+        saves = tuple(x for x in may if rng.random() < 0.4)
+        size = sum(chain.tensor_bytes[x + 1] for x in saves if x != i)
+        size += one.storage_bytes or one.output_bytes if i in saves else 0
+        layers.append(replace(one, weight_needs=WeightNeeds(size + rng.randint(0, 9), saves, rng.randint(0, 9))))
+    return replace(chain, layers=tuple(layers))
+
+
 def cuts_of(merged: Chain, chain: Chain) -> list[int]:
     """Where the layers of ``merged`` end in ``chain``, read from the names."""
     names = [x.name for x in chain.layers]
@@ -41,6 +54,7 @@ def assert_same_costs(merged: Chain, chain: Chain) -> None:
     assert [merged.cut_bytes[g] for g in range(len(cuts))] == [chain.cut_bytes[c] for c in cuts]
     for a, b in combinations(range(len(cuts)), 2):
         assert saved_bytes(merged, a, b) == saved_bytes(chain, cuts[a], cuts[b])
+        assert for_weights_bytes(merged, a, b) == for_weights_bytes(chain, cuts[a], cuts[b])
         for name in ("forward_ns", "backward_ns"):
             ours, theirs = getattr(merged.sums, name), getattr(chain.sums, name)
             assert ours[b] - ours[a] == theirs[cuts[b]] - theirs[cuts[a]]
@@ -92,6 +106,7 @@ def test_articulation_keeps_every_cost_of_random_dags(seed: int) -> None:
         middle = sorted({*chain.tied[0], rng.randrange(len(chain))})
         size = min(size, *(chain.layers[i].weight_bytes for i in middle))
         chain = replace(chain, tied=tuple(pairwise(middle)), shared=(SharedWeights(tuple(middle), size, 0),))
+    chain = needing(rng, chain)
     merged = merge_articulation(chain)
     assert merged.edges is None
     assert_same_costs(merged, chain)
@@ -191,7 +206,7 @@ def test_merging_by_share_leaves_the_ends_of_skips_alone() -> None:
     assert_same_costs(merged, RESIDUAL)
     rng = random.Random(5)
     for _ in range(200):
-        chain = random_chain(rng, rng.randint(2, 12), edges=True, saved=rng.random() < 0.5)
+        chain = needing(rng, random_chain(rng, rng.randint(2, 12), edges=True, saved=rng.random() < 0.5))
         assert_same_costs(merge_share(chain, Fraction(rng.randint(1, 9), 10)), chain)
 
 

@@ -9,7 +9,7 @@ from cases.chains import random_chain
 
 from pipeplan.errors import BadInput
 from pipeplan.planner.grid.microbatches import profiles
-from pipeplan.problem import Chain, Layer
+from pipeplan.problem import Chain, Layer, WeightNeeds
 
 
 def chain_at(size, forward, saved=100):
@@ -23,6 +23,7 @@ def chain_at(size, forward, saved=100):
         backward_weight_ns=forward,
         optimizer_ns=7,
         parameters=10,
+        weight_needs=WeightNeeds(20 * size, (), 10 * size),
     )
     return Chain("n", (layer, layer), 5 * size, microbatch=size)
 
@@ -37,7 +38,13 @@ def test_a_profiled_size_is_taken_as_it_is():
 
 def test_one_profile_scales_in_proportion_and_weights_stay():
     layer = profiles([chain_at(4, 100)]).at(2).layers[0]
-    assert layer == Layer("a", 50, 100, 40, 20, 200, backward_weight_ns=50, optimizer_ns=7, parameters=10)
+    assert layer == Layer(
+        *("a", 50, 100, 40, 20, 200),
+        backward_weight_ns=50,
+        optimizer_ns=7,
+        parameters=10,
+        weight_needs=WeightNeeds(40, (), 20),
+    )
     assert profiles([chain_at(4, 100)]).at(8).input_bytes == 40
     assert profiles([chain_at(4, 10)]).at(3).layers[0].forward_ns == 8  # 7.5 up
 

@@ -43,7 +43,11 @@ class Saved:
     def unpack(self, number: int) -> Tensor:
         """Return a tensor; RunFailed if it was changed meanwhile, which autograd doesn't see where there are hooks."""
         kept = self._tensors[number]
-        assert kept is not None, "only what is not asked for any more is dropped"
+        if kept is None:
+            raise RunFailed(
+                "the gradients of weights need something of a forward that they didn't need in the first microbatch; "
+                "such a model runs under schedules that don't split backwards"
+            )
         tensor, version = kept
         if tensor._version != version:
             raise RunFailed(

@@ -103,6 +103,8 @@ class SplitStage(StageModule):
                         self._activations.hold(holding, tensor)
                     self._keep(holding, part.saved, held.holding)
                 parts.append(part)
+            elif graph.held.saved is not None:
+                graph.held.saved.clear()
             for value, gradient in graph.held.gradients.items():
                 known[value] = known[value] + gradient if value in known else gradient
             if graph.held.want and not any(value in known for value in graph.held.want):
