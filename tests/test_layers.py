@@ -34,9 +34,10 @@ LAW = {
     "cost": NOUNS,
     "schedule": f"{NOUNS} cost",
     "schedule.periodic": f"{NOUNS} cost schedule",
+    "schedule.synthesis": f"{NOUNS} cost schedule schedule.periodic",
     "partition": f"{NOUNS} cost",
     "check": f"{NOUNS} cost schedule",
-    "planner": f"{NOUNS} cost schedule schedule.periodic partition check",
+    "planner": f"{NOUNS} cost schedule schedule.periodic schedule.synthesis partition check",
     "files": f"{NOUNS} cost schedule check",
     "runtime.own_processes": "scratch",
     "runtime.device": NOUNS,
@@ -47,16 +48,16 @@ LAW = {
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
     "runtime": f"{NOUNS} cost schedule schedule.periodic check files runtime.own_processes {RUNTIME}",
-    "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
+    "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
-    "api": f"{NOUNS} zoo cost schedule schedule.periodic check partition planner files runtime runtime.profiler "
-    "runtime.model runtime.measure report",
+    "api": f"{NOUNS} zoo cost schedule schedule.periodic schedule.synthesis check partition planner files runtime "
+    "runtime.profiler runtime.model runtime.measure report",
     "cli": "*",
     "__main__": "errors cli",
 }
 
 OUTSIDE = {
-    "pulp": "schedule.periodic.ilp",
+    "pulp": "schedule.periodic.ilp schedule.synthesis.time_indexed",
     "networkx": "problem schedule files partition",
     "torch": "runtime zoo",
     "click": "cli",

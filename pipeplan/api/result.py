@@ -151,14 +151,16 @@ class PlanResult:
         """Write the plan's file, atomically; ``pipeplan`` commands and :func:`.planning.read_plan` read it."""
         write_text(str(path), self.text())
 
-    def show(self, width: int | None = None) -> None:
-        """Print the plan's table, as ``pipeplan plan`` does."""
+    def show(self, width: int | None = None, verbose: bool = False) -> None:
+        """Print the plan's table, as ``pipeplan plan`` does; ``verbose``: also what its bound follows from."""
         from ..planner.grid.plan import ALGORITHM as GRID
         from ..report.grids import print_grids
         from ..report.tables import print_plan
 
-        printed = print_grids if self.plan.provenance.algorithm == GRID else print_plan
-        printed(self.plan, self.assumptions, width, self.evaluation)
+        if self.plan.provenance.algorithm == GRID:
+            print_grids(self.plan, self.assumptions, width, self.evaluation)
+        else:
+            print_plan(self.plan, self.assumptions, width, self.evaluation, verbose)
 
     def __str__(self) -> str:
         told = io.StringIO()

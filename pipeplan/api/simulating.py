@@ -11,7 +11,7 @@ from ..errors import BadInput
 from ..files.schedule_csv import read_schedule
 from ..names import shown
 from ..plan import Plan
-from ..planner.other_schedules import own_schedule
+from ..planner.other_schedules import BEST, own_schedule
 from ..planner.simulation import (
     RUNS,
     Refused,
@@ -47,14 +47,15 @@ def simulations(
 ) -> tuple[list[Simulation], list[Refused]]:
     """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
 
-    No name is its own, ``all`` are all, one that ends in .csv is read as torch writes it and stands alone. One alone is
-    not refused but BadInput. ``batch`` are samples per update; ``depth``, ``chunks``, ``limit``, and the shares
-    ``weight_keeps`` and ``overlap``, are options of the schedules that have them. Without a ``barrier`` between
-    updates, drained runs take the longest span of a GPU instead of the makespan. With ``jitter``, a share, each is run
-    ``runs`` times more with durations drawn around the planned ones; ``done`` hears of each.
+    No name is its own, ``all`` are all, ``best`` is the best order that is found, one that ends in .csv is read as
+    torch writes it and stands alone. One alone is not refused but BadInput. ``batch`` are samples per update;
+    ``depth``, ``chunks``, ``limit``, and the shares ``weight_keeps`` and ``overlap``, are options of the schedules that
+    have them. Without a ``barrier`` between updates, drained runs take the longest span of a GPU instead of the
+    makespan. With ``jitter``, a share, each is run ``runs`` times more with durations drawn around the planned ones;
+    ``done`` hears of each.
     """
     files = [name for name in names if name.endswith(".csv")]
-    refuse_unknown([name for name in names if name not in files], ALL)
+    refuse_unknown([name for name in names if name not in files], ALL, BEST)
     if files and len(names) > 1:
         raise BadInput("--schedule: one that is written in a file is simulated by itself")
     options: dict[str, Any] = {"depth": depth, "chunks": chunks, "limit": limit}
@@ -63,7 +64,8 @@ def simulations(
             options[name] = Fraction(share).limit_denominator(10**6)
     if batch is not None:
         options["batch"] = whole_microbatches(batch, plan.chain.microbatch)
-    chosen = list(schedules()) if ALL in names else list(dict.fromkeys(names)) or [own_schedule(plan)]
+    every = list(schedules()) if ALL in names else []
+    chosen = list(dict.fromkeys([*every, *(name for name in names if name != ALL)])) or [own_schedule(plan)]
     refused: list[Refused] = []
     if files:
         found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]

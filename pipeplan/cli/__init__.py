@@ -25,6 +25,7 @@ COMMANDS = {
     "check": ("check", "Judge a plan: every rule, every reported figure."),
     "show": ("show", "Draw one period of a plan as a Gantt chart."),
     "simulate": ("simulate", "Run a plan in simulation, under its own schedule or any other."),
+    "synthesize": ("synthesize", "Find the best order of passes within memory, with a lower bound."),
     "report": ("report", "Write a plan as one self-contained HTML page."),
     "export": ("export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
     "import": ("importing", "Judge what Megatron-LM or torchtitan run today, and find better."),

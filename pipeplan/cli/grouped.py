@@ -20,6 +20,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "A plan that is stated": "split split-at replicas on recompute",
     "Measuring": "host-time",
     "Simulation": "",
+    "The order": "",
     "Run": "",
     "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",
     "Target": "",
@@ -30,12 +31,14 @@ OWN = {  # command -> its own heading
     "profile": "Measuring",
     "run": "Run",
     "simulate": "Simulation",
+    "synthesize": "The order",
     "timeprest": "Simulation",
     "export": "Target",
     "import": "Target",
 }
 OURS = {  # command -> options that mean there what its own heading says
     "simulate": "schedule limit batch",
+    "synthesize": "limit gpus",
     "run": "schedule limit",
     "timeprest": "limit vertical-sync",
     "estimate": "limit",

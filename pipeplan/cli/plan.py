@@ -69,6 +69,9 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 )
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Of --robust.")
 @click.option("--runs", type=Count(most=MOST_RUNS), default=20, show_default=True, help="Of --robust.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Say what binds: the condition that the bound on all plans follows from."
+)
 @stated_options
 @search_options
 def command(
@@ -88,6 +91,7 @@ def command(
     microbatch: str | None,
     output: str | None,
     as_json: bool,
+    verbose: bool,
     **options: Any,
 ) -> None:
     """Split the network in PROFILE (JSON, graph.txt, example:NAME; - is standard input) over GPUs.
@@ -148,7 +152,7 @@ def command(
         **asked,
         **options,
     )
-    search(find, output, as_json)
+    search(find, output, as_json, verbose)
 
 
 def _stated_grid(data_parallel: str, options: dict[str, Any]) -> dict[str, Any]:

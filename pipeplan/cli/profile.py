@@ -67,7 +67,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     type=Count(),
     default=1,
     show_default=True,
-    help="Measure on the CPU while so many processes less one train the model, too, as they will when it runs.",
+    metavar="N",
+    help="Measure on the CPU as one of N processes that train the model at once, as they will in a run.",
 )
 @click.option(
     "--granularity",

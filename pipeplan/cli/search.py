@@ -24,8 +24,8 @@ def search_options(command: Command) -> Command:
     return limited(OUTPUT(JSON(command)))
 
 
-def search(find: Callable[..., PlanResult], output: str | None, as_json: bool) -> None:
-    """Write or show what ``find(progress=, status=)`` finds, and meanwhile that it lives."""
+def search(find: Callable[..., PlanResult], output: str | None, as_json: bool, verbose: bool = False) -> None:
+    """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons, and meanwhile that it lives."""
     from ..files.text import write_text
     from ..planner.incumbent import Status
     from .progress import LiveLine
@@ -39,6 +39,6 @@ def search(find: Callable[..., PlanResult], output: str | None, as_json: bool) -
     if as_json and output != "-":
         write_text("-", text)
     elif output != "-":
-        found.show()
+        found.show(verbose=verbose)
         if output is not None:
             click.echo(f"written to {shown(output, SENTENCE)}")

@@ -72,7 +72,7 @@ class Constants:
     """What turns work into time: shares of peak and of bandwidth, ns of a kernel at least, and ns of the host for an
     operation."""
 
-    compute_share: float = 0.75
+    compute_share: float = 0.8
     bandwidth_share: float = 0.9
     kernel_ns: float = 5000.0
     forward_host_ns: float = 0.0

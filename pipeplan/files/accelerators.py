@@ -23,8 +23,8 @@ KINDS = (
 """Kinds of kernels. Convolutions of several groups are ``-grouped``, other ones of 3 x 3 at each position ``-3x3``,
 norms that are no batch norm are ``norm``."""
 RATES = {  # of the shares, where none are said: what fits ten V100 profiles (scripts/checks/published_layers.py)
-    "batch-norm": 0.52, "pooling": 0.56, "convolution": 1.5, "convolution-1x1": 1.2, "convolution-3x3": 2.2,
-    "convolution-grouped": 0.7,
+    "batch-norm": 0.52, "pooling": 0.56, "convolution": 1.4, "convolution-1x1": 1.1, "convolution-3x3": 2.1,
+    "convolution-grouped": 0.65,
 }  # fmt: skip
 TENSOR_RATES = {kind: 0.8 if "convolution" in kind else rate for kind, rate in RATES.items()}
 """Likewise where convolutions run on tensor cores, of which no profiles were at hand."""
@@ -63,7 +63,7 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: str | None = None
     launch: str = "5us"
     units: Units | None = None
-    compute_share: Share = 0.75
+    compute_share: Share = 0.8
     bandwidth_share: Share = 0.9
     host_time: str | None = None
     rates: dict[str, Rate] | None = None

@@ -1,4 +1,7 @@
-"""Which schedule is in a CSV file as torch.distributed.pipelining writes and reads them? A row of actions per rank."""
+"""Which schedule is in a CSV file as torch.distributed.pipelining writes and reads them? A row of actions per rank.
+
+And how is a program written so?
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import re
 
 from ..errors import BadInput
 from ..names import shown
+from ..schedule.program import Program, Step
 from ..schedule.written import Action, Written
 from ..schedule.written_program import action_of
 from .text import read_text
@@ -44,3 +48,19 @@ def read_schedule(path: str) -> Written:
     if not written.stages:
         raise BadInput(f"{path}: has no action of a stage")
     return written
+
+
+def written_schedule(program: Program) -> str:
+    """Return a program in torch's compute-only CSV: passes alone, a row for each device of the first pipeline.
+
+    ``0F0,0F1,0B0``, with ``I`` and ``W`` where the backward is split.
+    """
+    graph = program.graph
+    pipelines = graph.resources[graph.stages[0].resource].replicas
+    first = {resource.devices[0] for resource in graph.resources if not resource.is_link}
+    rows = []
+    for lane in program.lanes:
+        if lane.device in first and lane.steps:
+            own = (Step(step.microbatch // pipelines, step.position) for step in lane.steps)
+            rows.append(",".join(map(program.name, own)))
+    return "\n".join(rows) + "\n"

@@ -216,7 +216,9 @@ def _replicated(problem: Problem, stages: Stages, where: Sequence[int]) -> Itera
 
 
 def _regrouped(stages: Stages, groups: dict[tuple[int, ...], tuple[int, ...]]) -> Stages:
-    return tuple(replace(stage, devices=groups.get(stage.devices, stage.devices)) for stage in stages)
+    return tuple(
+        replace(stage, devices=groups[stage.devices]) if stage.devices in groups else stage for stage in stages
+    )
 
 
 def _recomputed(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:

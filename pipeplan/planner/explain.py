@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..check.bounds import IMPOSSIBLE, proof
 from ..check.evaluate import evaluate_simulated, fits
 from ..check.shared_weights import kept_together
 from ..cost import memory_model
@@ -32,6 +33,7 @@ MOST_GPUS = 1024
 def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken: str | None = None) -> str:
     """Return one sentence: what binds, then what would help, each with numbers.
 
+    It says that no plan of any kind fits where the bounds prove it, and else what was proved and what was not found.
     ``rejected`` is an allocation that a partitioner proposed and no period made fit, ``broken`` a rule that one broke.
     """
     if (rejected or broken) and possible(problem) is not None:
@@ -43,7 +45,11 @@ def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken:
     advice = (
         f"; feasible {either(remedies)}" if remedies else "; no number of GPUs up to 1024 and no other policy helps"
     )
-    return f"no plan fits: {_binding(problem, least)}{advice}"
+    impossible = proof(problem)
+    head = "no contiguous plan fits, and no other was found"
+    if impossible.infeasible:
+        head = f"no plan of any kind fits (proved: {IMPOSSIBLE[impossible.part]})"
+    return f"{head}: {_binding(problem, least)}{advice}"
 
 
 def claimed(algorithm: str, stages: Sequence[Stage], period_ns: int) -> str:

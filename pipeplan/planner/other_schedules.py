@@ -23,9 +23,13 @@ from ..schedule.registry import named
 from ..schedule.written import Written, deadlock, incomplete
 from ..schedule.written_program import order_of, unfit, written_program
 
+BEST = "best"  # of all orders that are found, instead of a schedule's
+
 
 def drains(plan: Plan, schedule: str) -> bool:
     """Whether ``schedule`` empties the pipeline before every update."""
+    if schedule == BEST:
+        return True
     weights = named(schedule).weights
     return (weights or plan.policy.weights) == "flush"
 
@@ -97,7 +101,7 @@ def _refuse(reason: str | None) -> None:
 
 def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = None) -> int:
     """Return how many microbatches one backward covers: 1, or of a schedule with a choice the given, its own or 4."""
-    if "batch" not in named(schedule).options:
+    if schedule == BEST or "batch" not in named(schedule).options:
         return 1
     own = plan.schedule.microbatches if schedule == own_schedule(plan) else None
     return int((options or {}).get("batch") or own or DEFAULT_BATCH)

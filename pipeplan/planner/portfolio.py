@@ -22,7 +22,7 @@ from ..problem import Checkpointing, Problem
 from .incumbent import Incumbent
 
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
-MOST_PLACES = 10**7  # above, the exact contiguous search takes more than a second, and nothing is searched twice
+MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
 
 
 def _patience(effort: SearchEffort, gap: float) -> int:
-    """Return how many moves in a row that can't pay end a walk ``gap`` above the bound by averages."""
+    """Return how many moves in a row that can't pay end a walk at a plan ``gap`` above the bound by averages."""
     return ceil(effort.patience * 100 * gap)
 
 
@@ -154,7 +154,7 @@ def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     """
     problem = incumbent.problem
     too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
-    if not periods or too_many or places(problem) > MOST_PLACES // 2:
+    if not periods or too_many or places(problem) > MOST_PLACES:
         return
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:

@@ -22,7 +22,8 @@ from ..schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
 from ..schedule.weight_versions import kept_by_stages, weight_policy
 from ..schedule.written import Written
 from ..units import format_ns
-from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
+from .best_order import best_program
+from .other_schedules import BEST, default_microbatches, drains, own_schedule, program_of, program_of_written
 
 RUNS, MOST_RUNS = 20, 10**4  # with drawn durations
 Progress = Callable[[], None]  # called after each simulated run
@@ -215,7 +216,11 @@ def simulate_plan(
     schedule = schedule or own_schedule(plan)
     if microbatches is None:
         microbatches = default_microbatches(plan, schedule, options)
-    timeline = simulate(program_of(plan, schedule, microbatches, options))
+    if schedule == BEST:
+        program = best_program(plan, microbatches, options or {}, barrier)
+    else:
+        program = program_of(plan, schedule, microbatches, options)
+    timeline = simulate(program)
     return Simulation(plan, schedule, promised, timeline, barrier=barrier)
 
 

@@ -18,6 +18,7 @@ from ..names import shown
 from ..plan import Plan
 from ..planner.simulation import Simulation
 from ..schedule.memory import activation_steps
+from ..schedule.timeline import Timeline
 from ..units import format_ns
 from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .tables import headline
@@ -60,6 +61,17 @@ def save_timeline(simulation: Simulation, path: str) -> None:
         f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
     )
     save_figure(figure, axes, title, path)
+
+
+def save_runs(runs: Sequence[tuple[str, Timeline]], path: str) -> None:
+    """Draw simulated runs, each with a title, below each other on one time axis; what devices do."""
+    drawn = [[row for row in timeline_rows(timeline) if row.device is not None] for _, timeline in runs]
+    figure, charts = make_figure([len(rows) for rows in drawn])
+    end = max(timeline.makespan_ns for _, timeline in runs)
+    for axes, rows, (title, _) in zip(charts, drawn, runs, strict=True):
+        _draw(axes, rows, 0, end)
+        axes.set_title(title, fontsize=9, loc="left", parse_math=False)
+    save_figure(figure, charts[0], runs[0][0], path)
 
 
 def _memory_lines(axes: Any, simulation: Simulation) -> None:

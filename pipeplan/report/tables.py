@@ -8,13 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..check.bounds import bounded
+from ..check.bounds import PARTS, bounded, proof
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
 from ..cost.memory_model import weights_of
 from ..cost.stage_graph import StageCost
 from ..names import shown
+from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders
 from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Level, Platform, Weights
@@ -58,6 +59,12 @@ def orders_sentence(plan: Plan, bound: Bound) -> str | None:
     if bound.allocation != "contiguous" or not searched:
         return None
     return Orders.of(bounded(plan, bound)).sentence()
+
+
+def coarse_sentence(plan: Plan) -> str | None:
+    """Return what a search among very many GPUs or cuts has left out, in words."""
+    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains and plan.lower_bounds
+    return coarseness(bounded(plan, plan.lower_bounds[0])) if searched else None
 
 
 def distance(bound: Bound, period_ns: int) -> str:
@@ -110,11 +117,16 @@ def alone_ns(chain: Chain) -> int:
 
 
 def print_plan(
-    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
+    plan: Plan,
+    assumptions: Sequence[str] = (),
+    width: int | None = None,
+    result: Evaluation | None = None,
+    verbose: bool = False,
 ) -> None:
     """Print a plan: what was asked, period and throughput, bounds and gaps, and one row per stage.
 
-    ``result`` is its evaluation, computed where it isn't given.
+    ``result`` is its evaluation, computed where it isn't given. ``verbose``: also what the bound on all plans follows
+    from.
     """
     out = console(width)
     result = result or evaluate(plan)
@@ -149,9 +161,14 @@ def print_plan(
         optimal = bound.period_ns == result.period_ns and not bound.claimed
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
+        if verbose and bound.allocation == "any":
+            out.print(f"because     {PARTS[proof(bounded(plan, bound)).part]}")
         orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
+    coarse = coarse_sentence(plan)
+    if coarse is not None:
+        out.print(f"searched    {coarse}")
     for line in [*restriction(plan, result), *robustness(plan)]:
         out.print(line)
     claimed = plan.provenance.claimed_period_ns

@@ -10,10 +10,11 @@ from ..check.validate import check
 from ..errors import BadInput
 from ..files.schedule_csv import read_schedule
 from ..files.text import check_writable
-from ..plan import Plan
+from ..plan import Plan, Schedule
 from ..problem import CLIPPED_TOGETHER
 from ..schedule.kinds import graph_of
 from ..schedule.pattern import starts_of
+from ..schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ..schedule.periodic.retime import order_of, retime
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run
@@ -25,6 +26,9 @@ from .training.half import AS_PROFILED, HalfOptions
 from .training.optimizers import Choice, optimizer_maker, rates_maker
 
 Engine = Literal["own", "torch"]
+
+
+PIPEDREAM = "pipedream"  # of simulated schedules, the one that plans have as a pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +148,21 @@ def run_otherwise(plan: Plan, vertical_sync: bool, schedule: str | None, limit: 
     """Return ``plan`` with its devices running otherwise than it says; BadInput where it then breaks a promise.
 
     With ``vertical_sync`` a microbatch sees one weight version on all stages. ``schedule`` is the name of a kind, or a
-    CSV file with an order as torch reads it; ``limit`` is what it admits at once (None: the plan's own, or as serves).
+    CSV file with an order as torch reads it, or PipeDream's own 1F1B, which becomes a pattern; ``limit`` is what it
+    admits at once (None: the plan's own, or as serves).
     """
     if vertical_sync and not plan.policy.vertical_sync:
         plan = replace(plan, policy=replace(plan.policy, vertical_sync=True))
         check(plan)  # it keeps other versions
     if schedule is None:
         return plan
-    if schedule.endswith(".csv"):
+    if schedule == PIPEDREAM:
+        if plan.policy.weights != "stash":
+            raise BadInput(f"plan: {PIPEDREAM} keeps weights stash; this plan has {plan.policy.weights}")
+        pattern = one_f_one_b_pattern(graph_of(plan), limit)
+        bounds = tuple(x for x in plan.lower_bounds if x.schedule is None)
+        plan = replace(plan, schedule=Schedule(), pattern=pattern, lower_bounds=bounds)
+    elif schedule.endswith(".csv"):
         plan = written_plan(plan, read_schedule(schedule), schedule)
     else:
         plan = under(plan, schedule, limit)

@@ -1,7 +1,8 @@
 """How does torch's own pipeline runtime run a drained schedule? The one file that uses its private names.
 
-Torch runs one mini-batch from a list of forwards and backwards for each rank and places the communication itself; it
-knows no weight versions, replicas or recomputation, and counts nothing. Weights are updated between its steps.
+Torch runs one mini-batch from a list of forwards and backwards for each rank, or of the parts of these, and places the
+communication itself; it knows no weight versions, replicas or recomputation, and counts nothing. Weights are updated
+between its steps.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def _example(spec: TensorSpec, gradient: bool, device: torch.device) -> Tensor:
 
 def _actions(lowered: LoweredRun) -> dict[int, list[_Action | None]]:
     """Return one mini-batch as torch writes it: every rank's forwards and backwards in the plan's order."""
-    kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+    whole = _ComputationType.BACKWARD_INPUT if lowered.program.split else _ComputationType.FULL_BACKWARD
+    kinds = {"F": _ComputationType.FORWARD, "B": whole, "W": _ComputationType.BACKWARD_WEIGHT}
     actions: dict[int, list[_Action | None]] = {}
     for lane in lowered.program.lanes:
         if lane.device is not None:

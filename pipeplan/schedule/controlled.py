@@ -70,12 +70,12 @@ def _controlled(graph: StageGraph, microbatches: int, weight_keeps: Fraction, na
     homes = list(dict.fromkeys(stage.resource for stage in graph.stages))
 
     def passes(count: int) -> dict[int, list[Pass]]:
-        return dict(zip(homes, _passes(block(len(homes)), count), strict=True))
+        return dict(zip(homes, block_passes(block(len(homes)), count), strict=True))
 
     return explicit(graph, microbatches, passes, pipelines(graph, name), split=True, weight_keeps=weight_keeps)
 
 
-def _passes(block: Sequence[Sequence[int]], microbatches: int) -> list[list[Pass]]:
+def block_passes(block: Sequence[Sequence[int]], microbatches: int) -> list[list[Pass]]:
     """Return what each device does: ``block`` repeated every PERIOD slots, its fill and its drain squeezed."""
     if not microbatches:
         return [[] for _ in block]

@@ -18,6 +18,7 @@ from .simulate import simulate
 from .timeline import Timeline
 
 MOST_MICROBATCHES = 2000  # that a plan's proof unrolls, where replica counts have a large common multiple
+MOST_STEPS = 500_000  # operations of those, which take some seconds
 
 
 class Meet(NamedTuple):
@@ -124,8 +125,9 @@ def program_deadlock(program: Program, timeline: Timeline | None = None) -> list
 def plan_deadlock(plan: Plan) -> list[str]:
     """Return how a valid plan's own order deadlocks once lowered; [] if it doesn't.
 
-    Unrolls the fill, two rounds of a pattern's steady state and the drain; later rounds repeat them. Of the other kinds
-    of schedules it is the order of the simulated run.
+    Unrolls the fill, two rounds of a pattern's steady state and the drain; later rounds repeat them. With very many
+    stages, as much of that as :data:`MOST_STEPS` are. Of the other kinds of schedules it is the order of the simulated
+    run.
     """
     if plan.pattern is None:
         timeline = plan_timeline(plan)
@@ -133,4 +135,5 @@ def plan_deadlock(plan: Plan) -> list[str]:
     graph = graph_of(plan)
     rounds = lcm(*(resource.replicas for resource in graph.resources))
     fill = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
-    return program_deadlock(unroll(graph, plan.pattern, min(fill + 2 * rounds, MOST_MICROBATCHES)))
+    most = min(MOST_MICROBATCHES, max(2, MOST_STEPS // len(graph.operations)))
+    return program_deadlock(unroll(graph, plan.pattern, min(fill + 2 * rounds, most)))

@@ -91,7 +91,7 @@ def _within(ahead: Sequence[int], replicas: Sequence[int]) -> list[int]:
 def _alternate(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
     """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run."""
     replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    deeper = _within([1 + (depth - 1) * (own - 1) // max(1, ahead[0] - 1) for own in ahead], replicas)
+    deeper = _deeper(replicas, depth, ahead)
 
     def slot(kind: str, stage: int, m: int) -> int:
         if kind == "F":
@@ -99,6 +99,20 @@ def _alternate(graph: StageGraph, microbatches: int, depth: int, ahead: list[int
         return 2 * m - stage
 
     return staircase(graph, microbatches, slot)
+
+
+def ahead_of(graph: StageGraph, depth: int | None = None) -> list[int]:
+    """Return how many forwards a replica of each stage runs before its first backward, with ``depth`` in flight (None:
+    NOAM) and stages that have their devices for themselves; BadInput for less than NOAM."""
+    ahead = _ahead(graph)
+    depth = depth or ahead[0]
+    if depth < ahead[0]:
+        raise BadInput(f"depth: with {depth}, fewer than NOAM's {ahead[0]}, forwards and backwards don't alternate")
+    return _deeper([graph.resources[stage.resource].replicas for stage in graph.stages], depth, ahead)
+
+
+def _deeper(replicas: Sequence[int], depth: int, ahead: Sequence[int]) -> list[int]:
+    return _within([1 + (depth - 1) * (own - 1) // max(1, ahead[0] - 1) for own in ahead], replicas)
 
 
 def _shared(graph: StageGraph, microbatches: int, depth: int) -> Program:

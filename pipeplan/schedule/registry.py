@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fractions import Fraction
+
+from ..cost.stage_graph import StageGraph
+from ..errors import PipeplanError
 from .kinds import KINDS
 from .one_f_one_b import one_f_one_b
+from .program import Program, operations_of
 from .registered import ProgramSchedule
 
 OTHERS: dict[str, ProgramSchedule] = {
@@ -31,3 +37,17 @@ def named(name: str) -> ProgramSchedule:
     found = schedules().get(name) or next(kind.simulated for own, kind in KINDS.items() if own == name)
     assert found is not None, "a plan without a pattern is simulated"
     return found
+
+
+def drained_programs(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Iterator[Program]:
+    """Yield a mini-batch under every schedule that drains and can run these stages, whose passes are the usual ones."""
+    for entry in schedules().values():
+        if entry.build is None or entry.weights != "flush" or entry.refuses(graph) is not None:
+            continue
+        options = {"weight_keeps": weight_keeps} if "weight_keeps" in entry.options else {}
+        try:
+            program = entry.build(graph, microbatches, **options)
+        except PipeplanError:  # which says more than ``refuses``
+            continue
+        if program.operations == operations_of(graph, 1, program.split):
+            yield program

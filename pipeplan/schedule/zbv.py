@@ -108,7 +108,7 @@ def _filler(graph: StageGraph, order: Sequence[Step], most: int, weight_keeps: F
             if coming is not None and not full:
                 if coming.has_come(now_ns):
                     chosen = coming
-                elif weight and 2 * (coming.at_ns - now_ns) < graph.stages[weight.stage].backward_weight_ns:
+                elif weight and 2 * (coming.at_ns - now_ns) <= graph.stages[weight.stage].backward_weight_ns:
                     chosen = None
             if chosen is not None:
                 held += keeps[chosen.kind]

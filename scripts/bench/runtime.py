@@ -1,12 +1,14 @@
 """Measure what ``pipeplan run`` promises, on two processes of this machine: each part prints one table.
 
-    python scripts/bench/runtime.py [periods] [cuts] [torch] [--model NAME,BATCH]... [--steps N] [--pairs N]
+    python scripts/bench/runtime.py [periods] [cuts] [torch] [chunks] [--model NAME,BATCH]... [--steps N] [--pairs N]
 
 periods: measured period over the prediction with the run's own times, for a balanced, an uneven and a non-contiguous
          plan of each model.
 cuts:    every cut of a model into two stages, planned and measured: is the planner's best cut the measured best?
 torch:   throughput with 2bw and stash against torch's own runtime with 1F1B, 8 microbatches per step, same cut and
          model, in pairs that take turns. In the ideal 2bw wins (m + p - 1) / m = 1.125.
+chunks:  two stages a process: torch's ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on torch's runtime, and ours on
+         the same stages, in pairs that take turns.
 
 Wants a quiet machine with two cores to spare; the load is printed beside the figures.
 """
@@ -16,18 +18,23 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from pipeplan import zoo
 from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
+from pipeplan.planner.other_schedules import balanced_stages
 from pipeplan.problem import Chain, Platform, Policy, Weights
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.options import RunOptions, run_otherwise
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
@@ -36,18 +43,22 @@ from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 MODELS = ["gpt-tiny,8", "small-cnn,32", "gpt-tiny,blocks=8,4"]
 MICROBATCHES = 8
+CHUNKS = {  # torch's schedules: processes of the stages, and ours on these
+    "Interleaved1F1B": ((0, 1, 0, 1), ("interleaved", "interleaved-zb", "breadth-first")),
+    "ZBVZeroBubble": ((0, 1, 1, 0), ("zbv", "v-half", "dualpipev")),
+}
 LATENCY_NS = 500_000  # of a message between two processes that are both busy
 
 
 def main() -> None:
     """Run the parts that are asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="periods, cuts, torch; all by default")
+    parser.add_argument("parts", nargs="*", help="periods, cuts, torch, chunks; all by default")
     parser.add_argument("--model", action="append", dest="models", metavar="NAME,BATCH")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()
-    parts = {"periods": periods, "cuts": cuts, "torch": against_torch}
+    parts = {"periods": periods, "cuts": cuts, "torch": against_torch, "chunks": beside_chunks}
     for name in arguments.parts or parts:
         for text in arguments.models or MODELS:
             model, _, batch = text.rpartition(",")
@@ -169,6 +180,45 @@ def against_torch(name: str, chain: Chain, arguments: argparse.Namespace) -> Non
         print(
             f"{kind:10} {statistics.median(values):.3f} x torch's throughput ({min(values):.3f} to {max(values):.3f})"
         )
+
+
+def beside_chunks(name: str, chain: Chain, arguments: argparse.Namespace) -> None:
+    """Print throughputs with two stages a process over that of torch's schedules on its own runtime."""
+    for torchs, (homes, kinds) in CHUNKS.items():
+        plan = _chunked(chain, homes)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "order.csv")
+            path.write_text(_order_of(torchs))
+            theirs = run_otherwise(plan, False, str(path), None)
+        plans = {kind: run_otherwise(plan, False, kind, None) for kind in kinds}
+        plans["its own order"] = theirs
+        ratios: dict[str, list[float]] = {kind: [] for kind in plans}
+        for _ in range(arguments.pairs):
+            before = trained(name, theirs, arguments.steps, "torch").measured_period_ns
+            for kind, mine in plans.items():
+                period = trained(name, mine, arguments.steps).measured_period_ns
+                assert before is not None, "--steps are too few for a steady state"
+                assert period is not None, "--steps are too few for a steady state"
+                ratios[kind].append(before / period)
+        for kind, values in ratios.items():
+            median = statistics.median(values)
+            print(f"{kind:14} {median:.3f} x torch's {torchs} ({min(values):.3f} to {max(values):.3f})")
+
+
+def _chunked(chain: Chain, homes: tuple[int, ...]) -> Plan:
+    """Return a drained plan of balanced stages on the processes ``homes``."""
+    policy, whole = Policy("flush", MICROBATCHES), Allocation((Stage(0, len(chain), (0,)),))
+    plan = Plan(
+        chain, Platform.flat(2, 10**12, latency_ns=LATENCY_NS), policy, whole, None, (), Provenance("benchmark")
+    )
+    stages = balanced_stages(plan, [(home,) for home in homes], "chunks")
+    return replace(plan, allocation=Allocation(stages), schedule=Schedule("gpipe", MICROBATCHES))
+
+
+def _order_of(torchs: str) -> str:
+    """Return the CSV of one of torch's schedules for two processes with two stages each."""
+    rows = get_schedule_ops(torchs, 2, MICROBATCHES, num_stages_per_rank=2)
+    return "".join(",".join(str(action) for action in row if action is not None) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -192,9 +192,11 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
             for stages in allocations(problem)
         )
         best = min((pattern.period_ns for pattern in patterns if pattern is not None), default=None)
-        bound = any_bound(problem).period_ns
+        proved = (quick_proof if seed % 4 else proof)(problem)
+        bound = proved.period_ns
         if best is None:
             continue
+        assert not proved.infeasible
         assert bound <= best
         feasible += 1
         tight += bound == best
@@ -205,7 +207,7 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
 
 
 def test_more_memory_bandwidth_or_devices_never_raise_the_bound():
-    for seed in range(80):
+    for seed in range(24):
         rng = random.Random(seed)
         problem = random_problem(
             rng,
@@ -226,7 +228,7 @@ def test_more_memory_bandwidth_or_devices_never_raise_the_bound():
 
 
 def test_allowing_more_never_raises_the_bound():
-    for seed in range(80):
+    for seed in range(24):
         rng = random.Random(seed)
         problem = random_problem(rng, rng.randint(1, 6), rng.randint(1, 5))
         plain = replace(problem, replicas=False, checkpointing="none")

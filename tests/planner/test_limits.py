@@ -211,7 +211,7 @@ def test_stages_recompute_parts_of_themselves_to_hold_what_the_limit_admits(weig
 def test_what_does_not_fit_is_told_of_the_split_that_lacks_least():
     """The first splits that are tried store everything and lack the most; they are not what a user can do best."""
     problem = memory_bound(60).with_policy(Policy("latest", None))
-    with pytest.raises(Infeasible, match=r"no plan fits: even with one microbatch in flight") as error:
+    with pytest.raises(Infeasible, match=r"fits \(proved: .*\): even with one microbatch in flight") as error:
         make_plan(problem)
     assert "nf1b" not in str(error.value)
     problem = memory_bound(250).with_policy(Policy("flush", 400))

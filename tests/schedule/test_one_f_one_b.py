@@ -8,6 +8,7 @@ import pytest
 from cases.plans import random_plan
 from cases.schedules import balanced, held, looped, picture, staircase
 
+from pipeplan.check.validate import pattern_violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
@@ -15,6 +16,8 @@ from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.one_f_one_b import noam, one_f_one_b
+from pipeplan.schedule.periodic.one_f_one_b import one_f_one_b_pattern
+from pipeplan.schedule.program import unroll
 from pipeplan.schedule.simulate import simulate
 
 
@@ -130,3 +133,21 @@ def test_replicated_stages_that_share_gpus_are_refused():
 def test_depth_is_positive():
     with pytest.raises(BadInput, match="depth: 0 is not positive"):
         one_f_one_b(balanced(2, 1, 1), 4, 0)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_as_a_pattern_every_device_runs_the_same_order(seed):
+    rng = random.Random(seed)
+    replicas = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
+    layers = tuple(Layer(f"l{i}", rng.randint(1, 30), rng.randint(1, 30), 10, 5 * rng.randint(0, 2)) for i in replicas)
+    first = [sum(replicas[:s]) for s in range(len(replicas))]
+    stages = [Stage(s, s + 1, tuple(range(d, d + r))) for s, (d, r) in enumerate(zip(first, replicas, strict=True))]
+    platform = Platform.flat(sum(replicas), 10**9, 10**9, latency_ns=rng.randint(0, 3))
+    graph = stage_graph(Chain("c", layers, 7), platform, Policy("stash", accumulate=max(replicas)), stages)
+    depth = rng.choice([None, noam(graph) + rng.randint(0, 3)])
+    pattern, count = one_f_one_b_pattern(graph, depth), 4 * sum(replicas) + 8
+    assert pattern_violations(graph, pattern) == []
+    assert unroll(graph, pattern, count).text() == one_f_one_b(graph, count, depth).text()
+    if noam(graph) > 1:
+        with pytest.raises(BadInput, match="fewer than NOAM's"):
+            one_f_one_b_pattern(graph, noam(graph) - 1)

@@ -12,6 +12,7 @@ from pipeplan.schedule import zero_bubble
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import longest_span_ns
 from pipeplan.schedule.zbv import zbv
 from pipeplan.schedule.zero_bubble import zb1p, zb2p
 
@@ -149,6 +150,14 @@ def test_zbv_published_bubbles_within_p_activations(case, bubble):
     timeline = simulate(zbv(paper(stages, 2), microbatches))
     assert percent(timeline) <= bubble
     assert max(held(timeline)) <= 2 * stages * WEIGHT_KEEPS.denominator  # of chunks, half an activation each
+
+
+@pytest.mark.parametrize(("case", "span"), [((4, 12), 1488), ((6, 18), 2240)])
+def test_zbv_is_as_short_as_the_best_public_schedule_within_its_memory(case, span):
+    devices, microbatches = case
+    timeline = simulate(zbv(balanced(2 * devices, 20, 40, weight_part=16, homes=vee(devices)), microbatches))
+    assert longest_span_ns(timeline) == span
+    assert max(held(timeline)) == 2 * devices
 
 
 def test_no_deadlock_for_any_number_of_microbatches():

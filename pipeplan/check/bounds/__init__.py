@@ -25,9 +25,10 @@ from ...cost import time_model
 from ...plan import Bound, Plan
 from ...problem import Problem
 from .averages import layer_bound, load_bound, memory_bound, work_ns
-from .strong import PARTS, Part, Proved, strong_bound
+from .strong import IMPOSSIBLE, PARTS, Part, Proved, strong_bound
 
 __all__ = [
+    "IMPOSSIBLE",
     "PARTS",
     "Proved",
     "any_bound",

@@ -107,19 +107,19 @@ class Facts:
 
     @cached_property
     def while_recomputed(self) -> Ints:
-        """Bytes of :attr:`kept` that are there at least during a layer's backward when it was recomputed.
+        """Bytes of :attr:`kept` that a layer holds at least from when it is recomputed until its backward, beside what
+        its segment keeps as its input; table ``[first of the segment, layer]``.
 
-        What a layer doesn't say what it is may be a segment's input.
+        What lies in memory that was there before the segment may be its input, and so may what a layer doesn't name.
         """
-        reads = [0] * self.count
-        for size, readers in zip(self.problem.chain.tensor_bytes, self.problem.chain.readers, strict=True):
-            for reader in readers:
-                reads[reader] += size
-        unsaid = [
-            min(layer.saved_bytes, size) if layer.saved_bytes is not None and layer.saves is None else 0
-            for layer, size in zip(self.problem.chain.layers, reads, strict=True)
-        ]
-        return np.maximum(self.kept - np.array(unsaid, dtype=np.int64), 0)
+        facts = storages(self.problem.chain).facts
+        root = facts.roots(0)
+        entering = np.zeros((self.count, self.count), dtype=np.int64)
+        for layer in range(self.count):
+            for home in {root[t] for t in (*facts.reads[layer], *facts.kept[layer])}:
+                size = max(facts.storages[home], *(facts.sizes[t] for t in facts.reads[layer]), 0)
+                entering[home:, layer] += size
+        return np.asarray(np.triu(np.maximum(self.kept - entering, 0)))
 
     @cached_property
     def saves_inputs(self) -> bool:
@@ -261,15 +261,14 @@ class Facts:
             first = np.concatenate([self.first_kept - self.kept, [0]])
             alone: Ints = np.triu(stored[None, :] - stored[:, None] + first[:, None], 1)
             return alone
-        transient = np.concatenate([[0], np.cumsum(self.while_recomputed)])
         inside = table.copy()  # behind other parts of the run
         never = np.int64(2**61)
         for i in range(count - 1, -1, -1):
             ends = np.arange(i + 1, count + 1)
             rest = np.where(ends[:, None] <= ends[None, :], inside[i + 1 :, i + 1 :], never)
-            held = transient[ends] - transient[i]
+            held = np.cumsum(self.while_recomputed[i, i:])
             for into, keeps, saved in ((inside, self.input_kept[i], self.kept[i]), (table, *self._first_part(i))):
-                segment = np.maximum(np.maximum(held, keeps)[:, None], keeps + rest).min(axis=0)
+                segment = (keeps + np.maximum(held[:, None], rest)).min(axis=0)
                 into[i, i + 1 :] = np.minimum(segment, saved + rest[0])
         return table
 

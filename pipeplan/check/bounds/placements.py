@@ -11,19 +11,18 @@ which device has which stages; what it leaves out is how operations of one devic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import combinations, count
 from math import ceil
 
 from ...cost import memory_model, time_model
 from ...cost.group_bound import may_reach
-from ...cost.stage_graph import StageGraph, stage_graph
+from ...cost.stage_graph import stage_graph
 from ...integers import smallest
 from ...plan import Stage
 from ...problem import Problem
 
-NODES = 400  # placements of last stages that are judged, by default
+NODES = 200  # placements of last stages that are judged, by default
 
 
 def placement_bound(problem: Problem, low: int, nodes: int = NODES) -> int | None:
@@ -59,42 +58,48 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._menus: dict[tuple[int, int], list[Segments]] = {}
-        relaxed = time_model.relative(self.problem)
-        self._fastest = max(device.speed for device in relaxed.platform.devices)
+        self._menus: dict[tuple[int, int], list[tuple[int, Segments]]] = {}
+        relaxed = time_model.relative(problem)
+        self._speeds = [device.speed for device in relaxed.platform.devices]
         sums = relaxed.chain.sums
         self._before = [int(a + b) for a, b in zip(sums.forward_ns, sums.backward_ns, strict=True)]
         self._devices = len(problem.platform)
 
     def longer(self, stages: tuple[Stage, ...], stop: int) -> Iterator[tuple[tuple[Stage, ...], int]]:
         """Yield ``stages``, which begin at layer ``stop``, behind each stage that may end there, and the least period
-        (ns) by that one's work."""
-        chain = self.problem.chain
-        groups = list(dict.fromkeys(stage.devices for stage in stages))
-        fresh = list(self._fresh({d for group in groups for d in group}))
+        (ns) by the work of its devices and of all."""
+        chain, before = self.problem.chain, self._before
+        loads: dict[tuple[int, ...], int] = {}
+        for stage in stages:
+            again = sum(int(chain.sums.forward_ns[b] - chain.sums.forward_ns[a]) for a, b in stage.checkpoint)
+            more = before[stage.stop] - before[stage.start] + (0 if self._own_times else again)
+            loads[stage.devices] = loads.get(stage.devices, 0) + more
+        everywhere, all_speeds = before[stop] + sum(loads.values()), sum(self._speeds)
+        fresh = list(self._fresh({d for group in loads for d in group}))
         for start in range(stop - 1, -1, -1):
             if time_model.work_ns(chain, self.problem.policy, start, stop) == 0:
                 continue
-            work = (self._before[stop] - self._before[start]) / self._fastest
-            for group in (*groups, *fresh):
-                for checkpoint in self._menu(start, stop):
-                    yield (Stage(start, stop, group, checkpoint), *stages), ceil(work / len(group))
+            work = before[stop] - before[start]
+            for group in (*loads, *fresh):
+                share = len(group) * min(self._speeds[d] for d in group)
+                for again, checkpoint in self._menu(start, stop):
+                    load = loads.get(group, 0) + work + again
+                    least = max(ceil(load / share), ceil((everywhere + again) / all_speeds))
+                    yield (Stage(start, stop, group, checkpoint), *stages), least
 
     def least(self, stages: tuple[Stage, ...], low: int) -> int | None:
         """Return the least period, from ``low`` on, at which the last ``stages`` may be scheduled, None for none."""
         problem = self.problem
         graph = stage_graph(problem.chain, problem.platform, problem.policy, stages, free_sums=True)
-        loads = [sum(graph.operations[i].duration_ns for i in graph.on_resource[r]) for r in self._groups(graph)]
-        rest = Fraction(self._before[stages[0].start]) / self._fastest
-        low = max(low, graph.period_floor_ns, -int(-(sum(loads) + rest) // self._devices))
+        low = max(low, graph.period_floor_ns)
         if may_reach(graph, low):
             return low
         found = smallest(lambda period: may_reach(graph, period) or None, low + 1, max(low + 1, graph.path_ns))
         return None if found is None else found[0]
 
-    @staticmethod
-    def _groups(graph: StageGraph) -> list[int]:
-        return [r for r, resource in enumerate(graph.resources) if not resource.is_link]
+    @property
+    def _own_times(self) -> bool:
+        return self.problem.platform.devices[0].times is not None
 
     def _fresh(self, used: set[int]) -> Iterator[tuple[int, ...]]:
         """Yield the groups of devices that are left, of those that are alike the first alone."""
@@ -109,8 +114,8 @@ class _Search:
                     seen.add(look)
                     yield group
 
-    def _menu(self, start: int, stop: int) -> list[Segments]:
-        """Return the segments that may be recomputed, of those that another choice betters in all none."""
+    def _menu(self, start: int, stop: int) -> list[tuple[int, Segments]]:
+        """Return the segments that may be recomputed, with their time, of those that another betters in all none."""
         if (start, stop) not in self._menus:
             chain, policy = self.problem.chain, self.problem.policy
             rated = []
@@ -121,7 +126,7 @@ class _Search:
             for one in sorted(rated):
                 if not any(x[1] <= one[1] and x[2] <= one[2] for x in best):
                     best.append(one)
-            self._menus[start, stop] = [one[3] for one in best]
+            self._menus[start, stop] = [(0 if self._own_times else one[0], one[3]) for one in best]
         return self._menus[start, stop]
 
     def _choices(self, start: int, stop: int) -> Iterator[Segments]:

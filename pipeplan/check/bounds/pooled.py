@@ -1,11 +1,13 @@
 """Do the activations, averaged over time, fit into all devices together at a given period?
 
 Over one period every layer's tensors are held for its life by one microbatch, and what is fixed in a run for all of it,
-on each of its devices: the sum over all runs is at most the period times all memory. What is recomputed is held for
-its backward alone, and its forward is paid with idle time, of which there is no more than the devices' work leaves. A
-Lagrange multiplier prices that, so that each layer decides by itself and the cheapest way to cut the chain into runs
-is a shortest path from the last cut to the first; each cut adds the way over it to the lives of all layers before.
-Paths are told apart by that sum, as far as it matters. ALGORITHMS section 11.3, condition 5.
+on each of its devices: the sum over all runs is at most the period times all memory. A recomputed segment holds its
+input for its life, what its layers keep only from their forward's repetition to their backward, and costs their
+forwards, which idle time pays, of which there is no more than the devices' work leaves. A Lagrange multiplier prices
+that, so that the cheapest segments of every run follow from the chain alone (:class:`Segments`), and the cheapest
+way to cut it into runs is a shortest path from the last cut to the first; each cut adds the way over it to the lives of
+all layers before. Paths are told apart by that sum, as far as it matters. ALGORITHMS section 11.3, condition 5, with
+segments instead of single layers.
 """
 
 from __future__ import annotations
@@ -14,49 +16,91 @@ import numpy as np
 
 from ...integers import Ints
 from .facts import Facts, Floats
-from .runs import ROUNDING, Runs, recomputations
+from .runs import NEVER, ROUNDING, Runs
 
 GROUPS = 12  # of paths by the time that their cuts add
-SEARCHED = 4  # steps towards the best price
+STEPS = 12  # by which the price of recomputation may be doubled or halved
+ADDED = (0, *(2.0**power for power in range(-7, 5)))  # to lives, in units of all work: tables are made for these
 
 
-def pooled_excess(facts: Facts, runs: Runs, tau: int, price: float, forward: Floats) -> float:
-    """Return by how much what is held in a period of ``tau`` ticks exceeds all memory, in bytes, at least.
+class Segments:
+    """What the activations of runs cost at least by prices of recomputation, whatever is recomputed.
 
-    ``price`` is in bytes, per tick of recomputation, which takes each layer ``forward`` ticks.
+    Tables ``[first, end]`` of bytes times ticks held in every period, and bytes times ticks paid.
     """
-    platform = facts.problem.platform
-    count, memory = facts.count, sum(device.memory_bytes for device in platform.devices)
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.added = np.array(ADDED) * float(facts.behind[0])
+        self._known: dict[tuple[int, int], Floats] = {}
+        worth = facts.kept * facts.behind[:-1] / np.maximum(facts.forward, 1)
+        some = (facts.forward > 0) & (facts.kept > 0)
+        self._price = float(np.median(worth[some])) if some.any() else 1.0
+
+    def price(self, step: int) -> float:
+        """Return the price of a step, in bytes: per tick of recomputation, what is held for ticks."""
+        return self._price * 2.0**step
+
+    def costs(self, step: int, added: Floats) -> Floats:
+        """Return the tables' columns for lives that are longer by ``added`` ticks, (len(added), L + 1, L + 1)."""
+        places = np.searchsorted(self.added, added, side="right") - 1
+        return np.stack([self._table(step, int(place)) for place in places])
+
+    def _table(self, step: int, place: int) -> Floats:
+        if (step, place) not in self._known:
+            self._known[step, place] = self._made(self.price(step), self.added[place])
+        return self._known[step, place]
+
+    def _made(self, price: float, added: float) -> Floats:
+        facts, count = self.facts, self.facts.count
+        life = facts.behind[:-1] + added
+        inside = np.full((count + 1, count + 1), np.inf)  # behind other parts of the run
+        first = inside.copy()
+        inside[count, count] = 0
+        for i in range(count - 1, -1, -1):
+            inside[i, i] = 0
+            best = np.full(count + 1, np.inf)
+            if facts.recomputes:
+                segments = self._segments(i, price) + facts.input_kept[i] * life[i]
+                best = (segments[:, None] + inside[i + 1 :]).min(axis=0)
+            inside[i, i + 1 :] = np.minimum(best, facts.kept[i] * life[i] + inside[i + 1])[i + 1 :]
+            first[i, i + 1 :] = np.minimum(best, facts.first_kept[i] * life[i] + inside[i + 1])[i + 1 :]
+        return first
+
+    def _segments(self, start: int, price: float) -> Floats:
+        """Return what recomputed segments from layer ``start`` on cost beside their input, by where they end."""
+        facts = self.facts
+        kept = facts.while_recomputed[start, start:].astype(np.float64)
+        behind = facts.behind[start:].astype(np.float64)
+        held = np.cumsum(kept * behind[:-1]) - np.cumsum(kept) * behind[1:]
+        return np.asarray(np.maximum(held, 0) * (1 - ROUNDING) + price * np.cumsum(facts.forward[start:]))
+
+
+def pooled_excess(segments: Segments, runs: Runs, tau: int, step: int) -> float:
+    """Return by how much what is held in a period of ``tau`` ticks exceeds all memory, in bytes, at least."""
+    facts = segments.facts
+    platform, count = facts.problem.platform, facts.count
+    memory = sum(device.memory_bytes for device in platform.devices)
     fastest = max(device.speed for device in platform.devices)
     idle = float(sum(device.speed for device in platform.devices) / fastest) * tau - float(facts.behind[0])
     fixed = cheapest(facts, runs, facts.fixed_alone) * float(tau)
-    recomputed = facts.while_recomputed * facts.backward
-    dropped = recomputed + price * forward if facts.recomputes else np.full(count, np.inf)
-    dropped = np.where(np.isnan(dropped), np.inf, dropped)
-    beyond = np.maximum(facts.while_recomputed - facts.input_kept, 0) * facts.backward + price * facts.forward
     costs = np.full((count + 1, GROUPS), np.inf)
     added = np.full((count + 1, GROUPS), np.inf)
     costs[count, 0] = added[count, 0] = 0
     widest = max(1.0, 2.0 * max(0, runs.delay[0] - int(facts.behind[0])) + float(facts.hop.max()))
     for end in range(count, 0, -1):
         groups = np.flatnonzero(np.isfinite(costs[end]))
-        if not len(groups) or not np.isfinite(fixed[:end, end]).any():
+        if not len(groups) or runs.turning[end] >= NEVER:
             continue
-        more = added[end, groups] + float(facts.hop[end])
-        life = np.maximum(facts.behind[:end] + more[:, None], runs.lives[end])
-        layers = np.minimum(facts.kept[:end] * life, dropped[:end])
-        first = facts.first_kept[:end] * life
-        if facts.recomputes:
-            first = np.minimum(first, facts.input_kept[:end] * life + beyond[:end])
-        total = np.cumsum(layers[:, ::-1], axis=1)[:, ::-1] - layers + first
-        found = costs[end, groups][:, None] + fixed[:end, end] + total
-        into = np.minimum(GROUPS - 1, (more * GROUPS / widest)).astype(int)
+        more = np.maximum(added[end, groups] + float(facts.hop[end]), runs.turning[end] - int(facts.behind[end]))
+        found = costs[end, groups][:, None] + fixed[:end, end] + segments.costs(step, more)[:, :end, end]
+        into = np.minimum(GROUPS - 1, more * GROUPS / widest).astype(int)
         for row, group in enumerate(into.tolist()):
             better = np.isfinite(found[row])
             np.minimum(costs[:end, group], found[row], out=costs[:end, group])
             added[:end, group] = np.where(better, np.minimum(added[:end, group], more[row]), added[:end, group])
-    least = float(costs[0].min()) * (1 - ROUNDING) - price * idle * (1 + ROUNDING)
-    return least / tau - memory * (1 + ROUNDING)
+    paid = segments.price(step) * idle * (1 + ROUNDING) if facts.recomputes else 0.0
+    return (float(costs[0].min()) * (1 - ROUNDING) - paid) / tau - memory * (1 + ROUNDING)
 
 
 def cheapest(facts: Facts, runs: Runs, held: Floats | Ints) -> Floats:
@@ -65,24 +109,22 @@ def cheapest(facts: Facts, runs: Runs, held: Floats | Ints) -> Floats:
     return np.asarray(np.where(runs.possible, replicas[:, None, None] * held, np.inf).min(axis=0))
 
 
-def too_much(facts: Facts, runs: Runs, tau: int, price: float) -> bool:
-    """Whether more is held than fits, at some price of recomputation: first ``price``, then what exceeds more."""
-    if not facts.recomputes:
-        return pooled_excess(facts, runs, tau, 0.0, facts.forward.astype(np.float64)) > 0
-    menus = recomputations(facts)
-
-    def excess(price: float) -> float:
-        return max(pooled_excess(facts, runs, tau, price, forward) for forward in menus)
-
-    best, factor = excess(price), 4.0
-    for _ in range(SEARCHED):
-        if best > 0:
-            return True
-        for other in (price * factor, price / factor):
-            found = excess(other)
+def too_much(segments: Segments, runs: Runs, tau: int) -> bool:
+    """Whether more is held than fits, at some price of recomputation; the excess is concave in the price."""
+    best, step = pooled_excess(segments, runs, tau, 0), 0
+    if best > 0 or not segments.facts.recomputes:
+        return best > 0
+    stride = 4
+    while stride:
+        for other in (step + stride, step - stride):
+            if abs(other) > STEPS:
+                continue
+            found = pooled_excess(segments, runs, tau, other)
+            if found > 0:
+                return True
             if found > best:
-                best, price = found, other
+                best, step = found, other
                 break
         else:
-            factor = factor**0.5
-    return best > 0
+            stride //= 2
+    return False

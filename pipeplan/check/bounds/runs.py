@@ -37,14 +37,14 @@ class Runs:
 
     ``possible``; ``always``, bytes of a device that the run takes at every instant; ``spare``, bytes that it takes
     more at some. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut until it comes back there, NEVER
-    where no runs lead. ``lives[end]``: least ticks that layers before ``end`` are held when a run ends there.
+    where no runs lead; ``turning`` the same from when a run ends before the cut, with the way over it.
     """
 
     possible: npt.NDArray[np.bool_]
     always: Ints
     spare: Ints
     delay: list[int]
-    lives: list[Ints]
+    turning: list[int]
 
     @property
     def complete(self) -> bool:
@@ -61,13 +61,14 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     possible = np.zeros((len(spreads), count + 1, count + 1), dtype=np.bool_)
     always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
     delay = [NEVER] * count + [0]
-    lives: list[Ints] = [np.zeros(0, dtype=np.int64)] * (count + 1)
+    before_cut = [NEVER] * (count + 1)
     prices = _price_levels(facts, int(devices[-1]) * 4)
     for end in range(count, 0, -1):
         turning = _before_cut(facts, end, delay[end], tau)
         if turning is None:
             continue
-        life = lives[end] = _lives(facts, end, turning, tau)
+        before_cut[end] = turning
+        life = _lives(facts, end, turning, tau)
         load = facts.behind[:end] - facts.behind[end] + facts.blocked[:end] + facts.blocked[end]
         idle = devices[:, None] * float(tau) - load
         fixed, memory, peak = facts.fixed[:, :end, end], facts.memories[:, None], facts.least_peak[:end, end]
@@ -83,7 +84,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
         spare[:, :end, end] = more
         for start in np.flatnonzero(fits.any(axis=0)).tolist():
             delay[start] = min(delay[start], int(life[start]))
-    return Runs(possible, always, spare, delay, lives)
+    return Runs(possible, always, spare, delay, before_cut)
 
 
 def _inside(

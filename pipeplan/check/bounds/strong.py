@@ -11,15 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from ...cost import time_model
 from ...problem import Problem
 from .blocks import Blocks, work_overflows
 from .facts import Facts
 from .packing import needs_more_devices
 from .placements import NODES, placement_bound
-from .pooled import too_much
+from .pooled import Segments, too_much
 from .runs import runs_at
 
 Part = Literal["work", "layer", "averages", "runs", "packing", "blocks", "pooled", "placements"]
@@ -32,6 +30,12 @@ PARTS: dict[Part, str] = {
     "blocks": "whole layers don't fill the devices evenly",
     "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
     "placements": "no placement of the stages on the devices is shorter, each with its loads, memory and waits",
+}
+IMPOSSIBLE: dict[Part, str] = {
+    "runs": "however it is cut, some layers fit on no GPU",
+    "packing": "however it is cut, the stages fill more GPUs",
+    "blocks": "however they are dealt out, whole layers fill more GPUs",
+    "placements": "all stages were tried on all GPUs",
 }
 ENDLESS_NS = 10**15
 WORK = 40_000  # of refutations, in table rows: some tenths of a second
@@ -55,14 +59,7 @@ class Refutations:
     def __init__(self, problem: Problem) -> None:
         self.facts = Facts(time_model.relative(problem))
         self._blocks = Blocks(self.facts)
-
-    @property
-    def price(self) -> float:
-        """Bytes per tick at which recomputation might be priced."""
-        facts = self.facts
-        some = (facts.forward > 0) & (facts.kept > 0)
-        worth = facts.kept[some] * facts.behind[:-1][some] / facts.forward[some]
-        return float(np.median(worth)) if len(worth) else 1.0
+        self._segments = Segments(self.facts)
 
     @property
     def tests(self) -> int:
@@ -87,7 +84,7 @@ class Refutations:
         facts, runs = self.facts, runs_at(self.facts, period)
         if not runs.complete:
             return "runs"
-        return "pooled" if too_much(facts, runs, period * facts.ticks, self.price) else None
+        return "pooled" if too_much(self._segments, runs, period * facts.ticks) else None
 
 
 def strong_bound(problem: Problem, quick: Proved) -> Proved:

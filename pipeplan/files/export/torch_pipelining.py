@@ -10,6 +10,7 @@ from ...names import shown
 from ...plan import ScheduleKind
 from ...schedule.program import unequal
 from ...version import __version__
+from ..schedule_csv import written_schedule
 from .asked import Asked
 
 MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
@@ -23,7 +24,8 @@ def torch_csv(asked: Asked) -> str:
     a drained schedule, since torch keeps one version of the weights and updates after every step.
     """
     program = asked.run.program
-    graph, pipelines = program.graph, _pipelines(asked)
+    graph = program.graph
+    _pipelines(asked)
     refuse_parted(asked.plan.chain, asked.stages, "torch-csv")
     if asked.stages[-1].start >= whole_blocks(asked.plan.chain)[-1].modules_stop:
         raise CannotExpress("torch-csv: the last stage is the loss alone; there it is no part of the model")
@@ -39,20 +41,7 @@ def torch_csv(asked: Asked) -> str:
         )
     if program.batch > 1:
         raise CannotExpress(f"torch-csv: one backward covers {program.batch} microbatches here, and one in torch")
-    first = {resource.devices[0] for resource in graph.resources if not resource.is_link}
-    rows = []
-    for lane in program.lanes:
-        if lane.device in first and lane.steps:
-            stages, kinds, numbers = zip(*(_named(program.name(step)) for step in lane.steps), strict=True)
-            own = zip(stages, kinds, (int(m) // pipelines for m in numbers), strict=True)
-            rows.append(",".join(f"{stage}{kind}{m}" for stage, kind, m in own))
-    return "\n".join(rows) + "\n"
-
-
-def _named(step: str) -> tuple[str, str, str]:
-    found = re.fullmatch(r"(\d+)([A-Z])(\d+)", step)
-    assert found is not None, "so programs name steps"
-    return found[1], found[2], found[3]
+    return written_schedule(program)
 
 
 def _pipelines(asked: Asked) -> int:

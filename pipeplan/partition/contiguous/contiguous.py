@@ -207,7 +207,7 @@ def smallest_period(
             low = _least_possible(tables, low, high, least_delay)
         best, low = _search(tables, least_delay, low, high, best, None)
         if best is not None and not tables.complete:
-            best = _refined(tables, best, low)
+            best = _refined(tables, best, floor)
     except OutOfTime:
         if best is None:
             raise

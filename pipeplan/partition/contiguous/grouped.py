@@ -16,9 +16,10 @@ from ...integers import ceil_div
 from ...plan import Stage
 from ...problem import Level, Platform, Problem
 from ..cuts import legal_cuts
+from .tables import SPREAD, most_cuts
 
 MOST_PLACES = 4_200_000  # cuts times devices squared, for which one decision takes less than a second
-_MOST_CUTS = 1000  # tables over more cuts are searched between about so many
+_FEWEST = 8  # groups
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,21 @@ class Grouped:
 def group_sizes(problem: Problem) -> list[int]:
     """Return the sizes of groups to try in turn, the largest first, each a quarter of the one before; empty where the
     devices themselves are few enough."""
-    count, cuts = len(problem.platform), min(len(legal_cuts(problem)), _MOST_CUTS)
+    count, cuts = len(problem.platform), min(len(legal_cuts(problem)), SPREAD)
     if not problem.replicas or cuts * count**2 <= MOST_PLACES:
         return []
-    most = max(8, isqrt(MOST_PLACES // cuts))
+    most = max(_FEWEST, isqrt(MOST_PLACES // cuts))
     found = [_size(problem.platform, most), _size(problem.platform, 2 * most)]
     return [size for size in dict.fromkeys(found) if size > 1]
+
+
+def coarseness(problem: Problem) -> str | None:
+    """Return in words what a contiguous search leaves out first, or altogether; None where it looks at everything."""
+    cuts, sizes = len(legal_cuts(problem)), group_sizes(problem)
+    found = [f"GPUs in groups of {' or '.join(map(str, sizes))}"] if sizes else []
+    if cuts > most_cuts(problem):
+        found.append(f"about {SPREAD} of {cuts - 2} cuts, then those near the best")
+    return f"{'; '.join(found)}; bounds are of all GPUs and cuts" if found else None
 
 
 def grouped(problem: Problem, size: int) -> Grouped:

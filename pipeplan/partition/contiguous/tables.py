@@ -24,7 +24,7 @@ from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limi
 from .orders import Order, Orders
 
 _MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
-_SPREAD = 1000  # cuts that are looked at where all are too many
+SPREAD = 1000  # cuts that are looked at where all are too many
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
     """
     chain, platform = problem.chain, problem.platform
     legal = legal_cuts(problem)
-    cuts, count, most = legal if some is None else some, len(legal), _most_cuts(problem)
+    cuts, count, most = legal if some is None else some, len(legal), most_cuts(problem)
     if len(cuts) > most:
-        index = spread_cuts(problem, cuts, min(_SPREAD, 3 * most // 4))
+        index = spread_cuts(problem, cuts, min(SPREAD, 3 * most // 4))
         assert index is not None, "these are fewer"
         cuts = cuts[index]
     gradients = memory_model.gradient_of(chain, problem.policy, cuts[:, None], cuts[None, :])
@@ -129,7 +129,7 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
     )
 
 
-def _most_cuts(problem: Problem) -> int:
+def most_cuts(problem: Problem) -> int:
     """Return how many cuts the tables may be over, by their number and that of what is held while they are read."""
     platform = problem.platform
     paces, memories = {(x.speed, x.times) for x in platform.devices}, {x.memory_bytes for x in platform.devices}

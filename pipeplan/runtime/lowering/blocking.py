@@ -7,12 +7,15 @@ Sums and updates of replicas included. A transport never blocks so much by itsel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
 
 from ...errors import PipeplanError
 from ...integers import ceil_div
 from ...plan import Plan
-from ...schedule.deadlock import MOST_MICROBATCHES, Meet, standstill
-from ...schedule.kinds import kind_of
+from ...schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, Meet, standstill
+from ...schedule.kinds import graph_of, kind_of
+from ...schedule.pattern import most_in_flight, starts_of
 from .instructions import Agree, Instruction, Norm, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
 from .lowered_run import LoweredRun, lower_run
 
@@ -22,13 +25,25 @@ ROUNDS = 3  # of the repeated part that a proof follows
 def run_deadlock(plan: Plan) -> list[str]:
     """Return how a run of ``plan`` deadlocks when everything blocks, one sentence per rank involved; [] if it doesn't.
 
-    [] as well where devices decide on the way what they do next, and for a plan that cannot be run.
+    [] as well where devices decide on the way what they do next, for a plan that cannot be run, and where following it
+    for one update would take more than :data:`MOST_STEPS`. Where updates are too rare for that they are followed as if
+    they came whenever the pipeline is full again.
     """
     if kind_of(plan).by_arrival:
         return []
+    if plan.pattern is not None and not plan.policy.drains:
+        graph = graph_of(plan)
+        if len(graph.operations) * plan.interval > MOST_STEPS:
+            round_ = lcm(*(resource.replicas for resource in graph.resources))
+            held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
+            sooner = ceil_div(held + 1, round_) * round_
+            if sooner >= plan.interval or len(graph.operations) * sooner > MOST_STEPS:
+                return []
+            plan = replace(plan, policy=replace(plan.policy, accumulate=sooner))
     try:
         lowered = lower_run(plan, 1)
-        most = max(1, MOST_MICROBATCHES // lowered.interval)
+        steps = len(lowered.graph.operations) * lowered.interval
+        most = max(1, min(MOST_MICROBATCHES // lowered.interval, 4 * MOST_STEPS // steps))
         lowered = lower_run(plan, min(most, ROUNDS * ceil_div(max(lowered.filled, 1), lowered.interval) + ROUNDS))
     except PipeplanError:
         return []

@@ -337,6 +337,8 @@ def _lengths(first: int, last: int, every: int | None) -> list[int]:
 def _refuse(plan: Plan) -> None:
     """Raise BadInput with one sentence for what the runtime doesn't do."""
     kind = kind_of(plan)
+    if plan.policy.weights not in kind.weights:
+        raise BadInput("plan: " + kind.refusal.format(weights=plan.policy.weights))
     if kind.by_arrival:
         _refuse_uneven(plan)
     elif plan.pattern is None and kind.simulated is None:

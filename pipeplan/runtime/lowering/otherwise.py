@@ -29,9 +29,9 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
     microbatches = None
     if kind.in_mini_batches:
         microbatches = plan.schedule.microbatches or plan.policy.accumulate
-    if kind.limit is None:
-        limit = None
-    elif limit is None:
+    if kind.limit is None and limit is not None:
+        raise BadInput(f"--limit: a {name} schedule holds what its order says")
+    if kind.limit is not None and limit is None:
         limit = plan.schedule.limit or kind.limit.usual(graph_of(plan))[0]
     schedule = Schedule(name, microbatches, limit)  # type: ignore[arg-type]  # it is a key of the table
     return _fitting(replace(plan, schedule=schedule, pattern=None if kind.simulated else plan.pattern), name)

@@ -1,6 +1,6 @@
 """What would a profile be on another device? The same steps on fake tensors; a roofline moves the clock.
 
-Each kernel (:mod:`.operations`) takes the longest of flops / (75% of the peak) and bytes / (90% of the bandwidth), at
+Each kernel (:mod:`.operations`) takes the longest of flops / (80% of the peak) and bytes / (90% of the bandwidth), at
 the rate of its kind, and the time of the least one; a pass through a layer takes as long as its kernels, or as its
 operations take the host (:mod:`pipeplan.cost.roofline`). Flops are torch's counts (``torch.utils.flop_counter``) where
 they hold up. They don't for attention (no count for the fused kernel on CPU tensors, full squares for causal masks,
@@ -37,7 +37,7 @@ from .operations import Kernel, is_free, kernels_of, touched
 from .steps import USUAL, MeasureOptions
 
 CONVOLUTIONS = (  # what the plan's reader should know; scripts/checks/published_layers.py, the usual constants
-    "times of convolutions as estimated: plans of ten CNNs made on such times take 12% longer on average, 75% at "
+    "times of convolutions as estimated: plans of ten CNNs made on such times take 11% longer on average, 75% at "
     "worst, than plans made on their times measured on a V100 (docs/estimate.md)"
 )
 LSTM_WORKSPACE = 6  # numbers kept per state: four gates, the cell and its tanh

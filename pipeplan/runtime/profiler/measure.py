@@ -164,9 +164,9 @@ def profile_network(
 
     A step runs the whole network as a pipeline would with every layer a stage: forward layer by layer, each on the
     detached outputs of those before; backward layer by layer from the loss; then one optimizer step per layer.
-    Gradients are fresh in every step. The optimizer is plain SGD by default, at rate 0 so that the weights stay; batch
-    norm statistics do move. A step of a lone scalar goes before
-    them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
+    Gradients are added to sums that are 0 before each step, as in all microbatches of an update but the first. The
+    optimizer is plain SGD by default, at rate 0 so that the weights stay; batch norm statistics do move. A step of a
+    lone scalar goes before them: what it costs to enter an optimizer's cold code (0.2 ms was seen) is no layer's.
 
     ``hold="all"`` does that; all activations are on the device at once. ``hold="one"`` takes one layer at a time
     through all its steps: its module moves to the device and back, its backward starts from a gradient of ones,
@@ -201,7 +201,8 @@ def profile_network(
         saved, values = saved_values(network, device, release, options.split_backward)
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
-        one = hold == "one" or (hold == "auto" and needed > FILL * free_bytes(device))
+        processes = 1 if options.others is None else 1 + options.others.count
+        one = hold == "one" or (hold == "auto" and processes * needed > FILL * free_bytes(device))
         say(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
         clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))

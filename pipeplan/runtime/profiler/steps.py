@@ -186,7 +186,7 @@ def _step(
     made: list[Sequence[Tensor]] = []
     gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:
-        layer.module.zero_grad(set_to_none=True)
+        _begin_sums(layer.module)
     for index, layer in enumerate(network.layers):
         inputs = [values[v] for v in layer.reads]
         start = clock.mark()
@@ -246,12 +246,22 @@ def _backward(
         if gradient is not None:
             before = gradients.get(value)
             gradients[value] = gradient if before is None else before + gradient
+    for parameter, gradient in zip(trained, found[len(read) :], strict=True):
+        if gradient is not None and parameter.grad is not None:
+            parameter.grad.add_(gradient)
     end = clock.mark()
     if network.chain and any(value not in gradients for value in read):
         raise BadInput(f"{layer.place}: no gradient comes back to its input")
-    for parameter, gradient in zip(trained, found[len(read) :], strict=True):
-        parameter.grad = gradient
     return start, end
+
+
+def _begin_sums(module: nn.Module) -> None:
+    """Set the sums of gradients to 0: to these a backward adds, as those of all microbatches but an update's first."""
+    for parameter in trained_parameters(module):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.grad.zero_()
 
 
 def _is_loss(layer: LayerCode) -> bool:

@@ -291,19 +291,7 @@ class _Model:
         """Return what ``solver`` finds within the limits."""
         import pulp
 
-        with warnings.catch_warnings(), scratch_folder() as folder:
-            warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
-            solving = _SOLVERS[solver](pulp, limits)
-            solving.tmpDir = str(folder)
-            seconds = -_seconds(solver, limits)
-            try:
-                self.problem.solve(solving)
-            except pulp.PulpSolverError as error:
-                raise PipeplanError(f"the solver {solver} failed: {error}") from error
-            except BaseException as error:
-                _kill_solver(error)
-                raise
-            seconds += _seconds(solver, limits)
+        seconds = solved(self.problem, solver, limits)
         if self.problem.status == pulp.LpStatusInfeasible:
             return _Answer(None, None, 2**62, seconds)
         # PuLP's status calls a search that a limit ended "Optimal"; only sol_status tells, and the seconds themselves
@@ -319,6 +307,25 @@ class _Model:
             frequency = min(1.0, -self.problem.solverModel.getInfo().mip_dual_bound / OBJECTIVE_SCALE)
         bound = ceil(self.unit_ns / frequency * (1 - TOLERANCE))
         return _Answer(order, None if proved else ended, bound, seconds)
+
+
+def solved(problem: Any, solver: Solver, limits: SolverLimits) -> float:
+    """Have ``solver`` solve a PuLP problem within the limits; return the seconds that it took, of the limited kind."""
+    import pulp
+
+    with warnings.catch_warnings(), scratch_folder() as folder:
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
+        solving = _SOLVERS[solver](pulp, limits)
+        solving.tmpDir = str(folder)
+        began = _seconds(solver, limits)
+        try:
+            problem.solve(solving)
+        except pulp.PulpSolverError as error:
+            raise PipeplanError(f"the solver {solver} failed: {error}") from error
+        except BaseException as error:
+            _kill_solver(error)
+            raise
+        return _seconds(solver, limits) - began
 
 
 def _own_time(solver: Solver, limits: SolverLimits) -> bool:

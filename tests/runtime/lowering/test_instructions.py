@@ -363,7 +363,7 @@ def test_mixed_precision_agrees_once_on_the_updates_of_all_stages():
         ({"policy": Policy("2bw")}, "accumulate is not decided"),
         ({"policy": Policy("2bw", 1, precision="mixed")}, "profiled in float32.*--dtype bfloat16"),
         ({"pattern": None}, "has no pattern"),
-        ({"schedule": Schedule("message-driven")}, "message-driven pipeline drains before every update"),
+        ({"schedule": Schedule("message-driven")}, "the schedule drains every mini-batch, which is for weights flush"),
         (
             {"chain": replace(chain_of([(1, 2), (1, 2)]), tied=((0, 1),)), "policy": Policy("stash", 1)},
             r"layers 0 \(layer0\) and 1 \(layer1\)",

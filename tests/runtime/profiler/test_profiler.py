@@ -212,7 +212,7 @@ def test_split_backward_tells_weight_gradients_from_input_gradients():
     shares = []
     for _ in range(6):
         measured = profile_layers(
-            layers, x, lambda y, _: y.square().mean(), MeasureOptions(steps=5, split_backward=True)
+            layers, x, lambda y, _: y.square().mean(), MeasureOptions(5, split_backward=True, clock=ThreadClock())
         )
         first, relu, second, frozen, loss = (m.layer for m in measured)
         assert first.backward_weight_ns == first.backward_ns  # the network's input needs no gradient

@@ -1,0 +1,258 @@
+"""Can the value of an order be so small? A linear program over how many passes of each kind have started by when.
+
+Time goes in slots of one length. Durations are rounded down, earliest and latest starts to the slot in which they are,
+so what has no answer here has none in truth. Microbatches are alike, so counts say all: N[k, x] of kind k have started
+by the end of slot x. They follow those of what they need, a machine runs one pass at a time, and devices hold what they
+have room for. The bound is strong because whole microbatches say from when on, and until when, each count can grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+from ...errors import PipeplanError
+from ..periodic.ilp import Solver, SolverLimits, solved
+from .problem import OrderProblem, Word
+
+MARGIN = 1e-9  # of room, for what arithmetic in floating point loses
+
+Term = tuple[int, int, float]  # kind, slot, factor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The order problem in slots of ``length`` ns, for values up to ``value``.
+
+    Only the first and the last ``window`` slots are looked at one by one: what has started within those between counts
+    as started at their end, and they hold no more work than there is time.
+    """
+
+    problem: OrderProblem
+    length: int
+    value: int
+    window: int
+
+    @cached_property
+    def durations(self) -> tuple[int, ...]:
+        """How many slots each kind of pass takes at least."""
+        return tuple(duration // self.length for duration in self.problem.durations)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether no duration is rounded."""
+        return all(duration % self.length == 0 for duration in self.problem.durations)
+
+    def first(self, kind: int, m: int) -> int:
+        """Return the slot in which the pass of microbatch ``m`` starts at the earliest."""
+        return (self.problem.head[kind] + m * self.problem.durations[kind]) // self.length
+
+    def last(self, kind: int, behind: int) -> int:
+        """Return the slot in which it starts at the latest that has ``behind`` others of its kind after it."""
+        problem = self.problem
+        return (self.value - problem.rests[kind] - (behind + 1) * problem.durations[kind]) // self.length
+
+    @cached_property
+    def range(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """For each kind, the least and most that can have started by the end of each slot."""
+        count, total = self.problem.microbatches, self.number
+        found = []
+        for kind in range(len(self.durations)):
+            least, most = [0] * total, [0] * total
+            for m in range(count):
+                for bounds, at in ((most, self.first(kind, m)), (least, self.last(kind, count - 1 - m))):
+                    if at < total:
+                        bounds[max(at, 0)] += 1
+            found.append((_summed(least), _summed(most)))
+        return tuple(found)
+
+    @cached_property
+    def number(self) -> int:
+        """How many slots there are until the last pass starts at the latest."""
+        return max(self.last(kind, 0) for kind in range(len(self.durations))) + 1
+
+    @cached_property
+    def seen(self) -> tuple[int, ...]:
+        """The slots that are looked at."""
+        return tuple(x for x in range(self.number) if x < self.window or x >= self.number - self.window)
+
+    def _at(self, slot: int) -> int:
+        """Return the first slot from this one on that is looked at."""
+        return max(slot, self.number - self.window) if slot >= self.window else slot
+
+    @property
+    def possible(self) -> bool:
+        """Whether every pass has a slot to start in."""
+        count = self.problem.microbatches
+        return all(
+            self.first(kind, m) <= self.last(kind, count - 1 - m)
+            for kind in range(len(self.durations))
+            for m in range(count)
+        )
+
+    def rows(self) -> Iterator[tuple[list[Term], float]]:
+        """Yield the constraints: terms whose sum is at most a number."""
+        problem = self.problem
+        for kind, needed in enumerate(problem.needs):
+            before = -1
+            for x in self.seen:
+                yield [(kind, before, 1), (kind, x, -1)], 0
+                before = x
+                if needed >= 0:
+                    yield [(kind, x, 1), (needed, self._at(x - self.durations[needed]), -1)], 0
+        for machine, kinds in enumerate(problem.on):
+            for x in self.seen:
+                yield [t for k in kinds for t in ((k, x, 1.0), (k, self._at(x - self.durations[k]), -1.0))], 1
+            yield from self._between(kinds)
+            if machine in problem.devices:
+                for store in problem.stores:
+                    yield from self._held(machine, store.starts, store.ends, store.room[machine])
+            if not self.exact:
+                yield from self._work(machine)
+
+    def _between(self, kinds: Sequence[int]) -> Iterator[tuple[list[Term], float]]:
+        """Yield what a machine does in the slots that are not looked at: no more than they are."""
+        start, stop = self.window - 1, self.number - self.window + max(self.durations[k] for k in kinds)
+        if start + 1 < self.number - self.window and stop <= self.number:
+            over = [(k, stop - 1 - u, 1.0) for k in kinds for u in range(self.durations[k])]
+            yield over + [(k, start - u, -1.0) for k in kinds for u in range(self.durations[k])], stop - 1 - start
+
+    def _held(
+        self, machine: int, starts: Sequence[int], ends: Sequence[int], room: int
+    ) -> Iterator[tuple[list[Term], float]]:
+        kinds = self.problem.on[machine]
+        whole = float(max(room, 1))
+        for x in self.seen:
+            began = [(k, x, starts[k] / whole) for k in kinds if starts[k]]
+            over = [(k, self._at(x - self.durations[k]), ends[k] / whole) for k in kinds if ends[k]]
+            if began:
+                yield began + over, room / whole + MARGIN
+
+    def _work(self, machine: int) -> Iterator[tuple[list[Term], float]]:
+        """Yield what the work itself, not rounded, leaves: of what has started by a time all but one pass is over."""
+        problem = self.problem
+        kinds = problem.on[machine]
+        begin = min(problem.head[k] for k in kinds)
+        longest = max(problem.durations[k] for k in kinds)
+        leaving = min(problem.rests[k] for k in kinds)
+        whole = float(self.length)
+        for x in self.seen:
+            at = (x + 1) * self.length
+            yield (
+                [(k, x, problem.durations[k] / whole) for k in kinds],
+                max(0, at - 1 - begin + longest) / whole + MARGIN,
+            )
+            rest = self.value - leaving - at
+            if rest >= 0:
+                yield (
+                    [(k, x, -problem.durations[k] / whole) for k in kinds],
+                    (rest - problem.work[machine]) / whole + MARGIN,
+                )
+
+
+def _summed(changes: Sequence[int]) -> tuple[int, ...]:
+    total, found = 0, []
+    for change in changes:
+        total += change
+        found.append(total)
+    return tuple(found)
+
+
+def slot_length(problem: OrderProblem, value: int, most: int) -> int:
+    """Return the length of slots that loses least by rounding, ``most`` of them times kinds at most.
+
+    All that loses nothing is equal; of these it is the longest.
+    """
+    exact = gcd(*problem.durations)
+    kinds = len(problem.durations)
+    if exact and kinds * (value // exact + 1) <= most:
+        return exact
+    least = max(1, -(-value * kinds // most))
+    lengths = {least} | {d // q for d in set(problem.durations) for q in range(1, 13) if d // q >= least}
+    paths = sum(problem.durations)
+    return max(sorted(lengths), key=lambda x: (sum(d // x * x for d in problem.durations) / max(1, paths), -x))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether the slots have no answer; and words that one gives, where it is in whole passes."""
+
+    impossible: bool
+    words: list[Word] | None = None
+
+
+def ask(slots: Slots, solver: Solver, limits: SolverLimits, whole: bool = False) -> Answer:
+    """Return whether no order has at most the value of ``slots``, as far as the solver has decided within its limits.
+
+    With ``whole`` passes it may find an order, and needs much longer.
+    """
+    if not slots.possible:
+        return Answer(True)
+    import pulp
+
+    model = pulp.LpProblem("order", pulp.LpMinimize)
+    names: dict[tuple[int, int], Any] = {}
+    for kind, (least, most) in enumerate(slots.range):
+        for x in slots.seen:
+            if least[x] > most[x]:
+                return Answer(True)
+            if least[x] < most[x]:
+                category = pulp.LpInteger if whole else pulp.LpContinuous
+                names[kind, x] = pulp.LpVariable(f"n{kind}_{x}", least[x], most[x], category)
+    model += pulp.lpSum(())
+    for terms, top in slots.rows():
+        free, rest, low, high = _substituted(slots, names, terms, top)
+        if low > rest + MARGIN:
+            return Answer(True)
+        if high > rest:
+            model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(free), pulp.LpConstraintLE, rhs=rest))
+    try:
+        solved(model, solver, limits)
+    except PipeplanError:
+        if limits.clock_s > 0:
+            raise
+        return Answer(False)
+    if model.status == pulp.LpStatusInfeasible:
+        return Answer(True)
+    found = model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    return Answer(False, _words(slots, names) if whole and found else None)
+
+
+def _words(slots: Slots, names: dict[tuple[int, int], Any]) -> list[Word]:
+    """Return each machine's passes in the order of the slots in which they start."""
+    depth = slots.problem.depth
+    found = []
+    for kinds in slots.problem.on:
+        passes = []
+        for kind in kinds:
+            before, least = 0, slots.range[kind][0]
+            for x in slots.seen:
+                name = names.get((kind, x))
+                count = least[x] if name is None else round(name.value() or 0)
+                passes += [(x, depth[kind], kind)] * (count - before)
+                before = max(before, count)
+        found.append(tuple(kind for _, _, kind in sorted(passes)))
+    return found
+
+
+def _substituted(
+    slots: Slots, names: dict[tuple[int, int], Any], terms: Iterable[Term], top: float
+) -> tuple[list[tuple[Any, float]], float, float, float]:
+    """Return the terms that are open, the rest for them, and the least and most that their sum can be."""
+    free: list[tuple[Any, float]] = []
+    low = high = 0.0
+    for kind, x, factor in terms:
+        if x < 0:
+            continue
+        least, most = slots.range[kind]
+        name = names.get((kind, x))
+        if name is None:
+            top -= factor * least[x]
+            continue
+        free.append((name, factor))
+        low += factor * (least[x] if factor > 0 else most[x])
+        high += factor * (most[x] if factor > 0 else least[x])
+    return free, top, low, high

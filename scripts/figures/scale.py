@@ -1,0 +1,117 @@
+"""Measure `pipeplan plan` on long chains and many GPUs: CPU seconds and peak memory, as a table and two pictures.
+
+Usage: python scripts/figures/scale.py [--layers 100,1000,10000] [--gpus 8,64,1024] [--mem 80GB] [-o FOLDER] [...]
+
+Random chains (0.3 to 9 ms a layer, weights of 1 to 20 MB, 10 to 200 MB kept for the backward), each planned by a
+process of its own with default options, and others that follow. Writes seconds.png and memory.png into the folder, if
+one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeplan.files.profiles import profile_text
+from pipeplan.problem import Chain, Layer
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one plan took, how long its period is above its best lower bound, and the GPUs' number."""
+
+    layers: int
+    gpus: int
+    seconds: float
+    megabytes: float
+    gap: float | None
+
+
+def random_chain(layers: int) -> Chain:
+    """Return a seeded chain."""
+    rng = random.Random(1)
+    return Chain(
+        "random",
+        tuple(
+            Layer(
+                f"layer{i}",
+                forward_ns=rng.randint(10**5, 3 * 10**6),
+                backward_ns=rng.randint(2 * 10**5, 6 * 10**6),
+                weight_bytes=rng.randint(10**6, 2 * 10**7),
+                output_bytes=rng.randint(10**6, 5 * 10**7),
+                saved_bytes=rng.randint(10**7, 2 * 10**8),
+            )
+            for i in range(layers)
+        ),
+        input_bytes=10**7,
+    )
+
+
+def measured(profile: Path, layers: int, gpus: int, memory: str, options: list[str]) -> Point:
+    """Plan in a new process; Linux tells what it took."""
+    command = [sys.executable, "-m", "pipeplan", "plan", str(profile), "--gpus", str(gpus), "--mem", memory, "--json"]
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        text = out.read()
+    gap = None
+    if process.returncode == 0:
+        figures = json.loads(text)
+        gap = figures["pattern"]["period_ns"] / max(bound["period_ns"] for bound in figures["lower_bounds"]) - 1
+    return Point(layers, gpus, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3, gap)
+
+
+def drawn(points: list[Point], folder: Path) -> None:
+    """Write both pictures: against layers, one line for each number of GPUs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for name, label in (("seconds", "CPU seconds"), ("memory", "peak memory, MB")):
+        figure, axes = plt.subplots(figsize=(6, 4))
+        for gpus in sorted({point.gpus for point in points}):
+            some = [point for point in points if point.gpus == gpus]
+            values = [point.seconds if name == "seconds" else point.megabytes for point in some]
+            axes.plot([point.layers for point in some], values, marker="o", label=f"{gpus:,} GPUs")
+        axes.set(xscale="log", yscale="log", xlabel="layers", ylabel=label)
+        axes.grid(which="both", alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(folder / f"{name}.png", dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default="100,1000,10000")
+    parser.add_argument("--gpus", default="8,64,1024")
+    parser.add_argument("--mem", default="80GB")
+    parser.add_argument("-o", "--output", type=Path)
+    arguments, options = parser.parse_known_args()
+    points = []
+    print(f"{'layers':>7s} {'GPUs':>6s} {'seconds':>8s} {'MB':>6s}  gap")
+    with tempfile.TemporaryDirectory() as folder:
+        for layers in map(int, arguments.layers.split(",")):
+            profile = Path(folder) / f"{layers}.json"
+            profile.write_text(profile_text(random_chain(layers)))
+            for gpus in map(int, arguments.gpus.split(",")):
+                point = measured(profile, layers, gpus, arguments.mem, options)
+                points.append(point)
+                gap = "no plan" if point.gap is None else f"{point.gap:.1%}"
+                print(f"{layers:7d} {gpus:6d} {point.seconds:8.1f} {point.megabytes:6.0f}  {gap}", flush=True)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        drawn(points, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Make the table of docs/synthesis.md: longest spans of synthesised orders beside the best public ones, with bounds.
+
+    python scripts/figures/synthesis.py --solver highs   (a quarter of an hour; --only 4,12 for one size)
+    python scripts/figures/synthesis.py --only 4,12,8 --picture docs/images/synthesised.svg
+
+V placement, times of F, B and W of every chunk, at most so many chunk activations on a GPU. Public: V-Min, V-Half, ZB-V
+and the schedule search of "Pipeline Parallelism with Controllable Memory" (Qi et al. 2024), of its own scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from pipeplan.api.synthesizing import graph_of_times, synthesized
+from pipeplan.deadline import Deadline
+from pipeplan.schedule.controlled import v_half, v_min
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.synthesis.synthesize import Synthesis
+from pipeplan.schedule.timeline import Timeline, longest_span_ns
+
+UNIT, REAL = (1, 1, 1), (20, 24, 16)
+SIZES = ((4, 8), (4, 12), (6, 18), (8, 16), (8, 24), (8, 32), (16, 48))
+PUBLIC = {  # (GPUs, microbatches, times): best public spans by limit, other than V-Min's and V-Half's
+    (4, 12, UNIT): {4: 83, 5: 80, 6: 77, 8: 72},
+    (4, 12, REAL): {4: 1912, 5: 1828, 6: 1592, 8: 1488},
+    (6, 18, UNIT): {6: 125, 7: 122, 8: 119, 9: 116, 12: 108},
+    (6, 18, REAL): {6: 2880, 7: 2776, 8: 2468, 9: 2408, 12: 2240},
+}
+
+
+def public(gpus: int, microbatches: int, times: tuple[int, int, int]) -> dict[int, int]:
+    """Return the best public longest span for each limit."""
+    graph = graph_of_times(gpus, "vee", times)
+    found: dict[int, int] = {}
+    for build, limit in ((v_min, 2 * ((gpus + 4) // 3)), (v_half, 2 * ((gpus + 2) // 2))):
+        found[limit] = longest_span_ns(simulate(build(graph, microbatches)))
+    for limit, span in PUBLIC.get((gpus, microbatches, times), {}).items():
+        found[limit] = min(span, found.get(limit, span))
+    return dict(sorted(found.items()))
+
+
+def main() -> None:
+    """Print a row for each case, and what they say together."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--solver", default="cbc", choices=["cbc", "highs"])
+    parser.add_argument("--only", default="", help="GPUs,microbatches or GPUs,microbatches,limit")
+    parser.add_argument("--times", default="", help="1,1,1 or 20,24,16")
+    parser.add_argument("--seconds", type=float, help="for each case, instead of a number of moves")
+    parser.add_argument("--picture", help="draw the last case beside V-Half")
+    given = parser.parse_args()
+    only = tuple(map(int, given.only.split(","))) if given.only else ()
+    gaps: dict[tuple[int, int, int], list[float]] = {UNIT: [], REAL: []}
+    print("| GPUs | microbatches | F, B, W | limit | public | synthesised | bound | gap | s |\n|" + "---|" * 9)
+    last: tuple[Synthesis, int, int, tuple[int, int, int]] | None = None
+    for times in (UNIT, REAL):
+        for gpus, microbatches in SIZES:
+            if given.times and given.times != ",".join(map(str, times)):
+                continue
+            for limit, best in public(gpus, microbatches, times).items():
+                if only and (gpus, microbatches, limit)[: len(only)] != only:
+                    continue
+                began = time.monotonic()
+                graph = graph_of_times(gpus, "vee", times)
+                deadline = Deadline.within(given.seconds) if given.seconds else None
+                found = synthesized(
+                    graph, microbatches, limit=limit, barrier=False, solver=given.solver, deadline=deadline
+                )
+                gaps[times].append(found.gap)
+                last = found, gpus, microbatches, times
+                gap = "best" if found.optimal else f"{found.gap:.2%}"
+                print(
+                    f"| {gpus} | {microbatches} | {', '.join(map(str, times))} | {limit} | {best} | {found.value_ns} | "
+                    f"{found.bound_ns} | {gap} | {time.monotonic() - began:.0f} |",
+                    flush=True,
+                )
+    for times, some in gaps.items():
+        if some:
+            proved = sum(not gap for gap in some)
+            print(f"{times}: mean gap {sum(some) / len(some):.2%}, {proved} of {len(some)} proved best")
+    if given.picture and last is not None:
+        found, gpus, microbatches, times = last
+        picture(found, simulate(v_half(graph_of_times(gpus, "vee", times), microbatches)), given.picture)
+
+
+def picture(found: Synthesis, known: Timeline, path: str) -> None:
+    """Draw a synthesised order above a known one."""
+    from pipeplan.report.figures import save_runs
+
+    spans = longest_span_ns(found.timeline), longest_span_ns(known)
+    save_runs(
+        [(f"synthesised: longest span {spans[0]}", found.timeline), (f"V-Half: longest span {spans[1]}", known)], path
+    )
+
+
+if __name__ == "__main__":
+    main()
