@@ -24,8 +24,7 @@ def torch_csv(asked: Asked) -> str:
     a drained schedule, since torch keeps one version of the weights and updates after every step.
     """
     program = asked.run.program
-    graph = program.graph
-    _pipelines(asked)
+    graph, pipelines = program.graph, _pipelines(asked)
     refuse_parted(asked.plan.chain, asked.stages, "torch-csv")
     if asked.stages[-1].start >= whole_blocks(asked.plan.chain)[-1].modules_stop:
         raise CannotExpress("torch-csv: the last stage is the loss alone; there it is no part of the model")
