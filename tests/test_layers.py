@@ -47,7 +47,7 @@ LAW = {
     "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
     "runtime": f"{NOUNS} cost schedule schedule.periodic check files {RUNTIME}",
-    "report": f"{NOUNS} cost schedule check partition planner files runtime.measure",
+    "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic schedule.synthesis check partition planner files runtime "
     "runtime.profiler runtime.model runtime.measure report",
