@@ -146,7 +146,7 @@ class Commands:
             words.append(["--gpu", rng.choice(AMOUNTS["GPU"])])
         if name == "profile":
             words = [["--estimate", rng.choice(AMOUNTS["GPU"])], ["-q"], *words]
-        if name in ("plan", "grid", "import"):
+        if name in ("plan", "grid", "import", "synthesize"):
             words.append(["--time-limit", "2s"])
         if name == "compare":
             words.append(["--effort", "quick", "--time-limit", "4s"])
