@@ -62,7 +62,7 @@ class Cell(Case):
 
 
 def problem_of(case: Case, interval: int) -> Problem:
-    chain = read_profile(SHIPPED / f"{case.profile}.json")
+    chain = read_profile(str(SHIPPED / f"{case.profile}.json"))
     platform = Platform.flat(case.gpus, case.memory, BANDWIDTH)
     interval = MINI_BATCH if case.weights == "latest" else interval
     return Problem(chain, platform, Policy(case.weights, interval), checkpointing="segments")  # type: ignore[arg-type]
