@@ -17,6 +17,7 @@ from ..errors import PipeplanError
 from ..names import shown
 from ..plan import Plan, ScheduleKind, Stage
 from ..problem import Chain, Engine
+from ..schedule.kinds import KINDS
 
 Ranges = tuple[tuple[int, int], ...]
 Rule = Literal["none", "first", "every"]
@@ -73,16 +74,19 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``pipelines`` equal pipelines over ``ranks`` groups of GPUs, each of which has ``chunks`` stages."""
+    """``pipelines`` equal pipelines over ``ranks`` groups of GPUs, each of which has ``chunks`` stages: round and round
+    over the ranks, or two of them down and up again, like a ``vee``."""
 
     ranks: int
     pipelines: int
     chunks: int = 1
+    vee: bool = False
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the devices of each stage: the replicas of one are neighbours, as all targets number them."""
         r = self.pipelines
-        return tuple(tuple(range(s * r, (s + 1) * r)) for s in range(self.ranks)) * self.chunks
+        own = tuple(tuple(range(s * r, (s + 1) * r)) for s in range(self.ranks))
+        return own + own[::-1] if self.vee else own * self.chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +191,10 @@ def target_violations(plan: Plan, name: str) -> list[str]:
         found = express(plan.chain, plan.allocation.stages, name)
     except CannotExpress as error:
         return [str(error)]
-    return [f"{name}: {reason}" for reason in refusals(target, kind, found.shape, plan.schedule.mini_batch)]
+    split = found.recompute.rule != "none" and KINDS[kind].splits
+    reasons = ["recomputes nothing where backwards are split"] if split else []
+    reasons += refusals(target, kind, found.shape, plan.schedule.mini_batch)
+    return [f"{name}: {reason}" for reason in reasons]
 
 
 def refusals(target: Target, kind: ScheduleKind, shape: Shape, microbatches: int) -> list[str]:
@@ -206,6 +213,8 @@ def _shape(name: str, stages: Sequence[Stage]) -> Shape:
     groups = [stage.devices for stage in stages]
     ranks = list(dict.fromkeys(groups))
     chunks = len(groups) // len(ranks)
+    if groups == ranks + ranks[::-1] and len(ranks) > 1 and "zbv" in TARGETS[name].kinds:
+        return Shape(len(ranks), stages[0].replicas, 2, vee=True)
     if groups != ranks * chunks:
         order = [ranks.index(group) for group in groups]
         raise CannotExpress(f"{name}: stages are on ranks {order}; there stage i is on rank i mod {len(ranks)}")
@@ -303,9 +312,11 @@ def _megatron(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None
 def _torch(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None:
     if kind == "1f1b" and microbatches < shape.ranks:
         return f"1f1b needs as many microbatches in a pipeline as stages, {shape.ranks}, not {microbatches}"
+    if KINDS[kind].splits and shape.pipelines > 1:
+        return f"{kind} runs on one pipeline: DistributedDataParallel sums no gradients of split backwards"
     rounds = max(1, microbatches // shape.ranks)
-    if kind == "interleaved" and microbatches % rounds:
-        return f"interleaved, the {microbatches} microbatches of a pipeline must be a multiple of its {rounds} rounds"
+    if kind in ("interleaved", "interleaved-zb") and microbatches % rounds:
+        return f"{kind}, the {microbatches} microbatches of a pipeline must be a multiple of its {rounds} rounds"
     return None
 
 
@@ -327,7 +338,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
     "torchtitan": Target(
         what="torchtitan",
         source="pytorch/torchtitan at b5bcd76c: distributed/pipeline_parallel.py, activation_checkpoint.py",
-        kinds=("1f1b", "interleaved"),
+        kinds=("1f1b", "interleaved", "interleaved-zb", "zbv"),
         units=whole_blocks,
         rules=("none", "every"),
         recomputes=lambda unit: unit.block,
@@ -348,7 +359,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
     "torch": Target(
         what="torch.distributed.pipelining",
         source="torch 2.13: distributed/pipelining/schedules.py, _IR.py",
-        kinds=("1f1b", "interleaved"),
+        kinds=("1f1b", "interleaved", "interleaved-zb", "zbv"),
         units=whole_blocks,
         rules=("none", "every"),
         recomputes=lambda unit: True,

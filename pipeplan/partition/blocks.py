@@ -110,8 +110,10 @@ class Costs:
         """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
         platform = self.problem.platform
         level = platform.level_between(one, other)
-        sizes = (self.crossing * (not platform.blocking)).tolist()
-        found = self.once(("trip", level), lambda: np.array([2 * platform.transfer_ns(x, level) for x in sizes]))
+        sizes = (self.crossing * (not platform.blocking and one != other)).tolist()
+        found = self.once(
+            ("trip", level, one != other), lambda: np.array([2 * platform.transfer_ns(x, level) for x in sizes])
+        )
         return np.asarray(found, dtype=np.int64)
 
 

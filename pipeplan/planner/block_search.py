@@ -23,9 +23,10 @@ from ..partition.cuts import legal_cuts
 from ..plan import Schedule, ScheduleKind, Stage
 from ..problem import Problem
 from ..schedule.interleaved import occupancy
-from ..schedule.kinds import too_long
+from ..schedule.kinds import KINDS, too_long
 from ..units import format_bytes, format_ns
 from .incumbent import Settings
+from .placed import homes_of, most_held
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at: more only send more
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
@@ -91,16 +92,19 @@ class BlockSearch:
             for ranks in range(1, min(len(problem.platform), len(self.cuts) - 1) + 1):
                 for chunks in self._chunks(kind, ranks):
                     for pipelines in range(1, len(problem.platform) // ranks + 1 if problem.replicas else 2):
-                        shape = Shape(ranks, pipelines, chunks)
+                        vee = chunks > 1 and homes_of(kind, ranks, chunks)[ranks] == ranks - 1
+                        shape = Shape(ranks, pipelines, chunks, vee)
                         endless = too_long(4 * ranks * chunks - 2, Schedule(kind, count))
                         if not refusals(self.target, kind, shape, count) and endless is None:
                             yield Config(self._work_bound(shape), kind, shape)
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterable[int]:
-        if kind != "interleaved":
+        simulated = KINDS[kind].simulated
+        if simulated is None or simulated.homes is None:
             return (1,)
-        most = (len(self.cuts) - 1) // ranks
-        return range(2, min(most, MOST_CHUNKS) + 1) if ranks > 1 else ()
+        most = min((len(self.cuts) - 1) // ranks, MOST_CHUNKS)
+        several = range(2, most + 1) if ranks > 1 else ()
+        return (chunks for chunks in several if len(homes_of(kind, ranks, chunks)) == ranks * chunks)
 
     def _work_bound(self, shape: Shape) -> int:
         """Return what the GPUs of a shape take for the work and the sums of gradients alone, evenly shared.
@@ -131,6 +135,9 @@ class BlockSearch:
                 for config in self.configs:
                     if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
                         break
+                    if KINDS[config.kind].splits:
+                        self._probe_split(config)
+                        continue
                     if config.shape.chunks > 1:
                         self.bounds[config] = max(config.bound_ns, self._looped_bound(config))
                         if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
@@ -178,6 +185,11 @@ class BlockSearch:
                 self._note_lack(config)
         if config.shape.chunks == 1:  # what stages that share a device may fill of it is a guess, which bounds nothing
             self.bounds[config] = max(config.bound_ns, bound)
+
+    def _probe_split(self, config: Config) -> None:
+        """Try even splits of a configuration that splits backwards, where nothing is recomputed."""
+        pipe = self._pipe(config, Recompute())
+        self._try(config, Recompute(), pipe, pipe.even())
 
     def _looped_bound(self, config: Config) -> int:
         """Return a time (ns) below which no interleaved stages of a configuration run a mini-batch.
@@ -256,6 +268,8 @@ class BlockSearch:
             held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
             return Pipe(self._costs, self._activations[way], groups, count, held, ahead=True)
         held = occupancy(shape.ranks, shape.chunks, count).most
+        if KINDS[config.kind].splits:
+            held = most_held(config.kind, shape.ranks, shape.chunks, count)
         return Pipe(self._costs, self._activations[way], groups, count, held, share=shape.chunks)
 
     def _try(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> Found | None:
@@ -301,7 +315,7 @@ class BlockSearch:
         end = self.steps + moves
         for config in sorted(self.finals, key=lambda c: self.finals[c].makespan_ns)[:FINALISTS]:
             found: Found | None = self.finals[config]
-            while found is not None and found.makespan_ns > self.bounds[config]:
+            while found is not None and found.makespan_ns > self.bounds.get(config, config.bound_ns):
                 pipe = self._pipe(config, found.recompute)
                 near = takewhile(lambda _: self.steps < end, moved(found.split))
                 found = self._first_better(config, found, pipe, near)

@@ -20,7 +20,7 @@ _STARTS = 4  # orders from which the search goes on
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Policy:
+class Precedence:
     """What a device does next: of the passes that have come the first in ``order``, else a weight part.
 
     ``kept`` chunk activations are kept for the second chunk, on device d of p ``slope`` * d // p more, so that what was
@@ -40,7 +40,7 @@ def v_limit(
 ) -> Program:
     """Return a schedule for p devices, stages d and 2p - 1 - d on device d, each within ``limit`` chunk activations.
 
-    Without a limit it is 2p, 1F1B's memory. Devices run what comes, by a :class:`Policy`; a forward waits while a
+    Without a limit it is 2p, 1F1B's memory. Devices run what comes, by a :class:`Precedence`; a forward waits while a
     device holds all that it may. The policy is the one whose run has the least longest span of a device, then the least
     makespan, on at most 4p microbatches; where V-Min, V-Half or ZBV hold no more and are shorter, it is one of them.
     With p = 2, 4 microbatches and a limit of 3, lower case in the second chunk (F = I = W)::
@@ -77,27 +77,27 @@ class _Builds:
 
     def search(self, microbatches: int, budget: int) -> Build:
         """Return what makes the best program of so many microbatches, simulating no more than ``budget`` of them."""
-        scores: dict[Policy, tuple[int, int]] = {}
+        scores: dict[Precedence, tuple[int, int]] = {}
 
-        def score(policy: Policy) -> tuple[int, int]:
+        def score(policy: Precedence) -> tuple[int, int]:
             if policy not in scores:
                 scores[policy] = _score(self.greedy(policy)(microbatches)) if len(scores) < budget else (10**30, 0)
             return scores[policy]
 
-        starts = sorted((Policy(order, 1) for order in _ORDERS), key=score)[:_STARTS]
+        starts = sorted((Precedence(order, 1) for order in _ORDERS), key=score)[:_STARTS]
         best = min((self._descend(policy, score) for policy in starts), key=score)
         found = [(score(best), self.greedy(best))]
         found += [(_score(build(microbatches)), build) for build in self._known()]
         return min(found, key=lambda pair: pair[0])[1]
 
-    def _descend(self, policy: Policy, score: Callable[[Policy], tuple[int, int]]) -> Policy:
+    def _descend(self, policy: Precedence, score: Callable[[Precedence], tuple[int, int]]) -> Precedence:
         while True:
             near = min(self._near(policy), key=score)
             if score(near) >= score(policy):
                 return policy
             policy = near
 
-    def _near(self, policy: Policy) -> Iterator[Policy]:
+    def _near(self, policy: Precedence) -> Iterator[Precedence]:
         for kept in (policy.kept - 1, policy.kept + 1, policy.kept + 2):
             if 1 <= kept < self.limit:
                 yield replace(policy, kept=kept)
@@ -116,16 +116,16 @@ class _Builds:
             if holds <= self.limit:
                 yield lambda count, build=build: build(self.graph, count, self.weight_keeps)  # type: ignore[misc]
 
-    def greedy(self, policy: Policy) -> Build:
+    def greedy(self, policy: Precedence) -> Build:
         """Return what makes the programs of a policy."""
         homes = list(dict.fromkeys(stage.resource for stage in self.graph.stages))
 
         def build(microbatches: int) -> Program:
             rules = {}
             for d, home in enumerate(homes):
-                second = self.limit - policy.kept - policy.slope * d // len(homes)
+                first = self.limit - policy.kept - policy.slope * d // len(homes)
                 for pipeline in range(self.graph.resources[home].replicas):
-                    rules[home, pipeline] = _rule(self.graph, d, policy, self.limit, max(1, second), self.weight_keeps)
+                    rules[home, pipeline] = _rule(self.graph, d, policy, self.limit, max(1, first), self.weight_keeps)
             return make_program(self.graph, microbatches, {}, rules=rules, split=True, weight_keeps=self.weight_keeps)
 
         return build
@@ -137,7 +137,7 @@ def _score(program: Program) -> tuple[int, int]:
 
 
 def _rule(
-    graph: StageGraph, d: int, policy: Policy, most: int, most_first: int, weight_keeps: Fraction
+    graph: StageGraph, d: int, policy: Precedence, most: int, most_first: int, weight_keeps: Fraction
 ) -> Callable[[], Decide]:
     """Return what device d does: it holds ``most`` activations at most, ``most_first`` of them of its first chunk."""
     keeps = {"F": Fraction(1), "B": weight_keeps - 1, "W": -weight_keeps}

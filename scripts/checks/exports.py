@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeplan.check.targets import CannotExpress
+from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import Infeasible
 from pipeplan.files.accelerators import accelerator
 from pipeplan.files.export import WRITERS, Asked
@@ -48,6 +48,7 @@ from pipeplan.planner.stated import STATED
 from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
+from pipeplan.schedule.kinds import KINDS
 from pipeplan.zoo import load
 
 DECODER = [r"block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1"]
@@ -385,16 +386,17 @@ import importlib.util, json, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch import nn
-rank, path, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
+rank, path, store, out, pipelines = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5])
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2 * pipelines)
 spec = importlib.util.spec_from_file_location("exported", path)
 exported = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(exported)
 torch.manual_seed(0)
 layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)))
 x, y = torch.randn(16, 6), torch.randn(16, 6)
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-share = slice(8 * mesh.get_local_rank("dp"), 8 * mesh.get_local_rank("dp") + 8)
+mesh = init_device_mesh("cpu", (2, pipelines), mesh_dim_names=("pp", "dp"))
+each = 16 // pipelines
+share = slice(each * mesh.get_local_rank("dp"), each * (mesh.get_local_rank("dp") + 1))
 run = exported.schedule(layers, torch.device("cpu"), nn.functional.mse_loss, mesh)
 mine = exported.RANKS[mesh.get_local_rank("pp")]
 kwargs = {"target": y[share]} if max(map(max, exported.RANKS)) in mine else {}
@@ -405,18 +407,21 @@ dist.destroy_process_group()
 """
 
 
-def train(chunks: int) -> bool:
-    """Train one mini-batch on two ranks x two pipelines, and compare gradients with serial training."""
+def train(kind: ScheduleKind) -> bool:
+    """Train one mini-batch on two ranks x two pipelines, where backwards are split x one, and compare gradients with
+    serial training."""
     import json
 
     from pipeplan.problem import Layer
 
     layers = tuple(Layer(f"l{i}", 10**6, 2 * 10**6, 100, 50, saved_bytes=60) for i in range(6))
-    platform = Platform.flat(4, 10**9)
+    pipelines = 1 if KINDS[kind].splits else 2
+    platform = Platform.flat(2 * pipelines, 10**9)
     problem = Problem(Chain("small", layers, 50), platform, Policy("flush", accumulate=8), checkpointing="none")
-    kind: ScheduleKind = "interleaved" if chunks > 1 else "1f1b"
-    groups = "/".join(["0,1/2,3"] * chunks)
-    plan = make_plan(problem, STATED, {"split": "3,3" if chunks == 1 else "2,1,2,1", "on": groups}, schedule=kind).plan
+    own = ["0,1", "2,3"] if pipelines > 1 else ["0", "1"]
+    groups = "/".join({"1f1b": own, "zbv": [*own, *reversed(own)]}.get(kind, own * 2))
+    stated = {"split": "3,3" if kind == "1f1b" else "2,1,2,1", "on": groups}
+    plan = make_plan(problem, STATED, stated, schedule=kind).plan
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/schedule.csv"
         run = simulate_plan(plan, None, own_schedule(plan)).timeline
@@ -428,16 +433,19 @@ def train(chunks: int) -> bool:
         Path(f"{folder}/worker.py").write_text(WORKER)
         started = [
             subprocess.Popen(
-                [sys.executable, f"{folder}/worker.py", str(rank), f"{folder}/schedule.py", f"{folder}/store", folder]
+                [
+                    *(sys.executable, f"{folder}/worker.py", str(rank), f"{folder}/schedule.py", f"{folder}/store"),
+                    *(folder, str(pipelines)),
+                ]
             )
-            for rank in range(4)
+            for rank in range(2 * pipelines)
         ]
         codes = [x.wait(300) for x in started]
         if any(codes):
-            print(f"torch on 4 processes, {kind}: ranks ended with {codes}")
+            print(f"torch, {kind}: ranks ended with {codes}")
             return False
         found: dict[str, list[float]] = {}
-        for rank in range(4):
+        for rank in range(2 * pipelines):
             found |= json.loads(Path(f"{folder}/{rank}.json").read_text())
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)))
@@ -447,9 +455,7 @@ def train(chunks: int) -> bool:
         (torch.tensor(found[name]) - p.grad.flatten()).abs().max().item() if p.grad is not None else 0.0
         for name, p in model.named_parameters()
     )
-    print(
-        f"torch on 4 processes, {kind}, 2 ranks x 2 pipelines: gradients differ from serial ones by {worst:.1e} at most"
-    )
+    print(f"torch, {kind}, 2 ranks x {pipelines} pipelines: gradients differ from serial ones by {worst:.1e} at most")
     return worst < 1e-6
 
 
@@ -470,7 +476,7 @@ def main() -> None:
     print(f"torch: {torch.__version__}\n")
     good = check(folders, given.gpus, given.models.split(","), given.quick)
     print()
-    good &= train(1) and train(2)
+    good &= min(list(map(train, TARGETS["torch"].kinds)))
     sys.exit(0 if good else 1)
 
 

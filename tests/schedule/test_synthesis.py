@@ -33,7 +33,6 @@ def stages(homes, forward, backward, weight, transfer=0, **more):
         ([0, 1], (2, 5, 1), 3, 3),
         (vee(2), (1, 1, 1), 2, 2),
         (vee(2), (3, 4, 2), 2, 2),
-        (looped(2, 2), (2, 3, 1), 2, 3),
     ],
 )
 @pytest.mark.parametrize("barrier", [True, False])

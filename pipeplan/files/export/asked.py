@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...check.targets import CannotExpress, Expressed, express
+from ...check.targets import CannotExpress, Expressed, Shape, express
 from ...errors import BadInput
 from ...names import shown
-from ...plan import Plan, Stage
+from ...plan import Plan, ScheduleKind, Stage
 from ...schedule.timeline import Timeline
 
 Renames = tuple[tuple[re.Pattern[str], str], ...]
@@ -29,6 +29,13 @@ class Asked:
     def expressed(self, target: str) -> Expressed:
         """Return the stages in a target's terms; CannotExpress says what it has no words for."""
         return express(self.plan.chain, self.stages, target)
+
+    def kind(self, shape: Shape) -> ScheduleKind:
+        """Return the schedule that a target with its own orders runs on stages of a shape: the plan's, or the usual."""
+        own = self.plan.schedule.kind
+        if self.stages == self.plan.allocation.stages and own in ("1f1b", "interleaved", "interleaved-zb", "zbv"):
+            return own
+        return "zbv" if shape.vee else "interleaved" if shape.chunks > 1 else "1f1b"
 
     @property
     def microbatches(self) -> int:

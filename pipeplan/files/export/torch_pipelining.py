@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from ...check.targets import CannotExpress, refuse_parted, whole_blocks
 from ...names import shown
+from ...plan import ScheduleKind
 from ...schedule.program import unequal
 from ...version import __version__
 from ..schedule_csv import written_schedule
@@ -23,8 +24,7 @@ def torch_csv(asked: Asked) -> str:
     a drained schedule, since torch keeps one version of the weights and updates after every step.
     """
     program = asked.run.program
-    graph = program.graph
-    _pipelines(asked)
+    graph, pipelines = program.graph, _pipelines(asked)
     refuse_parted(asked.plan.chain, asked.stages, "torch-csv")
     if asked.stages[-1].start >= whole_blocks(asked.plan.chain)[-1].modules_stop:
         raise CannotExpress("torch-csv: the last stage is the loss alone; there it is no part of the model")
@@ -32,6 +32,11 @@ def torch_csv(asked: Asked) -> str:
         raise CannotExpress(
             f"torch-csv: torch drains the pipeline before every update, and this schedule keeps weights "
             f"{graph.policy.weights}; plan with --weights flush, or export a drained --schedule such as 1f1b"
+        )
+    if program.split and pipelines > 1:
+        raise CannotExpress(
+            f"torch-csv: of {pipelines} pipelines DistributedDataParallel would sum the gradients, which it doesn't of "
+            "split backwards; plan with --no-replicas, or with another --schedule"
         )
     if program.batch > 1:
         raise CannotExpress(f"torch-csv: one backward covers {program.batch} microbatches here, and one in torch")
@@ -109,7 +114,12 @@ def schedule(model, microbatch, device, loss_fn, mesh=None):
         stages.append(stage)
 '''
 
-SCHEDULES = {1: "Schedule1F1B", 2: "ScheduleInterleaved1F1B"}  # by whether a rank has one stage, or more
+SCHEDULES: dict[ScheduleKind, str] = {
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 OWN = "    return without_outputs({name}({stages}, MICROBATCHES, loss_fn=loss_fn))\n"
 FROM_CSV = """    run = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_fn)
     run._load_csv(Path(__file__).with_name({csv}))
@@ -135,7 +145,7 @@ def torch_split(asked: Asked) -> str:
             "torch-split: pipeline() traces the model, and nothing there recomputes; --to torch-csv writes stages that "
             "do, or plan with --no-checkpointing"
         )
-    name = SCHEDULES[min(found.shape.chunks, 2)]
+    name = SCHEDULES[asked.kind(found.shape)]
     own = OWN.format(name=name, stages="stages" if found.shape.chunks > 1 else "stages[0]")
     return _module(asked, _traced(asked), own, "SplitPoint, pipeline", name)
 

@@ -7,11 +7,17 @@ import shlex
 
 from ...check.targets import CannotExpress, Unit
 from ...names import shown
+from ...plan import ScheduleKind
 from .asked import Asked, Renames, renamed
 
 DECODER = re.compile(r"tok_embeddings|layers\.\d+|norm|lm_head|output")  # the modules of its own models
 MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")  # what its splitter reads: a child, or an entry of a list or a dict
-SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}  # by whether a rank has one stage, or more
+SCHEDULES: dict[ScheduleKind, str] = {
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
 
 
 def torchtitan(asked: Asked) -> str:
@@ -39,7 +45,7 @@ def torchtitan(asked: Asked) -> str:
         f"--parallelism.pipeline_parallel_degree {shape.ranks}",
         f"--parallelism.data_parallel_replicate_degree {shape.pipelines}",
         "--parallelism.data_parallel_shard_degree 1",
-        f"--parallelism.pipeline_parallel_schedule {SCHEDULES[min(shape.chunks, 2)]}",
+        f"--parallelism.pipeline_parallel_schedule {SCHEDULES[asked.kind(shape)]}",
         f"--parallelism.num_pp_microbatches {each}",
         "--parallelism.module_fqns_per_model_part " + " ".join(shlex.quote(",".join(part)) for part in parts),
         "--training.disable_cuda_graphs",

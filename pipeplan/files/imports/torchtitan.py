@@ -15,7 +15,7 @@ from .shell import Options
 
 OTHERS = ("tensor-parallel-degree", "context-parallel-degree", "expert-parallel-degree")
 PARTS = "parallelism.module-fqns-per-model-part"
-KINDS: dict[str, ScheduleKind] = {SCHEDULES[1].lower(): "1f1b", SCHEDULES[2].lower(): "interleaved"}
+KINDS: dict[str, ScheduleKind] = {name.lower(): kind for kind, name in SCHEDULES.items()}
 RECOMPUTED = {"none": Recompute(), "full": Recompute("every", 1)}
 
 
@@ -33,14 +33,16 @@ def torchtitan(source: Source) -> Imported:
             raise BadInput(f"{source.path}: --parallelism.{name}: plans are of pipelines and of data parallelism")
     ranks = options.count("parallelism.pipeline-parallel-degree", 1)
     pipelines, sharded = _pipelines(source, ranks)
-    named = options.text("parallelism.pipeline-parallel-schedule") or SCHEDULES[1]
+    named = options.text("parallelism.pipeline-parallel-schedule") or SCHEDULES["1f1b"]
     if ranks > 1 and named.lower() not in KINDS:
         raise BadInput(f"{source.path}: schedule '{shown(named)}' is none of {' and '.join(SCHEDULES.values())}")
     kind = KINDS[named.lower()] if ranks > 1 else "1f1b"
     counts = _named(source, units) if PARTS in options else _even(options, units, ranks, kind)
     if len(counts) % ranks or (kind == "1f1b") != (len(counts) == ranks):
         raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks, which {named} doesn't run")
-    shape = Shape(ranks, pipelines, len(counts) // ranks)
+    if kind == "zbv" and len(counts) != 2 * ranks:
+        raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks; {named} runs two on each")
+    shape = Shape(ranks, pipelines, len(counts) // ranks, vee=kind == "zbv")
     microbatches = _microbatches(options, ranks, pipelines)
     recompute, notes = _recompute(options)
     stages = placed(source, "torchtitan", units, counts, kind, shape, microbatches, recompute)

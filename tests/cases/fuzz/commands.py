@@ -43,6 +43,7 @@ AMOUNTS = {
     "K|all": ["all", "1", "2", "0"],
     "N": ["1", "2", "4", "300e9", "1e18", "1e19", "0", "2-4"],
     "W": ["1", "2", "4", "2-4", "0", "1000"],
+    "F,B,W": ["1,1,1", "20,24,16", "0,0,0", "1,2", "1,x,2", "-1,1,1", "1000000000000,1,1"],
     "PERCENT": ["5%", "0%", "100%", "101%", "-1%", "nan%", "inf%", "1e-9%", "5", "%"],
     "node|block|articulation|N%": ["node", "articulation", "block", "1%", "50%", "0%", "100%", "99.9%", "%", "1e1%"],
     "TFLOPS": ["100", "1e-6", "1e6", "nan", "inf", "0", "-0"],
@@ -145,7 +146,7 @@ class Commands:
             words.append(["--gpu", rng.choice(AMOUNTS["GPU"])])
         if name == "profile":
             words = [["--estimate", rng.choice(AMOUNTS["GPU"])], ["-q"], *words]
-        if name in ("plan", "grid", "import"):
+        if name in ("plan", "grid", "import", "synthesize"):
             words.append(["--time-limit", "2s"])
         if name == "compare":
             words.append(["--effort", "quick", "--time-limit", "4s"])
