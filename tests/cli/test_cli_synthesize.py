@@ -48,9 +48,18 @@ def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
         ([], "name a PLAN, or say --gpus, --times and --microbatches"),
         (["plan.json", "--gpus", "2"], "--gpus says what PLAN says already"),
         ([*EQUAL, "--chunks", "2"], "--chunks is for --placement loop"),
-        (["--gpus", "2", "--times", "1,2", "--microbatches", "3"], "--times: 1,2 are not the three times of F, B and W"),
-        (["--gpus", "2", "--times", "1,x", "--microbatches", "3"], "'1,x' is no list of whole numbers, such as 20,24,16"),
-        ([*EQUAL, "--limit", "1"], "device 0 has no room, of 1 activations at most, for the passes of even one microbatch"),
+        (
+            ["--gpus", "2", "--times", "1,2", "--microbatches", "3"],
+            "--times: 1,2 are not the three times of F, B and W",
+        ),
+        (
+            ["--gpus", "2", "--times", "1,x", "--microbatches", "3"],
+            "'1,x' is no list of whole numbers, such as 20,24,16",
+        ),
+        (
+            [*EQUAL, "--limit", "1"],
+            "device 0 has no room, of 1 activations at most, for the passes of even one microbatch",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(asked: list[str], sentence: str, pipeplan: Command) -> None:
