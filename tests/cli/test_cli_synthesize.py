@@ -32,7 +32,7 @@ def test_an_order_of_a_plan_is_written_and_simulates_to_the_same(tmp_path: Path,
         "simulate", plan, "--schedule", "best", "--schedule", "1f1b", "--microbatches", "4", "--json"
     )
     assert (code, err) == (0, "")
-    assert [run["schedule"] for run in json.loads(out)["schedules"]][0] == "best"
+    assert next(run["schedule"] for run in json.loads(out)["schedules"]) == "best"
 
 
 def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
