@@ -32,7 +32,7 @@ def test_an_order_of_a_plan_is_written_and_simulates_to_the_same(tmp_path: Path,
         "simulate", plan, "--schedule", "best", "--schedule", "1f1b", "--microbatches", "4", "--json"
     )
     assert (code, err) == (0, "")
-    assert [run["schedule"] for run in json.loads(out)["schedules"]][0] == "best"
+    assert next(run["schedule"] for run in json.loads(out)["schedules"]) == "best"
 
 
 def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
@@ -48,9 +48,18 @@ def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
         ([], "name a PLAN, or say --gpus, --times and --microbatches"),
         (["plan.json", "--gpus", "2"], "--gpus says what PLAN says already"),
         ([*EQUAL, "--chunks", "2"], "--chunks is for --placement loop"),
-        (["--gpus", "2", "--times", "1,2", "--microbatches", "3"], "--times: 1,2 are not the three times of F, B and W"),
-        (["--gpus", "2", "--times", "1,x", "--microbatches", "3"], "'1,x' is no list of whole numbers, such as 20,24,16"),
-        ([*EQUAL, "--limit", "1"], "device 0 has no room, of 1 activations at most, for the passes of even one microbatch"),
+        (
+            ["--gpus", "2", "--times", "1,2", "--microbatches", "3"],
+            "--times: 1,2 are not the three times of F, B and W",
+        ),
+        (
+            ["--gpus", "2", "--times", "1,x", "--microbatches", "3"],
+            "'1,x' is no list of whole numbers, such as 20,24,16",
+        ),
+        (
+            [*EQUAL, "--limit", "1"],
+            "device 0 has no room, of 1 activations at most, for the passes of even one microbatch",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(asked: list[str], sentence: str, pipeplan: Command) -> None:
