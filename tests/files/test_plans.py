@@ -192,7 +192,7 @@ BAD_PLANS = {
     "bucket": (("policy", "bucket_parameters"), 10**30, "at `$.policy.bucket_parameters`"),
     "policy": (("policy", "weights"), "3bw", "invalid enum value '3bw' - at `$.policy.weights`"),
     "optimizer": (("policy", "optimizer"), "adamw", "invalid enum value 'adamw' - at `$.policy.optimizer`"),
-    "kind of schedule": (("schedule", "kind"), "gpipe", "invalid enum value 'gpipe' - at `$.schedule.kind`"),
+    "kind of schedule": (("schedule", "kind"), "gpipes", "invalid enum value 'gpipes' - at `$.schedule.kind`"),
     "kind of operation": (("pattern", "operations", 0, "kind"), "W", "at `$.pattern.operations[0].kind`"),
     "start as text": (("pattern", "operations", 0, "start_ns"), "0", "at `$.pattern.operations[0].start_ns`"),
     "start as float": (("pattern", "operations", 0, "start_ns"), 0.5, "at `$.pattern.operations[0].start_ns`"),

@@ -151,7 +151,7 @@ def test_chains_too_long_for_tables_of_all_cuts_are_cut_between_some_of_them(mon
     exact = next(contiguous(problem))
     monkeypatch.setattr(tables, "_MOST_ENTRIES", 11 * 30**2)
     found = next(contiguous(problem))
-    assert found.claimed_period_ns >= exact.claimed_period_ns > found.lower_bound_ns >= load_bound(problem)
+    assert found.claimed_period_ns >= exact.claimed_period_ns >= found.lower_bound_ns >= load_bound(problem)
     assert found.claimed_period_ns < 1.2 * exact.claimed_period_ns
 
 
@@ -160,7 +160,7 @@ def test_a_long_chain_is_planned_within_its_limit():
     rng = random.Random(3)
     layers = tuple(Layer(f"l{i}", rng.randint(1, 10**6), rng.randint(1, 10**6), 10, 10) for i in range(3000))
     began = time.monotonic()
-    plan = make_plan(Problem(Chain("long", layers, 10), Platform.flat(64, 10**9), deadline=Deadline.within(1.0))).plan
+    plan = make_plan(Problem(Chain("long", layers, 10), Platform.flat(64, 10**9), deadline=Deadline.within(0.05))).plan
     assert time.monotonic() - began < 60
     assert plan.provenance.solver_status == "time limit"
 

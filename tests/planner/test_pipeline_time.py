@@ -81,7 +81,7 @@ def test_any_stages_take_what_the_validator_finds(seed):
     problem = Problem(chain, platform, policy, True, "segments")
     stages = next(iter(balance(problem))).stages
     for _ in range(8):
-        stages = rng.choice([x for x, allowed in _changed(problem, stages) if allowed] or [stages])
+        stages = rng.choice([x for x, allowed in _changed(problem, stages, rng) if allowed] or [stages])
         if structure_violations(chain, platform, policy, stages):
             continue
         graph, limit = stage_graph(chain, platform, policy, stages), rng.randint(1, 2 * len(stages))

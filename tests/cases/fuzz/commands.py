@@ -74,7 +74,14 @@ LITTLE = {  # how much is asked of what takes as long as it is asked to
     "--accumulate": 64, "--limit": 100,
 }  # fmt: skip
 PLATFORM = {"--platform", "--gpus", "--mem", "--bandwidth", "--latency"}
-KINDS = {"PROFILE": "profile", "PROFILE...": "profile", "A": "profile", "B": "profile", "PLAN": "plan"}
+KINDS = {
+    "PROFILE": "profile",
+    "PROFILE...": "profile",
+    "A": "profile",
+    "B": "profile",
+    "PLAN": "plan",
+    "[PLAN]": "plan",
+}
 FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--plan": "plan", "--load": "plan"}
 
 
