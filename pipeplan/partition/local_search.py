@@ -17,7 +17,8 @@ from ..plan import Allocation, Stage
 from ..problem import Problem
 
 Stages = tuple[Stage, ...]
-Move = Callable[[Problem, Stages, Sequence[int]], Iterator[Stages]]
+Cut = Callable[[Stage, int, int], Stage]  # of a stage the one that has other layers
+Move = Callable[[Problem, Stages, Sequence[int], Cut], Iterator[Stages]]
 STEPS = (1, -1, 2, -2, 4, -4, 8, -8)  # layers by which a boundary moves
 SCHEDULED = 50  # candidates that can be looked at in the time that scheduling one takes
 MANY_STAGES = 48  # of more so many are moved at a time
@@ -34,6 +35,7 @@ def local_search(
     done: Callable[[], bool],
     seed: int = 0,
     patience: int | None = None,
+    parts: bool = False,
 ) -> int:
     """Walk from ``start`` to better allocations; return how many candidates were looked at, about ``budget`` at most.
 
@@ -43,10 +45,11 @@ def local_search(
     the best; ``try_`` schedules it and says whether it is the best so far. Neighbours are tried in the order of their
     bounds; when none is better, the search goes on from two random moves away from the best. It ends after
     ``patience`` candidates in a row that cannot become the best by their bounds. Deterministic, but for ``done``, which
-    ends it too.
+    ends it too. With ``parts`` stages keep what they recompute in part when their layers change, else they recompute
+    all or nothing; and neighbours may exchange layers.
     """
     rng = random.Random(seed)
-    changed = lru_cache(maxsize=_REMEMBERED)(partial(_changed, problem, rng=rng))
+    changed = lru_cache(maxsize=_REMEMBERED)(partial(_changed, problem, rng=rng, parts=parts))
     best = current = start.stages
     seen = {current}
     looked = hopeless = 0
@@ -92,18 +95,20 @@ def _neighbours(changed: Sequence[tuple[Stages, bool]], rng: random.Random) -> l
     return [stages for stages, allowed in found if allowed]
 
 
-def _changed(problem: Problem, stages: Stages, rng: random.Random) -> list[tuple[Stages, bool]]:
+def _changed(problem: Problem, stages: Stages, rng: random.Random, parts: bool = False) -> list[tuple[Stages, bool]]:
     """Return what each move makes of ``stages``, and whether that may be looked at.
 
     Of very many stages some are moved, and none to another's devices, which would take long to schedule.
     """
-    moves: tuple[Move, ...] = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed, _exchanged)
+    moves: tuple[Move, ...] = (_shifted, _reassigned, _swapped, _split, _merged, _replicated, _recomputed)
     where: Sequence[int] = range(len(stages))
     if len(stages) > MANY_STAGES:
         moves = (_shifted, _merged, _replicated, _recomputed)
         where = sorted(rng.sample(where, MANY_STAGES))
+    elif parts:
+        moves = (*moves, _exchanged)
     limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
-    found = (changed for move in moves for changed in move(problem, stages, where))
+    found = (changed for move in moves for changed in move(problem, stages, where, _kept if parts else _whole))
     total, before = _work(problem), set(map(id, stages))
     return [(changed, len(changed) <= limit and _take_time(total, changed, before)) for changed in found]
 
@@ -114,7 +119,12 @@ def _work(problem: Problem) -> list[int]:
     return total
 
 
-def _cut(stage: Stage, start: int, stop: int) -> Stage:
+def _whole(stage: Stage, start: int, stop: int) -> Stage:
+    """Return the stage with other layers, recomputed as a whole if it was recomputed at all."""
+    return replace(stage, start=start, stop=stop, checkpoint=((start, stop),) if stage.checkpoint else ())
+
+
+def _kept(stage: Stage, start: int, stop: int) -> Stage:
     """Return the stage with other layers, of which those are recomputed that were.
 
     Segments at the stage's ends grow with it; new layers behind a stored one are stored.
@@ -148,7 +158,7 @@ def _homes(problem: Problem, stages: Stages) -> list[tuple[int, ...]]:
     return groups + [(d,) for d in kinds.values()]
 
 
-def _shifted(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _shifted(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     for s in where:
         if s == len(stages) - 1:
             break
@@ -156,11 +166,11 @@ def _shifted(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator
         for step in STEPS:
             boundary = one.stop + step
             if one.start < boundary < other.stop:
-                pair = (_cut(one, one.start, boundary), _cut(other, boundary, other.stop))
+                pair = (cut(one, one.start, boundary), cut(other, boundary, other.stop))
                 yield stages[:s] + pair + stages[s + 2 :]
 
 
-def _reassigned(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _reassigned(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     for s in where:
         stage = stages[s]
         for home in _homes(problem, stages):
@@ -168,7 +178,7 @@ def _reassigned(problem: Problem, stages: Stages, where: Sequence[int]) -> Itera
                 yield (*stages[:s], replace(stage, devices=home), *stages[s + 1 :])
 
 
-def _swapped(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _swapped(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     for at, s in enumerate(where):
         one = stages[s]
         for t in where[at + 1 :]:
@@ -179,7 +189,7 @@ def _swapped(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator
                 yield tuple(exchanged)
 
 
-def _split(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _split(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     """Cut a stage at an eighth, a quarter or half of its time and give head or tail to other devices, or to its own.
 
     On its own devices both parts can be interleaved with what else is there, which one stage cannot.
@@ -192,23 +202,23 @@ def _split(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[S
         for share in (1, 2, 4, 6, 7):
             aim = total[stage.start] + work * share // 8
             cuts.add(min(range(stage.start, stage.stop), key=lambda i: abs(total[i] - aim)))
-        for cut in sorted(cuts - {stage.start}):
-            head, tail = _cut(stage, stage.start, cut), _cut(stage, cut, stage.stop)
+        for place in sorted(cuts - {stage.start}):
+            head, tail = cut(stage, stage.start, place), cut(stage, place, stage.stop)
             for home in _homes(problem, stages):
                 yield (*stages[:s], replace(head, devices=home), tail, *stages[s + 1 :])
                 if home != stage.devices:
                     yield (*stages[:s], head, replace(tail, devices=home), *stages[s + 1 :])
 
 
-def _merged(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _merged(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     for s in where:
         if s == len(stages) - 1:
             break
         for keep in (stages[s], stages[s + 1]):
-            yield (*stages[:s], _cut(keep, stages[s].start, stages[s + 1].stop), *stages[s + 2 :])
+            yield (*stages[:s], cut(keep, stages[s].start, stages[s + 1].stop), *stages[s + 2 :])
 
 
-def _replicated(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _replicated(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     """Give a group an unused device, take one from it, or move one to another group."""
     if not problem.replicas:
         return
@@ -231,7 +241,7 @@ def _regrouped(stages: Stages, groups: dict[tuple[int, ...], tuple[int, ...]]) -
     )
 
 
-def _exchanged(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _exchanged(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     """Let two neighbours exchange as much time on both sides of their cut: each then has two stages."""
     total = _work(problem)
     for s in where[:-1]:
@@ -243,13 +253,13 @@ def _exchanged(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterat
             before = bisect_left(total, total[one.stop] - least // share, one.start, one.stop)
             behind = bisect_left(total, total[one.stop] + least // share, one.stop, other.stop)
             if one.start < before < one.stop < behind < other.stop:
-                tail = replace(_cut(one, before, one.stop), devices=other.devices)
-                head = replace(_cut(other, one.stop, behind), devices=one.devices)
-                parts = (_cut(one, one.start, before), tail, head, _cut(other, behind, other.stop))
+                tail = replace(cut(one, before, one.stop), devices=other.devices)
+                head = replace(cut(other, one.stop, behind), devices=one.devices)
+                parts = (cut(one, one.start, before), tail, head, cut(other, behind, other.stop))
                 yield stages[:s] + parts + stages[s + 2 :]
 
 
-def _recomputed(problem: Problem, stages: Stages, where: Sequence[int]) -> Iterator[Stages]:
+def _recomputed(problem: Problem, stages: Stages, where: Sequence[int], cut: Cut) -> Iterator[Stages]:
     """Recompute a stage as a whole, or store it as a whole."""
     if problem.checkpointing == "none":
         return

@@ -29,9 +29,10 @@ MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a seco
 class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
-    There are ``walks`` of local moves, each with chances of its own. One ends early after ``patience`` moves in a row
-    that can't pay by their bounds, for each percent that the best plan is above the bound by averages: the more
-    there is to gain. ``nodes`` end the integer program of one candidate, ``solver_s`` one that takes long for them; a
+    There are ``walks`` of local moves, each with chances of its own, and one more that keeps what is recomputed in
+    part. One ends early after ``patience`` moves in a row that can't pay by their bounds, for each percent that the
+    best plan is above the bound by averages: the more there is to gain. ``nodes`` end the integer program of one
+    candidate, ``solver_s`` one that takes long for them; a
     plan whose search they cut short says ``node limit`` or ``time limit``.
     """
 
@@ -76,14 +77,15 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "where local moves start"
     for start in _starts(incumbent):
         status.phase = "local moves"
-        for walk in range(effort.walks):
+        for walk in range(effort.walks + 1 if effort.walks else 0):
             if walk:
                 if incumbent.best is None:
                     break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
             moves = _moves(effort, problem, start)
             patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
-            local_search(problem, start, incumbent.lower_bound, incumbent.try_, moves, done, walk, min(moves, patience))
+            patience, try_ = min(moves, patience), incumbent.try_
+            local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.walks)
 
 
 def places(problem: Problem) -> int:
