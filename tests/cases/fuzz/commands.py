@@ -16,6 +16,7 @@ from cases.fuzz.judge import Case, called, faults, snapshot, written_faults
 from pipeplan.cli import COMMANDS, group
 
 OUTPUTS = [f"out.{ending}" for ending in ("json", "png", "svg", "html", "csv", "txt")]
+BESIDE = "out.py"  # which export writes, too
 OUTPUT_OPTIONS = {"-o", "--csv", "--trace", "--save", "--recalibrated", "--best"}
 PLACES = ["nowhere/out.json", ".", "/dev/null", "/dev/full", "", "out" * 100, "/", "-", "even.json/x.json"]
 ODD_FILES = ["missing.json", ".", "/dev/null", "-", "", "bad.json", "empty.json", "\udcff.json", "x" * 5000]
@@ -214,7 +215,7 @@ class Commands:
         outcome = called(case.arguments, self.folder, case.data)
         after = snapshot(self.folder)
         named = [*case.arguments, *(word.partition("=")[2] for word in case.arguments)]
-        found = faults(outcome, before, after, (), [*OUTPUTS, *named], "--debug" in case.arguments)
+        found = faults(outcome, before, after, (), [*OUTPUTS, BESIDE, *named], "--debug" in case.arguments)
         found += written_faults(outcome, case.arguments, self.folder)
         for path in set(after) - set(before):
             Path(path).unlink()
