@@ -180,8 +180,10 @@ class _Search:
             warm, start = ROUNDS[number % len(ROUNDS)]
             words = self.found[0][1] if start < 0 else starts[start % len(starts)]
             steps = max(endlessly, ceil_div(budget, len(ROUNDS))) << (number // len(ROUNDS))
-            self._add(*anneal(self.problem, words, steps, warm * heat, self.seed + number, self._late, self.bound))
-            self.tried += steps
+            seed = self.seed + number
+            tried, value, words = anneal(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
+            self.tried += tried
+            self._add(value, words)
         self._whole()
 
     def best(self) -> list[tuple[int, list[Word]]]:
