@@ -149,7 +149,11 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     type=completed.RUN_SCHEDULE,
     help="Run the plan's stages under this schedule instead, or in the order of a file as torch reads it.",
 )
-@click.option("--limit", type=Count(most=10**6), help="message-driven: microbatches at most in each pipeline.")
+@click.option(
+    "--limit",
+    type=Count(most=10**6),
+    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches.",
+)
 @click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
 @click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
 @click.option(

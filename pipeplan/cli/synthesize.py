@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -21,7 +22,7 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) <= 10**12 for part in parts):
+    if not all(re.fullmatch(r" *[0-9]{1,13} *", part) and int(part) <= 10**12 for part in parts):
         raise click.BadParameter(f"'{shown(text, 40)}' is no list of whole numbers, such as 20,24,16")
     return [int(part) for part in parts]
 
@@ -39,7 +40,8 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
 @click.option(
     "--placement",
     type=PLACEMENTS,
-    help="Stages on GPUs: one each, round and round, or down and up again. Of PLAN: cut anew.  [default: PLAN's own]",
+    help="Stages on GPUs: one each, round and round, or down and up again. Of PLAN: cut anew.  [default: PLAN's own; "
+    "without PLAN vee]",
 )
 @click.option("--chunks", type=Count(most=10**4), help="loop: stages per GPU.  [default: 2]")
 @click.option("--microbatches", type=Count(1, 10**5), help="To order.  [default: PLAN's mini-batch]")

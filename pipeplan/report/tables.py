@@ -222,7 +222,7 @@ def robustness(plan: Plan) -> list[str]:
     share, runs, p95 = found.get("jitter"), found.get("runs"), found.get("p95_ns")
     period, other = nominal.get("period_ns"), nominal.get("p95_ns")
     times = [x for x in (runs, found.get("microbatches"), p95, period, other) if isinstance(x, int)]
-    if not isinstance(share, float) or len(times) < 5:
+    if not isinstance(share, float) or len(times) < 5 or min(times) < 1:
         return []
     runs, count, p95, period, other = times
     drawn = f"{runs} runs of {count} microbatches, durations drawn around the planned by {100 * share:.4g}%"

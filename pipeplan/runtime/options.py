@@ -18,7 +18,7 @@ from ..schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ..schedule.periodic.retime import order_of, retime
 from .device import Choice as DeviceChoice
 from .lowering.lowered_run import lower_run
-from .lowering.otherwise import under, written_plan
+from .lowering.otherwise import PIPEDREAM, under, written_plan
 from .model.loader import Loader
 from .model.spec import ModelSpec, data_of, find
 from .model.user_code import user_code
@@ -26,9 +26,6 @@ from .training.half import AS_PROFILED, HalfOptions
 from .training.optimizers import Choice, optimizer_maker, rates_maker
 
 Engine = Literal["own", "torch"]
-
-
-PIPEDREAM = "pipedream"  # of simulated schedules, the one that plans have as a pattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ Named semantics say what waits for what where sends and receives are among the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
@@ -49,44 +51,45 @@ Rows = Sequence[Sequence[Action]]
 Parted = Set[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Written:
     """A schedule: a row of actions for each rank."""
 
     rows: Rows
 
-    @property
+    @cached_property
     def homes(self) -> dict[int, int]:
         """The rank of each stage."""
         return {action.stage: rank for rank, row in enumerate(self.rows) for action in row if action.computes}
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Number of stages."""
         return max(self.homes, default=-1) + 1
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """Number of microbatches."""
         return max((action.microbatch for row in self.rows for action in row), default=-1) + 1
 
-    @property
+    @cached_property
     def has_transfers(self) -> bool:
         """Whether sends and receives are among the actions."""
         return any(not action.computes for row in self.rows for action in row)
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Whether backwards come in two parts, or some do."""
         return any(action.kind in ("I", "W") for row in self.rows for action in row)
 
-    @property
+    @cached_property
     def parted(self) -> frozenset[tuple[int, int]]:
         """(stage, microbatch) of the backwards whose part for inputs comes apart."""
         return frozenset((action.stage, action.microbatch) for row in self.rows for action in row if action.kind == "I")
 
 
 MOST_SAID = 10
+MOST_FOUND = 1000  # of what is missing: a number may be mistyped
 
 
 def incomplete(written: Written) -> list[str]:
@@ -102,17 +105,22 @@ def incomplete(written: Written) -> list[str]:
                     f"{action} is on rank {rank}; stage {action.stage} is on rank {written.homes[action.stage]}"
                 )
             where[action] = rank, at
+    found += islice(_missing(written, where), MOST_FOUND)
+    if not found:
+        found = [*_out_of_order(written, where), *(_unmatched(written, where) if written.has_transfers else [])]
+    more = f"and {'at least ' if len(found) >= MOST_FOUND else ''}{len(found) - MOST_SAID} more"
+    return found[:MOST_SAID] + ([more] if len(found) > MOST_SAID else [])
+
+
+def _missing(written: Written, where: Container[Action]) -> Iterator[str]:
     for stage in range(written.stages):
         for m in range(written.microbatches):
             if Action(stage, "F", m) not in where:
-                found.append(f"{stage}F{m} is missing")
+                yield f"{stage}F{m} is missing"
             parts = "".join(kind for kind in ("B", "I", "W") if Action(stage, kind, m) in where)
             if parts not in ("B", "IW") and not (parts == "W" and stage == 0):
                 said = f"has {' and '.join(parts)}" if parts else "is missing"
-                found.append(f"the backward of stage {stage}, microbatch {m} {said}")
-    if not found:
-        found = [*_out_of_order(written, where), *(_unmatched(written, where) if written.has_transfers else [])]
-    return found[:MOST_SAID] + ([f"and {len(found) - MOST_SAID} more"] if len(found) > MOST_SAID else [])
+                yield f"the backward of stage {stage}, microbatch {m} {said}"
 
 
 def _out_of_order(written: Written, where: dict[Action, tuple[int, int]]) -> list[str]:

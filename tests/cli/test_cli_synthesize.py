@@ -53,8 +53,8 @@ def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
             "--times: 1,2 are not the three times of F, B and W",
         ),
         (
-            ["--gpus", "2", "--times", "1,x", "--microbatches", "3"],
-            "'1,x' is no list of whole numbers, such as 20,24,16",
+            ["--gpus", "2", "--times", "1,²", "--microbatches", "3"],
+            "'1,²' is no list of whole numbers, such as 20,24,16",
         ),
         (
             [*EQUAL, "--limit", "1"],

@@ -201,6 +201,10 @@ def test_torchtitan_lists_the_modules_of_each_stage():
     looped = flags(exported(planned(SHARED), "torchtitan", rename=RENAME))
     assert looped["parallelism.pipeline_parallel_schedule"] == ["Interleaved1F1B"]
     assert len(looped["parallelism.module_fqns_per_model_part"]) == 4
+    for stages, kind, runs in ((SHARED, "1f1b", "Interleaved1F1B"), (THREE, "interleaved", "1F1B")):
+        plan = replace(planned(stages), schedule=Schedule(kind, 6), pattern=None)
+        found = flags(exported(plan, "torchtitan", kind, rename=RENAME))
+        assert found["parallelism.pipeline_parallel_schedule"] == [runs]
     doubled = flags(exported(planned([(0, 6, (0, 1)), (6, 11, (2, 3))]), "torchtitan", rename=RENAME))
     assert doubled["parallelism.data_parallel_replicate_degree"] == ["2"]
     assert doubled["parallelism.num_pp_microbatches"] == ["3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,6 +13,7 @@ from oracles.orders import best, value
 from pipeplan.deadline import Deadline
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.registry import drained_programs
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.bounds import floor
@@ -32,7 +34,7 @@ def stages(homes, forward, backward, weight, transfer=0, **more):
         ([0, 1], (3, 2, 4), 3, 2),
         ([0, 1], (2, 5, 1), 3, 3),
         (vee(2), (1, 1, 1), 2, 2),
-        (vee(2), (3, 4, 2), 2, 2),
+        (vee(2), (3000, 2000, 5000), 2, 2),  # nothing is tried in steps of 1
     ],
 )
 @pytest.mark.parametrize("barrier", [True, False])
@@ -98,6 +100,14 @@ def test_memory_in_bytes_transfers_pipelines_and_kept_shares():
         assert found.bound_ns <= found.value_ns == worth(simulate(program), True)
         assert program_deadlock(program, found.timeline) == []
         assert sum(len(lane.steps) for lane in program.lanes) == 7 * len(program.operations)
+
+
+def test_what_is_held_between_the_parts_of_a_backward_stays_within_memory():
+    graph = stages([0, 1], 20, 24, 16, saved=3 * 10**8)
+    parts = [replace(x, held_between_bytes=5 * 10**8, gradient_bytes=4 * 10**8) for x in graph.stages]
+    found = synthesize(replace(graph, stages=tuple(parts)), 4, moves=300, known=drained_programs, solver=None)
+    peaks = [lane_use(found.timeline, lane).peak_bytes for lane in (0, 1)]
+    assert max(peaks) <= 10**9 == graph.resources[0].memory_bytes
 
 
 def test_the_same_seed_finds_the_same_and_a_deadline_ends_the_search():

@@ -46,6 +46,10 @@ def test_two_sends_towards_each_other_need_a_group_or_a_stream_of_their_own(read
     assert deadlock(written, "rank")[0] == "rank 0 stands at 0B0, which waits for 0RECV_B0"
 
 
+def test_a_mistyped_number_is_said_at_once(read):
+    assert incomplete(read("0F0,0B0,999999F999999\n"))[-1] == "and at least 990 more"
+
+
 def test_one_stream_per_rank_couples_pairs_that_have_nothing_to_do_with_each_other(read):
     """Rank 1 has a receive from rank 2 before one from rank 0, and rank 0 a send to rank 1 before what rank 2 needs."""
     written = read(

@@ -32,10 +32,11 @@ class Asked:
 
     def kind(self, shape: Shape) -> ScheduleKind:
         """Return the schedule that a target with its own orders runs on stages of a shape: the plan's, or the usual."""
-        own = self.plan.schedule.kind
-        if self.stages == self.plan.allocation.stages and own in ("1f1b", "interleaved", "interleaved-zb", "zbv"):
+        own, several = self.plan.schedule.kind, shape.chunks > 1
+        known = ("interleaved", "interleaved-zb", "zbv") if several else ("1f1b",)
+        if self.stages == self.plan.allocation.stages and own in known:
             return own
-        return "zbv" if shape.vee else "interleaved" if shape.chunks > 1 else "1f1b"
+        return "zbv" if shape.vee else "interleaved" if several else "1f1b"
 
     @property
     def microbatches(self) -> int:

@@ -12,6 +12,8 @@ from ...schedule.program import pipelines
 from ...schedule.written import Written
 from ...schedule.written_program import order_of
 
+PIPEDREAM = "pipedream"  # of simulated schedules, the one that plans have as a pattern
+
 
 def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
     """Return ``plan`` under the kind of schedule ``name``, which admits up to ``limit`` at once if it has a limit.
@@ -21,7 +23,7 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
     kind = next((row for known, row in KINDS.items() if known == name and not row.written), None)
     if kind is None:
         known = ", ".join(known for known, row in KINDS.items() if not row.written)
-        raise BadInput(f"--schedule: '{shown(name)}' is not one of {known}, nor a .csv file")
+        raise BadInput(f"--schedule: '{shown(name)}' is not one of {known}, {PIPEDREAM}, nor a .csv file")
     if plan.policy.weights not in kind.weights:
         raise BadInput("plan: " + kind.refusal.format(weights=plan.policy.weights))
     if kind.simulated is None and plan.pattern is None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 from ...deadline import Deadline
 from ...integers import ceil_div
 from ..periodic.ilp import Solver, SolverLimits
-from .problem import NEVER_COUNTS, OrderProblem
+from .problem import OrderProblem
 from .time_indexed import Slots, ask, slot_length
 
 MOST_COUNTS: dict[Solver, int] = {"cbc": 4_000, "highs": 20_000}  # of a linear program: it takes some seconds
@@ -50,7 +48,7 @@ def raised(problem: OrderProblem, low: int, value: int, solver: Solver, deadline
     Programs in long slots come first, then, where those say too little, in shorter ones. The first of either asks
     whether any order is better than the known one; the others halve what is left.
     """
-    if problem.spans and not all(problem.begins_at_once(i) for i, kinds in enumerate(problem.on) if kinds):
+    if not problem.measured:
         return low
     for most in sorted({MOST_COUNTS["cbc"], MOST_COUNTS[solver]}):
         low = _halved(problem, low, value, solver, deadline, window, most)
@@ -60,7 +58,7 @@ def raised(problem: OrderProblem, low: int, value: int, solver: Solver, deadline
 def _halved(
     problem: OrderProblem, low: int, value: int, solver: Solver, deadline: Deadline, window: int, most: int
 ) -> int:
-    grain = gcd(*problem.durations, *(tail for tail in problem.tail if tail != NEVER_COUNTS)) or 1
+    grain = problem.grain
     low = min(value, ceil_div(low, grain) * grain)
     asked = value - grain
     while low < value and not deadline.passed:

@@ -26,10 +26,7 @@ def rules(problem: OrderProblem) -> Iterator[Rule]:
     them; weight gradients last; and waiting or not."""
     kinds = range(len(problem.durations))
     for late, order, patience in product((1, -1), ((1, 0), (0, 1), (0, 0)), ((0, 1), (1, 2), (1, 1))):
-        keys = [
-            (problem.is_weight(k), order[not any(store.starts[k] for store in problem.stores)], -late * problem.head[k])
-            for k in kinds
-        ]
+        keys = [(problem.is_weight(k), order[problem.is_backward(k)], -late * problem.head[k]) for k in kinds]
         ranks = {kind: rank for rank, kind in enumerate(sorted(kinds, key=keys.__getitem__))}
         yield Rule(tuple(ranks[k] for k in kinds), patience)
 

@@ -26,8 +26,10 @@ def anneal(
     seed: int,
     over: Callable[[], bool],
     enough: int,
-) -> tuple[int, list[Word]]:
-    """Return the value and the words of the best order that ``moves`` tried moves lead to, from ``words``.
+) -> tuple[int, int, list[Word]]:
+    """Return how many of ``moves`` were tried, and the value and the words of the best order that they led to.
+
+    It begins with ``words``.
 
     ``heat``: by how many ns an order that is taken at the beginning may be worse, in the mean. The same ``seed`` gives
     the same answer, unless the search is ``over`` before. It ends at a value of ``enough``.
@@ -40,9 +42,11 @@ def anneal(
     best, found = orders.value, orders.words()
     share = SHARE / len(problem.devices)
     cost = orders.value + share * orders.total
+    tried = 0
     for move in range(moves):
         if best <= enough or (move % LOOK == 0 and over()):
             break
+        tried += 1
         device = devices[int(draw() * len(devices))]
         size = len(orders.queues[device])
         at = int(draw() * size)
@@ -64,4 +68,4 @@ def anneal(
         cost = now
         if orders.value < best:
             best, found = orders.value, orders.words()
-    return best, found
+    return tried, best, found

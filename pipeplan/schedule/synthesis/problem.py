@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import ceil
+from math import gcd
 
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
+from ..memory import step_changes
 from ..program import Program, operations_of
 
 NEVER_COUNTS = -(2**50)  # the tail of what has no part in the value
@@ -102,6 +103,16 @@ class OrderProblem:
         return True
 
     @cached_property
+    def grain(self) -> int:
+        """What divides the value of every order."""
+        return gcd(*self.durations, *(tail for tail in self.tail if tail != NEVER_COUNTS)) or 1
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether the value of every order is its makespan or longest span: no span begins later than tails say."""
+        return not self.spans or all(self.begins_at_once(i) for i, kinds in enumerate(self.on) if kinds)
+
+    @cached_property
     def work(self) -> tuple[int, ...]:
         """What each machine has to do."""
         return tuple(self.microbatches * sum(self.durations[k] for k in kinds) for kinds in self.on)
@@ -114,6 +125,10 @@ class OrderProblem:
     def is_weight(self, kind: int) -> bool:
         """Whether a kind of pass computes weight gradients alone."""
         return kind >= self.path
+
+    def is_backward(self, kind: int) -> bool:
+        """Whether a kind of pass, or the transfer, is on the way back."""
+        return self.path // 2 <= kind < self.path
 
     def one_by_one(self, machine: int) -> Word:
         """Return the passes of a machine for one microbatch, those of weight gradients as soon as they can be."""
@@ -199,28 +214,15 @@ def _tails(graph: StageGraph, problem: OrderProblem, barrier: bool) -> tuple[int
 
 def _bytes(graph: StageGraph, split: bool, weight_keeps: Fraction) -> Store:
     """Return the bytes of activations, as the simulator counts them, and what weights and buffers leave of memory."""
-    works = operations_of(graph, 1, split)
-    starts, ends = [0] * len(works), [0] * len(works)
-    for k, work in enumerate(works):
-        stage = graph.stages[work.stage]
-        transient = (stage.saved_bytes if split else stage.peak_bytes) - stage.kept_bytes
-        later = ceil(stage.saved_bytes * weight_keeps)
-        match work.kind:
-            case "F":
-                starts[k] = stage.kept_bytes
-            case "B" if split:
-                starts[k], ends[k] = transient, later - stage.saved_bytes
-            case "B":
-                starts[k], ends[k] = transient, -transient - stage.kept_bytes
-            case "W":
-                ends[k] = -later
     empty = Program(graph, 0, (), 1, split, None, weight_keeps)
+    changes = [step_changes(empty, k, 0, 1) for k in range(len(empty.operations))]
+    starts, ends = (tuple(sum(size for at, size in some if at == when) for some in changes) for when in (0, 1))
     room = []
     for index, resource in enumerate(graph.resources):
         stages = graph.stages_on(index)
         fixed = sum(graph.weights_bytes(s, graph.versions(s, 1, 1)) + empty.buffer_bytes(s) for s in stages)
         room.append(0 if resource.memory_bytes is None else resource.memory_bytes - fixed)
-    return Store(tuple(starts), tuple(ends), tuple(room))
+    return Store(starts, ends, tuple(room))
 
 
 def _activations(graph: StageGraph, split: bool, weight_keeps: Fraction, limit: int) -> Store:

@@ -7,14 +7,16 @@ bound what is possible; and where that is small, an integer program looks for an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count as endless
 from math import inf
 
 from ...cost.stage_graph import StageGraph
-from ...deadline import NEVER, Deadline
+from ...deadline import NEVER, Deadline, OutOfTime
 from ...errors import PipeplanError
+from ...integers import ceil_div
 from ..periodic.ilp import Solver, SolverLimits
 from ..program import Program, pipelines
 from ..simulate import simulate
@@ -177,9 +179,11 @@ class _Search:
                 break
             warm, start = ROUNDS[number % len(ROUNDS)]
             words = self.found[0][1] if start < 0 else starts[start % len(starts)]
-            steps = max(1, budget // len(ROUNDS)) << (number // len(ROUNDS))
-            self._add(*anneal(self.problem, words, steps, warm * heat, self.seed + number, self._late, self.bound))
-            self.tried += steps
+            steps = max(endlessly, ceil_div(budget, len(ROUNDS))) << (number // len(ROUNDS))
+            seed = self.seed + number
+            tried, value, words = anneal(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
+            self.tried += tried
+            self._add(value, words)
         self._whole()
 
     def best(self) -> list[tuple[int, list[Word]]]:
@@ -193,8 +197,9 @@ class _Search:
         return self._late() or self.found[0][0] <= self.bound
 
     def _begin(self) -> None:
-        for words in self._known():
-            self._try(words)
+        with suppress(OutOfTime):  # what follows takes less
+            for words in self._known():
+                self._try(words)
         for words in repeated(self.graph, self.problem):
             self._try(words)
             if self.found and self._over():
@@ -253,7 +258,7 @@ class _Search:
 
     def _whole(self) -> None:
         """Ask for an order that meets the bound, where there are few passes and slots; if there is none, raise it."""
-        while self.solver is not None and not self._over():
+        while self.solver is not None and self.problem.measured and not self._over():
             slots = slots_of(self.problem, self.bound, ALL, 2 * WHOLE_COUNTS)
             if not slots.exact or len(self.problem.durations) * slots.number > WHOLE_COUNTS:
                 return
@@ -264,4 +269,4 @@ class _Search:
                 return
             if not answer.impossible:
                 return
-            self.bound += 1
+            self.bound = (self.bound // self.problem.grain + 1) * self.problem.grain
