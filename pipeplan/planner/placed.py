@@ -13,6 +13,7 @@ from itertools import islice
 
 from ..check.bounds import work_ns
 from ..check.targets import Shape
+from ..cost import time_model
 from ..cost.stage_graph import stage_graph
 from ..partition.contiguous.options import NEVER
 from ..plan import Schedule, ScheduleKind, Stage
@@ -100,7 +101,8 @@ class PlacedSearch:
 
     def _placements(self, kinds: Sequence[ScheduleKind]) -> Iterator[Placement]:
         count, gpus = self.microbatches, len(self.problem.platform)
-        speed = max(device.speed for device in self.problem.platform.devices)
+        relaxed = time_model.relative(self.problem)
+        speed = max(device.speed for device in relaxed.platform.devices)
         for kind in kinds:
             for ranks in range(2, min(gpus, len(self.problem.chain)) + 1):
                 for chunks in self._chunks(kind, ranks):
@@ -108,7 +110,7 @@ class PlacedSearch:
                         continue
                     for pipelines in range(1, gpus // ranks + 1 if self.problem.replicas else 2):
                         if count % pipelines == 0:
-                            floor = int(count * work_ns(self.problem) / speed / (ranks * pipelines))
+                            floor = int(count * work_ns(relaxed) / speed / (ranks * pipelines))
                             yield Placement(floor, kind, Shape(ranks, pipelines, chunks))
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterator[int]:
