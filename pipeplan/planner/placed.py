@@ -28,10 +28,8 @@ from .shared_gpus import Placed, Split, Tables, near, tables_of
 _MORE = (0, 1, 2, 4, 8)  # microbatches beyond those that a schedule holds for which room may have to be made
 _TRIED = 4  # splits that are simulated at a time
 _STARTS = 2  # of a shape, from which cuts are moved
-_SIMULATE, _SEARCH = (
-    600,
-    30_000,
-)  # what a step to be simulated costs, in steps of a split that is timed; or searched for
+_SIMULATE = 600  # what a step to be simulated costs, in steps of a split that is timed
+_SEARCH = 30_000  # and where its order is searched for
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +140,10 @@ class PlacedSearch:
 
     def _simulated(self, kind: ScheduleKind, placed: Placed, splits: Sequence[Split]) -> list[_Found]:
         found = []
+        simulated, own = KINDS[kind].simulated, self.microbatches // len(placed.groups[0])
+        cost = _SEARCH if simulated is not None and simulated.searches else _SIMULATE
+        steps = cost * own * 4 * len(placed.groups)
         for split in splits:
-            searches = (simulated := KINDS[kind].simulated) is not None and simulated.searches
-            steps = (
-                (_SEARCH if searches else _SIMULATE)
-                * self.microbatches
-                // len(placed.groups[0])
-                * 4
-                * len(placed.groups)
-            )
             if self.steps + steps > self.effort.steps:
                 break
             self.steps += steps
