@@ -314,6 +314,11 @@ class LayerTimes:
         """The four kinds of times."""
         return self.forward_ns, self.backward_ns, self.backward_weight_ns, self.optimizer_ns
 
+    @property
+    def waited_ns(self) -> tuple[int, ...]:
+        """The part of each backward that earlier layers wait for."""
+        return tuple(b - w for b, w in zip(self.backward_ns, self.backward_weight_ns, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -331,7 +336,8 @@ class Device:
 def _extreme(devices: tuple[Device, ...], slow: bool) -> Device:
     """Return the least memory, and for every layer the time of the slowest of ``devices``; or the most and the fastest.
 
-    Where profiles differ times are rounded towards what is sought, so that no sum of them is on its wrong side.
+    Where profiles differ times are rounded towards what is sought, so that no sum of them is on its wrong side. Of the
+    fastest's backwards both the whole and the part that others wait for are the least of any, each by itself.
     """
     pick = min if slow else max
     memory, speed = pick(x.memory_bytes for x in devices), pick(x.speed for x in devices)
@@ -340,11 +346,16 @@ def _extreme(devices: tuple[Device, ...], slow: bool) -> Device:
         return Device(memory, speed, first)
     scaled = [
         [[-(-t * s.denominator // s.numerator) if slow else t * s.denominator // s.numerator for t in c] for c in x]
-        for x, s in ((device.times.columns, device.speed) for device in devices if device.times is not None)
+        for x, s in (((*x.times.columns, x.times.waited_ns), x.speed) for x in devices if x.times is not None)
     ]
     extreme = max if slow else min
     columns = [tuple(extreme(at) for at in zip(*kind, strict=True)) for kind in zip(*scaled, strict=True)]
-    return Device(memory, Fraction(1), LayerTimes("slowest" if slow else "fastest", *columns))
+    forward, backward, weight, optimizer, waited = columns
+    if not slow:
+        weight = tuple(whole - part for whole, part in zip(backward, waited, strict=True))
+    return Device(
+        memory, Fraction(1), LayerTimes("slowest" if slow else "fastest", forward, backward, weight, optimizer)
+    )
 
 
 @dataclass(frozen=True, slots=True)

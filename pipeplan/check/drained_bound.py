@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -124,9 +124,11 @@ class _Stages:
 
     @cached_property
     def _saved(self) -> Ints:
-        """Bytes that a stage keeps of a microbatch if it recomputes nothing."""
-        sums = np.cumsum([0, *first_saved(self.problem.chain)])
-        return np.asarray(np.maximum(sums[None, :] - sums[:, None], 0))
+        """Bytes that a stage keeps of a microbatch if it recomputes nothing, beside what it received in a buffer."""
+        chain = self.problem.chain
+        sums = np.cumsum([0, *first_saved(chain)])
+        received = np.array(chain.cut_bytes, dtype=np.int64) * (self.problem.policy.engine is not None)
+        return np.asarray(np.maximum(sums[None, :] - sums[:, None] - received[:, None], 0))
 
     @cached_property
     def _price(self) -> npt.NDArray[np.float64]:
@@ -160,12 +162,8 @@ class _Stages:
         least: Ints = np.minimum.reduce([np.asarray(ring) for ring in rings]).astype(np.int64)
         return least
 
-    @cached_property
-    def _needs(self) -> list[list[Ints]]:
-        """For each number of replicas the least time by which all of a stage is over, by ranges of what it holds."""
-        return [list(self._with_replicas(r)) for r in range(1, self.problem.most_replicas + 1)]
-
     def _with_replicas(self, replicas: int) -> Iterator[Ints]:
+        """Yield the least time by which all of a stage is over, by ranges of what it holds."""
         problem, (start, stop) = self.problem, self._ends
         fastest = max(device.speed for device in problem.platform.devices)
         count = ceil_div(self.microbatches, replicas)
@@ -189,7 +187,8 @@ class _Stages:
     @cached_property
     def _least(self) -> Ints:
         """The least time of a stage, whatever it holds, by replicas."""
-        return np.stack([np.minimum.reduce(needs) for needs in self._needs])
+        counts = range(1, self.problem.most_replicas + 1)
+        return np.stack([reduce(np.minimum, self._with_replicas(replicas)) for replicas in counts])
 
     def enough(self, total: int) -> bool:
         """Whether there are as many GPUs as stages need that are all over within ``total`` ns."""

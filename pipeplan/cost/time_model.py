@@ -14,6 +14,8 @@ import numpy as np
 from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Device, Policy, Problem
 
+_LEAST = ("forward_ns", "backward_ns", "waited_ns", "optimizer_ns")  # that no device takes less than the fastest
+
 
 def scaled(duration: IntLike, speed: Fraction) -> IntLike:
     """Return ``duration`` ns of the profiled device on a device ``speed`` times as fast, rounded up."""
@@ -36,9 +38,9 @@ def relative(problem: Problem) -> Problem:
     def factor(device: Device) -> Fraction:
         assert device.times is not None
         assert best.times is not None
-        columns = zip(best.times.columns, device.times.columns, strict=True)
-        pairs = (pair for fast, own in columns for pair in zip(fast, own, strict=True))
-        return device.speed * max((Fraction(fast, own) for fast, own in pairs if fast), default=Fraction(1))
+        columns = ((getattr(best.times, name), getattr(device.times, name)) for name in _LEAST)
+        pairs = (pair for column in columns for pair in zip(*column, strict=True))
+        return device.speed * max((Fraction(least, time) for least, time in pairs if least), default=Fraction(1))
 
     speeds = {x: factor(x) for x in dict.fromkeys(platform.devices)}
     devices = tuple(Device(x.memory_bytes, speeds[x]) for x in platform.devices)

@@ -111,9 +111,9 @@ class BlockSearch:
 
         Of stages that share a GPU all but the first may sum theirs while others still compute.
         """
-        problem, platform = self.problem, self.problem.platform
+        problem, platform = time_model.relative(self.problem), self.problem.platform
         count = (problem.policy.accumulate or 1) // shape.pipelines
-        speed = max(device.speed for device in platform.devices)
+        speed = max(device.speed for device in problem.platform.devices)
         gradient = memory_model.gradient_of(problem.chain, problem.policy, 0, len(problem.chain))
         paths = {platform.paths[platform.level_of(group)] for group in shape.groups()}
         ring = min(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)

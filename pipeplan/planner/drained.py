@@ -236,6 +236,7 @@ def _shortest_shares(tables: Tables, count: int, sizes: Sequence[int], longest: 
     path[0][0] = 0
     came: list[list[tuple[int, Ints]]] = [[] for _ in path]
     for used in range(count):
+        tables.problem.deadline.check()
         if path[used].min() >= NEVER:
             continue
         for r in sizes:

@@ -20,6 +20,8 @@ from ..integers import smallest
 from ..names import shown
 from ..partition.contiguous.claims import longest_period_ns
 from ..partition.contiguous.contiguous import feasible
+from ..partition.contiguous.grouped import coarseness
+from ..partition.contiguous.orders import Orders
 from ..plan import Allocation, Schedule, ScheduleKind, Stage
 from ..problem import Level, Problem, Weights
 from ..schedule.kinds import KINDS
@@ -47,6 +49,8 @@ def why_infeasible(problem: Problem, rejected: Allocation | None = None, broken:
     )
     impossible = proof(problem)
     head = "no contiguous plan fits, and no other was found"
+    if coarseness(problem) is not None or not Orders.of(problem).exact:  # not all of them were looked at
+        head = "no plan was found that fits"
     if impossible.infeasible:
         head = f"no plan of any kind fits (proved: {IMPOSSIBLE[impossible.part]})"
     return f"{head}: {_binding(problem, least)}{advice}"

@@ -13,6 +13,7 @@ from itertools import islice
 
 from ..check.bounds import work_ns
 from ..check.targets import Shape
+from ..cost import time_model
 from ..cost.stage_graph import stage_graph
 from ..partition.contiguous.options import NEVER
 from ..plan import Schedule, ScheduleKind, Stage
@@ -27,10 +28,8 @@ from .shared_gpus import Placed, Split, Tables, near, tables_of
 _MORE = (0, 1, 2, 4, 8)  # microbatches beyond those that a schedule holds for which room may have to be made
 _TRIED = 4  # splits that are simulated at a time
 _STARTS = 2  # of a shape, from which cuts are moved
-_SIMULATE, _SEARCH = (
-    600,
-    30_000,
-)  # what a step to be simulated costs, in steps of a split that is timed; or searched for
+_SIMULATE = 600  # what a step to be simulated costs, in steps of a split that is timed
+_SEARCH = 30_000  # and where its order is searched for
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,8 @@ class PlacedSearch:
 
     def _placements(self, kinds: Sequence[ScheduleKind]) -> Iterator[Placement]:
         count, gpus = self.microbatches, len(self.problem.platform)
-        speed = max(device.speed for device in self.problem.platform.devices)
+        relaxed = time_model.relative(self.problem)
+        speed = max(device.speed for device in relaxed.platform.devices)
         for kind in kinds:
             for ranks in range(2, min(gpus, len(self.problem.chain)) + 1):
                 for chunks in self._chunks(kind, ranks):
@@ -108,7 +108,7 @@ class PlacedSearch:
                         continue
                     for pipelines in range(1, gpus // ranks + 1 if self.problem.replicas else 2):
                         if count % pipelines == 0:
-                            floor = int(count * work_ns(self.problem) / speed / (ranks * pipelines))
+                            floor = int(count * work_ns(relaxed) / speed / (ranks * pipelines))
                             yield Placement(floor, kind, Shape(ranks, pipelines, chunks))
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterator[int]:
@@ -140,15 +140,10 @@ class PlacedSearch:
 
     def _simulated(self, kind: ScheduleKind, placed: Placed, splits: Sequence[Split]) -> list[_Found]:
         found = []
+        simulated, own = KINDS[kind].simulated, self.microbatches // len(placed.groups[0])
+        cost = _SEARCH if simulated is not None and simulated.searches else _SIMULATE
+        steps = cost * own * 4 * len(placed.groups)
         for split in splits:
-            searches = (simulated := KINDS[kind].simulated) is not None and simulated.searches
-            steps = (
-                (_SEARCH if searches else _SIMULATE)
-                * self.microbatches
-                // len(placed.groups[0])
-                * 4
-                * len(placed.groups)
-            )
             if self.steps + steps > self.effort.steps:
                 break
             self.steps += steps

@@ -12,14 +12,14 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.plan import Schedule, ScheduleKind, Stage
 from pipeplan.planner.drained_run import drained_run
-from pipeplan.problem import Policy, Problem
+from pipeplan.problem import LayerTimes, Policy, Problem
 from pipeplan.schedule.kinds import refused
 
 from .chains import random_chain, random_platform
 
 
 def drained_instance(seed: int) -> Problem:
-    """Return a tiny problem that drains: 3 GPUs, 3 or 4 layers, up to 5 microbatches."""
+    """Return a tiny problem that drains: 3 GPUs, some with their own profiles, 3 or 4 layers, up to 5 microbatches."""
     rng = random.Random(seed)
     chain = random_chain(rng, 3 + seed % 2, optimizer=seed % 3 == 0, saved=True, tied=False)
     if seed % 2:
@@ -27,7 +27,15 @@ def drained_instance(seed: int) -> Problem:
         chain = replace(chain, layers=tuple(layers))
     platform = random_platform(rng, 3, memory=(60, 160), levels=seed % 5 == 0, duplex=True, latency=True, speeds=True)
     count = rng.randint(1, 5)
+    if seed % 7 == 6:
+        devices = tuple(replace(x, times=_times_of_its_own(rng, len(chain))) for x in platform.devices)
+        platform = replace(platform, devices=devices)
     return Problem(chain, platform, Policy("flush", count), checkpointing="segments")
+
+
+def _times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:
+    forward, backward = ([rng.randint(1, most) for _ in range(layers)] for most in (20, 40))
+    return LayerTimes("", tuple(forward), tuple(backward), tuple(rng.randint(0, x) for x in backward), (0,) * layers)
 
 
 def soonest(problem: Problem) -> dict[ScheduleKind, int]:

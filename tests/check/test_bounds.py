@@ -11,12 +11,17 @@ from cases.plans import fitted, graph_of, greedy_pattern, random_plan
 from oracles.any_class import optimum
 
 from pipeplan.check.bounds import any_bound, layer_bound, load_bound, memory_bound, proof, quick_proof, work_ns
+from pipeplan.check.bounds.facts import Facts
+from pipeplan.check.bounds.placements import placement_bound
 from pipeplan.check.bounds.strong import Proved
+from pipeplan.cost.group_bound import group_bound
+from pipeplan.cost.memory_model import stage_activations
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.cost.time_model import relative
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.plan import Bound, Stage
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
@@ -295,3 +300,45 @@ def test_scaling_all_times_scales_the_load_bound():
         exact = Fraction(work_ns(Problem(chain, platform)), 3)
         assert load_bound(Problem(chain, platform)) == ceil(exact)
         assert load_bound(Problem(thrice, platform)) == ceil(3 * exact)
+
+
+def test_what_devices_wait_for_is_bounded_by_each_ones_own_profile():
+    """Of two devices one computes nearly all of its backward for the layer before, the other hardly any."""
+    times = [LayerTimes("", (10, 8), (10, 10), weight, (0, 0)) for weight in ((9, 9), (1, 2))]
+    platform = Platform(tuple(Device(100, Fraction(2), one) for one in times), (Level(2, 10**9),))
+    relaxed = relative(Problem(chain_of((1, 1), (1, 1)), platform))
+    assert [x.backward_ns - x.weight_part_ns for x in relaxed.chain.layers] == [0, 0]
+    assert [x.backward_ns for x in relaxed.chain.layers] == [5, 5]
+    assert {x.speed for x in relaxed.platform.devices} == {1}
+
+
+def test_sums_of_large_gradients():
+    """8 GB on each of 4 devices at 10 GB/s: 1.2 s an update, of 12 microbatches."""
+    problem = Problem(
+        chain_of((1, 1), (1, 1), weights=4 * 10**9), Platform.flat(4, 10**12, 10**10), Policy(accumulate=12)
+    )
+    assert Facts(problem).sync_ns[3, 0, 2] == 10**8
+
+
+def test_no_placement_is_shorter_than_its_bound_in_any_order_of_devices():
+    """Every microbatch of these two stages stays inside a server only in an order that isn't ascending."""
+    chain = Chain("c", (Layer("0", 10**6, 10**6, 10**6, 10**5), Layer("1", 2 * 10**6, 2 * 10**6, 10**6, 1)), 1)
+    platform = Platform((Device(4 * 10**6),) * 6, (Level(3, 10**12), Level(2, 10**6)))
+    problem = Problem(chain, platform, Policy(accumulate=10**6), checkpointing="none")
+    stages = [Stage(0, 1, (0, 3)), Stage(1, 2, (1, 4, 2, 5))]
+    graph = stage_graph(chain, platform, problem.policy, stages)
+    least = placement_bound(problem, 1)
+    assert least is not None
+    assert least <= group_bound(graph) == 10**6
+
+
+def test_an_engines_buffers_hold_what_views_of_them_would_keep():
+    """Layer 1 is a view of what it reads, which layer 2 keeps: in a buffer already where a stage begins at layer 1."""
+    layers = (
+        Layer("a", 1, 1, 4, 100, 0, ()),
+        Layer("b", 1, 1, 0, 100, 0, (), view_of=0),
+        Layer("c", 1, 1, 4, 10, 100, (1,)),
+    )
+    chain, policy = Chain("c", layers, 10), Policy("flush", 4, engine="torch")
+    _, peak, _ = stage_activations(policy, chain, 1, 3, ())
+    assert Facts(Problem(chain, Platform.flat(2, 10**6), policy, checkpointing="none")).least_peak[1, 3] <= peak == 0

@@ -113,7 +113,10 @@ class Blocks:
         blocks = np.arange(self.count + 1)
         first, last = self.places[0], self.places[-1]
         together = last - first + 1 == self.count
-        peak = facts.least_peak[first, first : last + 2] if together else 0 * blocks
+        peak = 0 * blocks
+        if together:  # wherever among them
+            starts = (np.diagonal(facts.least_peak, n)[first : last + 2 - n] for n in blocks)
+            peak = np.array([int(found.min()) for found in starts])
         if not facts.recomputes:
             peak = blocks * int(facts.kept[first])
         ends = [end in self.others and end not in others for end in (0, len(chain) - 1)]

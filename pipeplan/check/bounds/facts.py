@@ -76,6 +76,11 @@ class Facts:
         self.forward_before = np.concatenate([[0], np.cumsum(self.forward)]).astype(np.int64)
         self.kept = np.array(first_saved(chain), dtype=np.int64)
         self.engine_keeps_input = policy.engine is not None
+        found = storages(chain)
+        if self.engine_keeps_input and isinstance(found, ChainStorages):
+            for tensor, layer in found.first:
+                if layer > tensor:  # behind views, so that a run may receive it before
+                    self.kept[layer] = found.facts.private[layer]
         kinds = kinds_for(policy.weights)
         self.periodic = all(KINDS[kind].simulated is None and not KINDS[kind].drains for kind in kinds)
 
@@ -225,7 +230,8 @@ class Facts:
         level = next(k for k, size in enumerate(platform.unit_sizes) if size >= spread.low)
         bandwidth, latency = platform.paths[level]
         every = self.problem.policy.update_interval(spread.high)
-        found = time_model.ring_all_reduce_ns(gradient, spread.low, bandwidth, latency, shared_by=every)
+        exact = np.asarray(gradient).astype(object)  # bytes times 1e9 exceed 64 bits
+        found = time_model.ring_all_reduce_ns(exact, spread.low, bandwidth, latency, shared_by=every)
         return np.asarray(found).astype(np.float64)
 
     @cached_property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import combinations, count
+from itertools import combinations, count, permutations
 from math import ceil
 
 from ...cost import memory_model, time_model
@@ -63,7 +63,11 @@ class _Search:
         self._speeds = [device.speed for device in relaxed.platform.devices]
         sums = relaxed.chain.sums
         self._before = [int(a + b) for a, b in zip(sums.forward_ns, sums.backward_ns, strict=True)]
-        self._devices = len(problem.platform)
+        platform = problem.platform
+        self._devices, inner = len(platform), platform.unit_sizes[0]
+        shared = platform.shared_level is not None
+        self._places = [(d // inner, platform.link_of(d) if shared else 0) for d in range(self._devices)]
+        self._idle = problem.chain.timed(platform.slowest(range(self._devices)).times)  # where nothing takes longer
 
     def longer(self, stages: tuple[Stage, ...], stop: int) -> Iterator[tuple[tuple[Stage, ...], int]]:
         """Yield ``stages``, which begin at layer ``stop``, behind each stage that may end there, and the least period
@@ -77,7 +81,7 @@ class _Search:
         everywhere, all_speeds = before[stop] + sum(loads.values()), sum(self._speeds)
         fresh = list(self._fresh({d for group in loads for d in group}))
         for start in range(stop - 1, -1, -1):
-            if time_model.work_ns(chain, self.problem.policy, start, stop) == 0:
+            if time_model.work_ns(self._idle, self.problem.policy, start, stop) == 0:
                 continue
             work = before[stop] - before[start]
             for group in (*loads, *fresh):
@@ -102,17 +106,20 @@ class _Search:
         return self.problem.platform.devices[0].times is not None
 
     def _fresh(self, used: set[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the groups of devices that are left, of those that are alike the first alone."""
-        platform = self.problem.platform
-        inner = platform.unit_sizes[0]
-        kinds = {d: (platform.devices[d], d // inner) for d in range(self._devices) if d not in used}
+        """Yield the groups of devices that are left, of those that are alike the first alone.
+
+        In which order they take microbatches matters where they are in several units, or send by several links.
+        """
+        left = [d for d in range(self._devices) if d not in used]
         seen = set()
-        for size in range(1, (len(kinds) if self.problem.replicas else 1) + 1):
-            for group in combinations(kinds, size):
-                look = tuple(kinds[d] for d in group)
-                if look not in seen:
-                    seen.add(look)
-                    yield group
+        for size in range(1, (len(left) if self.problem.replicas else 1) + 1):
+            for some in combinations(left, size):
+                several = len({self._places[d] for d in some}) > 1
+                for group in permutations(some) if several else (some,):
+                    look = tuple((self.problem.platform.devices[d], self._places[d]) for d in group)
+                    if look not in seen:
+                        seen.add(look)
+                        yield group
 
     def _menu(self, start: int, stop: int) -> list[tuple[int, Segments]]:
         """Return the segments that may be recomputed, with their time, of those that another betters in all none."""
@@ -124,10 +131,15 @@ class _Search:
                 rated.append((cost, kept, peak, choice))
             best: list[tuple[int, int, int, Segments]] = []
             for one in sorted(rated):
-                if not any(x[1] <= one[1] and x[2] <= one[2] for x in best):
+                if not any(x[1] <= one[1] and x[2] <= one[2] and self._cheaper(x[3], one[3]) for x in best):
                     best.append(one)
             self._menus[start, stop] = [(0 if self._own_times else one[0], one[3]) for one in best]
         return self._menus[start, stop]
+
+    def _cheaper(self, one: Segments, other: Segments) -> bool:
+        """Whether the first of two choices takes no longer on any device, where it doesn't by the chain's times."""
+        again = ({i for a, b in choice for i in range(a, b)} for choice in (one, other))
+        return not self._own_times or next(again) <= next(again)
 
     def _choices(self, start: int, stop: int) -> Iterator[Segments]:
         yield ()

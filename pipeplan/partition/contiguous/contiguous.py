@@ -190,7 +190,10 @@ def smallest_period(
     floor = _shared_work(problem, max(1, lower or 1), high)
     low = _least_possible(tables, floor, high, least_delay)
     if problem.checkpointing == "segments":
-        return _bounded(tables, *_with_segments(tables, least_delay, low, high, as_listed), floor)
+        best, bound = _with_segments(tables, least_delay, low, high, as_listed)
+        if best is None and upper is None and not as_listed and len(tables.cuts) > _MOST_CUTS:
+            best = feasible(problem, high)  # one that takes least memory, between all cuts, if not least time
+        return _bounded(tables, best, bound, floor)
     best = None
     try:
         for index, tolerance in (
