@@ -48,7 +48,7 @@ class StorePeers:
         for _ in looks(timeout_s):
             if self._store.check(list(keys)):
                 return
-            if self._store.check([FAILURE]):
+            if self._store.check([FAILURE]) and not self._store.check(list(keys)):  # it may have failed by these
                 raise PeerLost(f"{WHERE}: another rank has failed")
             if self._presences is not None:
                 self._presences.check(WHERE, lambda: self._missing(keys))

@@ -10,7 +10,7 @@ CHAIN = Chain("even", (Layer("l", 1, 2, 1, 1),) * 9, 1)
 START = (Stage(0, 3, (0,)), Stage(3, 6, (1, 2)), Stage(6, 9, (3,)))
 
 
-def looked_at(start: tuple[Stage, ...], devices: int, budget: int) -> list[tuple[Stage, ...]]:
+def looked_at(start: tuple[Stage, ...], devices: int, budget: int, parts: bool = False) -> list[tuple[Stage, ...]]:
     """What is looked at from ``start`` on, nothing of it better."""
     seen: list[tuple[Stage, ...]] = []
 
@@ -18,7 +18,7 @@ def looked_at(start: tuple[Stage, ...], devices: int, budget: int) -> list[tuple
         seen.append(allocation.stages)
 
     problem = Problem(CHAIN, Platform.flat(devices, 10**6))
-    count = local_search(problem, Allocation(start), bound, lambda _: False, budget, lambda: False)
+    count = local_search(problem, Allocation(start), bound, lambda _: False, budget, lambda: False, parts=parts)
     assert count >= min(budget, len(seen))
     return seen
 
@@ -51,7 +51,7 @@ def test_neighbours_merge_grow_and_shrink_groups() -> None:
 
 def test_a_boundary_that_moves_leaves_what_is_recomputed() -> None:
     stages = (Stage(0, 5, (0,), ((0, 2), (3, 4))), Stage(5, 9, (1,), ((5, 7),)))
-    chosen = {tuple((stage.stop, stage.checkpoint) for stage in found) for found in looked_at(stages, 2, 300)}
+    chosen = {tuple((stage.stop, stage.checkpoint) for stage in found) for found in looked_at(stages, 2, 300, True)}
     assert ((4, ((0, 2), (3, 4))), (9, ((4, 7),))) in chosen  # the segment at the boundary grows
     assert ((6, ((0, 2), (3, 4))), (9, ((6, 7),))) in chosen
     assert ((3, ((0, 2),)), (9, ((3, 7),))) in chosen
@@ -59,5 +59,5 @@ def test_a_boundary_that_moves_leaves_what_is_recomputed() -> None:
 
 def test_neighbours_exchange_what_takes_as_long_on_both_sides_of_their_cut() -> None:
     stages = (Stage(0, 4, (0,)), Stage(4, 9, (1,)))
-    found = [x for x in looked_at(stages, 2, 400) if [stage.devices for stage in x] == [(0,), (1,), (0,), (1,)]]
+    found = [x for x in looked_at(stages, 2, 400, True) if [stage.devices for stage in x] == [(0,), (1,), (0,), (1,)]]
     assert any(x[1].stop == 4 and x[2].start == 4 for x in found)

@@ -19,7 +19,7 @@ from pipeplan.runtime import presence as presence_room
 from pipeplan.runtime import starting as starting_room
 from pipeplan.runtime import watch as watch_room
 from pipeplan.runtime.exchange.transport import PeerLost
-from pipeplan.runtime.failure import Failure, failure_told, told
+from pipeplan.runtime.failure import FAILURE, Failure, failure_told, told
 from pipeplan.runtime.own_processes import context_of, has_gone
 from pipeplan.runtime.peers import StorePeers
 from pipeplan.runtime.presence import GONE_S, Presences, present
@@ -89,6 +89,26 @@ def test_a_proposal_of_one_that_has_gone_binds_nobody(store, leader_dies):
     for _, thread in early:
         thread.join(SECONDS)
     assert all_met([starting(store, rank) for rank in (2, 1, 0)])
+
+
+def test_who_is_late_hears_what_all_have_said_though_one_has_failed_by_it(store):
+    """It looks for the others' words just before the last of them, and for a failure just behind that one's end."""
+
+    class Late:
+        looked = False
+
+        def check(self, keys):
+            if not self.looked:
+                self.looked = True
+                store.set("told/0/0", '"one"')
+                store.set(FAILURE, "it differs")
+                return False
+            return store.check(keys)
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    assert StorePeers(Late(), 1, 2, SECONDS).gathered("other") == ["one", "other"]
 
 
 def test_a_failure_before_all_have_met_ends_the_others(store, monkeypatch):
