@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import doctest
+import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from cases.patience import SECONDS
@@ -172,8 +177,44 @@ def test_the_readmes_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 WRITTEN = re.compile(r"(?:-o|--trace|--recalibrated|--checkpoint) (\w[\w.]*)")
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """Where the processes that share the blocks find what others have written; None where one runs them all."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return None
+    made = tmp_path_factory.getbasetemp().parent / "written"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+@contextmanager
+def nobody_else(block: str, written: Path | None) -> Iterator[None]:
+    """Let no other process run a block that writes something meanwhile."""
+    if written is None or not WRITTEN.search(block):
+        yield
+        return
+    with (written / f".{crc32(block.encode())}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def take_written(folder: Path, written: Path | None) -> None:
+    """Copy to ``folder`` what other processes have written and is not there."""
+    for path in () if written is None else written.glob("[!.]*"):
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+
+
+def give_written(block: str, folder: Path, written: Path | None) -> None:
+    """Copy what ``block`` has written to where other processes find it, whole."""
+    for name in WRITTEN.findall(block):
+        if written is not None and (folder / name).is_file():
+            mine = shutil.copy(folder / name, written / f".{os.environ['PYTEST_XDIST_WORKER']}-{name}")
+            os.replace(mine, written / name)
+
+
 def blocks_before(block: str, folder: Path) -> list[str]:
-    """The earlier blocks that write what ``block`` reads and is not there: another process may have run them."""
+    """The earlier blocks that write what ``block`` reads and is not there: another process may run them."""
     lacking = {name for name in re.findall(r"[\w.]+", block) if not (folder / name).exists()}
     texts = [text for _, text in BLOCKS]
     found = [x for x in texts[: texts.index(block)] if lacking.intersection(WRITTEN.findall(x))]
@@ -183,10 +224,14 @@ def blocks_before(block: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "block", [x for _, x in BLOCKS], ids=[f"{page}: {x.splitlines()[0][2:60]}" for page, x in BLOCKS]
 )
-def test_console_blocks_print_what_they_say(block: str, folder: Path) -> None:
+def test_console_blocks_print_what_they_say(block: str, folder: Path, written: Path | None) -> None:
     """Lines after ``$ `` are commands; what follows is their output, where ``...`` stands for anything."""
     for each in dict.fromkeys([*blocks_before(block, folder), block]):
-        check_block(each, folder)
+        with nobody_else(each, written):
+            take_written(folder, written)
+            if each == block or not all((folder / name).exists() for name in WRITTEN.findall(each)):
+                check_block(each, folder)
+                give_written(each, folder, written)
 
 
 def check_block(block: str, folder: Path) -> None:
