@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from pipeplan.files.profiles import profile_text
-from pipeplan.problem import Chain, Layer
+from scripts.bench.contiguous import random_chain
 
 
 @dataclass(frozen=True)
@@ -32,26 +33,6 @@ class Point:
     seconds: float
     megabytes: float
     gap: float | None
-
-
-def random_chain(layers: int) -> Chain:
-    """Return a seeded chain."""
-    rng = random.Random(1)
-    return Chain(
-        "random",
-        tuple(
-            Layer(
-                f"layer{i}",
-                forward_ns=rng.randint(10**5, 3 * 10**6),
-                backward_ns=rng.randint(2 * 10**5, 6 * 10**6),
-                weight_bytes=rng.randint(10**6, 2 * 10**7),
-                output_bytes=rng.randint(10**6, 5 * 10**7),
-                saved_bytes=rng.randint(10**7, 2 * 10**8),
-            )
-            for i in range(layers)
-        ),
-        input_bytes=10**7,
-    )
 
 
 def measured(profile: Path, layers: int, gpus: int, memory: str, options: list[str]) -> Point:
