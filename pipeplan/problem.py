@@ -121,7 +121,8 @@ class Chain:
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
     have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
-    ``beside`` how many processes, with the one that was measured, computed at once.
+    ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
+    microbatch's data takes a process that reads for itself: part of the forward times of the first layer and the last.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Chain:
     source: str = ""
     worth: str = ""
     beside: int = 1
+    reading_ns: int = 0
 
     @property
     def of_cpu(self) -> bool:

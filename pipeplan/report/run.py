@@ -192,7 +192,8 @@ def _reading(report: RunReport) -> Iterator[str]:
     period = report.measured_period_ns or 0
     for stage in report.stages:
         if stage.data_ns:
-            yield f"stage {stage.stage} spends {format_ns(stage.data_ns)} of each microbatch on reading it"
+            planned = f", {format_ns(stage.planned_data_ns)} planned" if stage.planned_data_ns else ""
+            yield f"stage {stage.stage} spends {format_ns(stage.data_ns)} of each microbatch on reading it{planned}"
         if stage.data_wait_ns > WAITS * period:
             wait = format_ns(stage.data_wait_ns)
             yield f"stage {stage.stage} waits {wait} for each microbatch to be read; more workers may help"

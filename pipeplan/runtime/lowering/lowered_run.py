@@ -110,6 +110,11 @@ class LoweredRun:
         """Microbatches after which every stage's replicas have had equally many."""
         return lcm(*(resource.replicas for resource in self.graph.resources))
 
+    @property
+    def window(self) -> int:
+        """Microbatches over which times are averaged: whole updates, and whole rounds of the replicas."""
+        return -(-self.interval // self.round) * self.round
+
     def period_of(self, timeline: Timeline) -> float | None:
         """Return ns per microbatch in the steady state of ``timeline``, None where the run is too short to have one."""
         if self.drains:

@@ -11,7 +11,7 @@ from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import LoweredRun
-from .times import Activity, RankMeasurement, covers, median, medians, settled
+from .times import Activity, RankMeasurement, covers, median, settled, typical
 
 
 def calibrated(
@@ -118,7 +118,7 @@ def handed_over(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
 
 
 def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return how long a microbatch's passes and updates occupy each stage's process in the settled part (medians).
+    """Return how long a microbatch's passes and updates occupy each stage's process in the settled part.
 
     That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
     sending of its result and what lies between; an update with the telling of it.
@@ -146,7 +146,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns
-    return medians(lowered, ("F", "B", "W", "UPDATE"), ranks)
+    return typical(lowered, ("F", "B", "W", "UPDATE"), ranks)
 
 
 def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:

@@ -17,18 +17,19 @@ from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, waits_at_updates
-from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, medians
+from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, typical
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, all else per microbatch).
+    """One stage's times in ns, planned and measured (:func:`.times.typical`; ``update_ns`` per update, all else per
+    microbatch).
 
     Backwards are without the microbatch's share of the update, planned and measured. ``exchange_ns`` is what its
     process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order. Making a microbatch's
-    data took the stage ``data_ns``, and where a loader's workers do that it waited ``data_wait_ns`` for them (the
-    mean).
+    data took the stage ``data_ns``, ``planned_data_ns`` as profiled, which are part of no pass here; where a loader's
+    workers do that it waited ``data_wait_ns`` for them (the mean).
     """
 
     stage: int
@@ -42,6 +43,7 @@ class StageTimes:
     versions: int
     planned_versions: int
     data_wait_ns: int = 0
+    planned_data_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +181,11 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     handed = handed_over(lowered, measurements)
     waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
+    reads = [plan.chain.reading_ns * ((s == 0) + (s == len(graph.stages) - 1)) for s in range(len(graph.stages))]
     stages = tuple(
         StageTimes(
             stage=s,
-            planned_forward_ns=cost.forward_ns,
+            planned_forward_ns=max(0, cost.forward_ns - reads[s]),
             planned_backward_ns=cost.backward_ns - cost.update_share_ns,
             forward_ns=durations["F", s],
             backward_ns=durations["B", s] + durations["W", s],
@@ -192,6 +195,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
+            planned_data_ns=reads[s],
         )
         for s, cost in enumerate(graph.stages)
     )
@@ -283,13 +287,13 @@ def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
 
 
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
+    """Return the duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
     ranks: list[Counter[tuple[Activity, int, int]]] = []
     for x in measurements:
         ranks.append(Counter())
         for t in x.times:  # an update has a part for each chunk of the gradient
             ranks[-1][t.activity, t.stage, t.microbatch] += t.duration_ns
-    return medians(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
+    return typical(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
 
 
 def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:
@@ -312,7 +316,7 @@ def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tu
         marks = {}
         for rank in lowered.ranks_of(0):
             marks |= _marks(measurements, "B", rank)
-        window = -(-lowered.interval // lowered.round) * lowered.round
+        window = lowered.window
         for first, count in lowered.segments:
             begin = first + max(count // 4, min(lowered.filled, count // 2))
             end = first + count - lowered.filled - window  # then the drain begins
