@@ -378,7 +378,8 @@ class Level:
 class Platform:
     """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
 
-    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing.
+    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing. Others
+    take each of them ``overhead_ns`` of work, to send a message or to receive it, beside what the link takes.
     ``reserved_bytes`` of each device are for others: its ``memory_bytes`` are without them.
     """
 
@@ -387,6 +388,7 @@ class Platform:
     full_duplex: bool = False
     blocking: bool = False
     reserved_bytes: int = 0
+    overhead_ns: int = 0
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -458,6 +460,12 @@ class Platform:
         """Time to move ``size`` bytes one way over a path that spans ``level``; 0 for no bytes."""
         bandwidth, latency = self.paths[level]
         return latency + ceil_div(size * 10**9, bandwidth) if size else 0
+
+    def held_ns(self, size: int, level: int) -> int:
+        """For how long such a transfer keeps the device at either of its ends from computing."""
+        if self.blocking:
+            return self.transfer_ns(size, level)
+        return self.overhead_ns if size else 0
 
     @cached_property
     def spans(self) -> Ints:

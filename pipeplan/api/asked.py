@@ -55,6 +55,7 @@ class Asked(TypedDict, total=False):
     bandwidth: int | str | None
     network: int | str | None
     latency: str | None
+    overhead: str | None
     platform: str | Platform | None
     blocking_transfers: bool
     granularity: str
@@ -141,6 +142,9 @@ def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
         },
     )
     where = replace(where, blocking=where.blocking or asked.get("blocking_transfers", False))
+    overhead = asked.get("overhead")
+    if overhead is not None:
+        where = replace(where, overhead_ns=parse_time(overhead, "--overhead"))
     reserve = asked.get("reserve")
     if reserve == "auto":
         reserve = None if chain.of_cpu else RESERVE

@@ -179,6 +179,11 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         help=f"With --gpus 2x8: between two GPUs of two servers, per direction.  [default: {DEFAULT_NETWORK}]",
     ),
     "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
+    "overhead": click.option(
+        "--overhead",
+        metavar="TIME",
+        help="What each message takes the GPUs at both its ends, which send and receive it, beside that.  [default: 0]",
+    ),
     "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the options above."),
     "blocking_transfers": click.option(
         "--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both their ends from computing."

@@ -145,6 +145,9 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
+        if report.exchange == "gloo":  # on GPUs the hosts do it, beside the passes
+            worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
+            out.print(f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned")
     for line in _reading(report):
         out.print(line)
     if report.exchange != "gloo":

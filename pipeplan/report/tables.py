@@ -102,8 +102,10 @@ def machine(platform: Platform) -> str:
     memories = sorted({device.memory_bytes + platform.reserved_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
     memory += f" less {format_bytes(platform.reserved_bytes)} reserved" if platform.reserved_bytes else ""
-    blocking = ", transfers block" if platform.blocking else ""
-    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{blocking}"
+    how = ", transfers block" if platform.blocking else ""
+    if platform.overhead_ns:
+        how += f", messages take {format_ns(platform.overhead_ns)} at each end"
+    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{how}"
 
 
 def _joint(level: Level) -> str:

@@ -21,7 +21,12 @@ from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
 
 MODELS = ["zoo:gpt-tiny,blocks=8,8"]
-MACHINE: dict[str, Any] = {"mem": "1GB", "bandwidth": "3GB/s", "latency": "500us"}  # as the demo says it
+MACHINE: dict[str, Any] = {
+    "mem": "1GB",
+    "bandwidth": "3GB/s",
+    "latency": "500us",
+    "overhead": "250us",
+}  # as the demo says it
 MEASURED_STEPS = 30
 
 

@@ -146,8 +146,9 @@ class Facts:
 
     @cached_property
     def blocked(self) -> Ints:
-        """Ticks for which the device on either side of each cut waits for transfers."""
-        return self._transfers * (2 * self.ticks if self.problem.platform.blocking else 0)
+        """Ticks for which transfers keep the device on either side of each cut from computing."""
+        held = np.array([self.problem.platform.held_ns(size, 0) for size in self._cuts], dtype=np.int64)
+        return 2 * self.ticks * held
 
     @cached_property
     def link_load(self) -> Ints:

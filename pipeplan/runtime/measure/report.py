@@ -26,7 +26,8 @@ class StageTimes:
     microbatch).
 
     Backwards are without the microbatch's share of the update, planned and measured. ``exchange_ns`` is what its
-    process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
+    process works per microbatch beside all that: posting receives, issuing sends, going from one to the next;
+    ``planned_exchange_ns`` is the overhead of messages that was planned, which is no part of passes here either.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order. Making a microbatch's
     data took the stage ``data_ns``, ``planned_data_ns`` as profiled, which are part of no pass here; where a loader's
     workers do that it waited ``data_wait_ns`` for them (the mean).
@@ -44,6 +45,7 @@ class StageTimes:
     planned_versions: int
     data_wait_ns: int = 0
     planned_data_ns: int = 0
+    planned_exchange_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +184,15 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     reads = [plan.chain.reading_ns * ((s == 0) + (s == len(graph.stages) - 1)) for s in range(len(graph.stages))]
+    sends = [planned_transfer_ns(graph, "F", s) > 0 for s in range(len(graph.stages))]
+    held = [
+        plan.platform.overhead_ns * (sends[s] + (s > 0 and sends[s - 1])) for s in range(len(graph.stages))
+    ]  # in a forward, and in a backward
     stages = tuple(
         StageTimes(
             stage=s,
-            planned_forward_ns=max(0, cost.forward_ns - reads[s]),
-            planned_backward_ns=cost.backward_ns - cost.update_share_ns,
+            planned_forward_ns=max(0, cost.forward_ns - reads[s] - held[s]),
+            planned_backward_ns=cost.backward_ns - cost.update_share_ns - held[s],
             forward_ns=durations["F", s],
             backward_ns=durations["B", s] + durations["W", s],
             update_ns=durations["UPDATE", s],
@@ -196,6 +202,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
             planned_data_ns=reads[s],
+            planned_exchange_ns=2 * held[s],
         )
         for s, cost in enumerate(graph.stages)
     )
