@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import BadInput
 from .arrival_order import arrival_order
-from .device import begin_peak, label, peak_bytes
+from .device import begin_peak, freed_kept, label, peak_bytes
 from .exchange.collective import barrier, gathered, pipeline_group, told_by_all
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
@@ -42,7 +42,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     reader = reader_of(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
-    with run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
+    with freed_kept(), run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
         times, reading = train(job, rank, meeting, stages, launcher, reader)
     return report(job, rank, meeting, stages, times, reading)
 

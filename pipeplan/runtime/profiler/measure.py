@@ -26,6 +26,7 @@ from ...errors import BadInput, CodeFailed
 from ...problem import Chain, Layer
 from ...units import format_bytes
 from ...version import __version__
+from ..device import freed_kept
 from ..model.adapted import compiled_lines, no_reentry, run_uncompiled
 from ..model.contract import built_by, example_of, is_whole
 from ..model.network import (
@@ -198,7 +199,7 @@ def profile_network(
     network = network.on([x.detach().to(device) for x in network.inputs])
     release = hold != "all"
     modules = [layer.module for layer in network.layers]
-    with _steady(options.threads), no_reentry(), run_uncompiled(modules):
+    with _steady(options.threads), freed_kept(), no_reentry(), run_uncompiled(modules):
         say(f"sizing {len(network)} layers")
         if target is None and loss is not own_loss:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
