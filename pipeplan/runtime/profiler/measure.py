@@ -100,7 +100,7 @@ def measure_model(
     network, loss, target = built_network(build, batch, data, options)
     measurements, one = profile_network(network, loss, options, target)
     count = 0 if options.others is None else options.others.count
-    how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
+    how = f"{min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     how += f", beside {count} other process{'es' if count > 1 else ''}" if count else ""
     chain = network_chain(
         network,
@@ -183,11 +183,11 @@ def profile_network(
     With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
     alone, and the difference is the ``backward_weight_ns`` of a layer.
 
-    Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events; those of whole
-    steps, shared out by the layers' own (:func:`_typical`). Saved bytes and all other sizes are counted in a pass of
-    their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others` compute. What :attr:`MeasureOptions.read` takes
-    is added to the forwards of the first layer and of the loss. BadInput names a layer that doesn't map one tensor to
-    one, works on its input in place, or passes no gradient on.
+    Times are by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events: those of whole steps,
+    shared out by the medians of the layers' own (:func:`_typical`). Saved bytes and all other sizes are counted in a
+    pass of their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others` compute. What :attr:`MeasureOptions.read`
+    takes is added to the forwards of the first layer and of the loss. BadInput names a layer that doesn't map one
+    tensor to one, works on its input in place, or passes no gradient on.
     """
     if options.steps < 1 or options.warmup < 0:
         raise BadInput(
@@ -244,7 +244,8 @@ def profile_network(
 
 
 def _typical(samples: Sequence[list[int]], alone: bool) -> list[int]:
-    """Return what each layer takes, given its times in the same steps as the others': they add up to a median step.
+    """Return what each layer takes, given its times in the same steps as the others': they add up to a typical step,
+    the mean of all but the shortest and the longest tenth.
 
     The medians of layers alone would add up to less: in most steps some layer is held up, each in its turn, and those
     of a stage wait for it. A layer that was measured ``alone`` shares its steps with none.
@@ -253,8 +254,10 @@ def _typical(samples: Sequence[list[int]], alone: bool) -> list[int]:
     total = sum(medians)
     if alone or not total:
         return medians
-    whole = _median([sum(step) for step in zip(*samples, strict=True)])
-    return [round(Fraction(whole * x, total)) for x in medians]
+    whole = sorted(sum(step) for step in zip(*samples, strict=True))
+    outside = len(whole) // 10
+    middle = whole[outside : len(whole) - outside]
+    return [round(Fraction(sum(middle) * x, len(middle) * total)) for x in medians]
 
 
 def _measurement(layer: Layer, samples: Samples, reading_ns: int) -> LayerMeasurement:
