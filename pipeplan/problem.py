@@ -517,7 +517,8 @@ class Policy:
     With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
     ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
-    optimizer's state; None: what ``optimizer`` and ``precision`` say.
+    optimizer's state; None: what ``optimizer`` and ``precision`` say. ``shared_bytes_per_parameter`` of them are what
+    replicas share with ``zero``.
     With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
     keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
     looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
@@ -536,6 +537,7 @@ class Policy:
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
     bytes_per_parameter: int | None = None
+    shared_bytes_per_parameter: int | None = None
     zero: Zero = 0
     engine: Engine | None = None
     pipelines: int = 1

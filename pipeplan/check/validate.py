@@ -115,6 +115,12 @@ def schedule_violations(plan: Plan) -> list[str]:
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
     if policy.engine is not None and policy.weights != "flush":
         return [f"{policy.engine} drains every mini-batch, for weights flush; the policy is {policy.weights}"]
+    shared = policy.shared_bytes_per_parameter
+    if shared is not None and not (policy.zero and 0 <= shared <= (policy.bytes_per_parameter or 0)):
+        return [
+            f"policy: {shared} shared bytes per parameter are no part of {policy.bytes_per_parameter} with zero "
+            f"{policy.zero}"
+        ]
     if policy.clip and not policy.updates_together:
         return [CLIPPED_TOGETHER.format(weights=policy.weights)]
     kind, found = kind_of(plan), []

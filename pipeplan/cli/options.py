@@ -231,9 +231,9 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "bytes_per_parameter": click.option(
         "--bytes-per-parameter",
-        type=Count(1, 1000),
-        help="Weights, gradient and optimizer state as another engine holds them, such as 18.  "
-        "[default: by --optimizer and --precision]",
+        metavar="N|N+SHARED",
+        help="Weights, gradient and optimizer state as another engine holds them, such as 18, or 6+12 to share the 12 "
+        "with --zero 1.  [default: by --optimizer and --precision]",
     ),
     "zero": click.option(
         "--zero",

@@ -18,7 +18,7 @@ from ..names import shown
 from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Level, Platform, Weights
+from ..problem import Chain, Level, Platform, Policy, Weights
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -290,13 +290,20 @@ def _state(plan: Plan) -> str:
     policy = plan.policy
     return (
         f"{policy.optimizer} in {policy.precision}"
-        + ("" if policy.bytes_per_parameter is None else f", {policy.bytes_per_parameter} bytes a parameter")
+        + _per_parameter(policy)
         + (", state on the host" if policy.offload else "")
         + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
         + (", gradients clipped" if policy.clip else "")
     )
+
+
+def _per_parameter(policy: Policy) -> str:
+    size, shared = policy.bytes_per_parameter, policy.shared_bytes_per_parameter
+    if size is None:
+        return ""
+    return f", {size if shared is None else f'{size - shared} + {shared}'} bytes a parameter"
 
 
 SHORT = 10  # columns of a layer's name where two stand in a cell and there is no room
