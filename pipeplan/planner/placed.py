@@ -140,9 +140,9 @@ class PlacedSearch:
         bare.sort(key=lambda x: x.run.makespan_ns)
         moved = [self._moved(x) for x in bare[:1]]
         for start in dict.fromkeys((*(x.split for x in moved if x is not None), *(x.split for x in bare[:_STARTS]))):
-            found = self._fitting(placement.kind, placed, start)
-            if found is not None:
-                yield found
+            fitting = self._fitting(placement.kind, placed, start)
+            if fitting is not None:
+                yield fitting
 
     def _moved(self, start: _Found) -> _Found | None:
         """Return where a walk of the cuts leads that keeps the order of a run, whatever the memory."""
