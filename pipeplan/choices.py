@@ -22,6 +22,7 @@ ScheduleKind = Literal[
     "zbv",
     "v-half",
     "v-min",
+    "v-limit",
     "dualpipev",
     "written",
     "pattern",

@@ -152,7 +152,8 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
 @click.option(
     "--limit",
     type=Count(most=10**6),
-    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches.",
+    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches; "
+    "v-limit: activations of chunks on a GPU.",
 )
 @click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
 @click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
@@ -275,7 +276,7 @@ def command(
 
     loaded = load_plan(plan)
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
-        raise click.UsageError("--limit goes with --schedule message-driven")
+        raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
     from ..report.run import print_dry_run, print_report, progress_printer
     from ..runtime.options import RunOptions, clipping, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions

@@ -94,19 +94,23 @@ def why_not_admitted(
         return f"{reason}; --algorithm contiguous may find one that can"
     graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
     kind = KINDS[schedule.kind]
-    admitted = replace(schedule, limit=schedule.limit or (1 if kind.limit else None))
+    admitted = replace(schedule, limit=schedule.limit or (kind.limit.least if kind.limit else None))
     uses = evaluate_simulated(graph, admitted, problem.platform, problem.deadline).devices
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
     what = "in its order"
     if kind.limit is not None:
-        count = f"{admitted.limit} {kind.limit.noun}{'es' if admitted.limit != 1 else ''}"
+        count = f"{admitted.limit} {kind.limit.noun if admitted.limit == 1 else kind.limit.nouns}"
         size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
-        what = f"{'even ' if admitted.limit == 1 else ''}with {count}{size} admitted"
+        what = f"{'even ' if admitted.limit == kind.limit.least else ''}with {count}{size} admitted"
     remedies = []
-    if schedule.limit is not None and schedule.limit > 1:
-        fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
+    if schedule.limit is not None and kind.limit is not None and schedule.limit > kind.limit.least:
+        below = kind.limit.least - 1  # those that there can be are counted from 1 on
+        fewer = _most(
+            lambda more: _admits(problem, rejected, replace(schedule, limit=below + more)), schedule.limit - below
+        )
+        fewer = fewer and below + fewer
         remedies += [f"with --limit {fewer}"] if fewer else []
     if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
@@ -162,8 +166,10 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
 
 
 def why_not_placed(problem: Problem, kind: ScheduleKind) -> str:
-    """Return why there is no plan under a schedule that has several stages on each GPU."""
-    gpus, layers = len(problem.platform), len(problem.chain)
+    """Return why there is no plan under a schedule of equal pipelines, with several stages on each GPU or one."""
+    simulated, gpus, layers = KINDS[kind].simulated, len(problem.platform), len(problem.chain)
+    if simulated is None or simulated.homes is None:
+        return f"no equal pipelines were found that fit the memory as {kind} runs them"
     if gpus < 2 or layers < 4:
         return f"{kind} puts at least 2 stages on each of 2 GPUs or more; there are {layers} layers and {gpus} GPUs"
     return f"no pipelines were found that fit the memory with several stages on each GPU, as {kind} runs them"

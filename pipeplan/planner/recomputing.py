@@ -71,17 +71,17 @@ class _Choice:
         )
 
     def _recompute_more(self, stages: Sequence[int], use: DeviceUse) -> bool:
-        """Recompute more of the ``stages`` of a device, about as much as it lacks; return whether there was enough."""
-        lacks = use.peak_bytes - use.memory_bytes
+        """Recompute more of the ``stages`` of a device, about as much as it lacks; return whether anything was left."""
+        before, lacks = list(self.rungs), use.peak_bytes - use.memory_bytes
         held = dict(zip(stages, use.in_flight, strict=True))
         while lacks > 0:
             left = [s for s in stages if self.rungs[s] + 1 < len(self.ways[s])]
             if not left:
-                return False
+                break
             best = max(left, key=lambda s: (self._ratio(s, held[s]), -s))
             lacks -= max(1, self._saves(best, held[best], self.rungs[best]))
             self.rungs[best] += 1
-        return True
+        return lacks <= 0 or self.rungs != before
 
     def _ratio(self, s: int, held: int) -> float:
         rung = self.rungs[s]
