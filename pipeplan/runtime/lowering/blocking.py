@@ -33,14 +33,13 @@ def run_deadlock(plan: Plan) -> list[str]:
         return []
     graph = graph_of(plan)
     plan = shortened(plan, len(graph.operations))
-    if plan.pattern is not None and not plan.policy.drains:
-        if len(graph.operations) * plan.interval > MOST_STEPS:
-            round_ = lcm(*(resource.replicas for resource in graph.resources))
-            held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
-            sooner = ceil_div(held + 1, round_) * round_
-            if sooner >= plan.interval or len(graph.operations) * sooner > MOST_STEPS:
-                return []
-            plan = replace(plan, policy=replace(plan.policy, accumulate=sooner))
+    if plan.pattern is not None and not plan.policy.drains and len(graph.operations) * plan.interval > MOST_STEPS:
+        round_ = lcm(*(resource.replicas for resource in graph.resources))
+        held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
+        sooner = ceil_div(held + 1, round_) * round_
+        if sooner >= plan.interval or len(graph.operations) * sooner > MOST_STEPS:
+            return []
+        plan = replace(plan, policy=replace(plan.policy, accumulate=sooner))
     try:
         lowered = lower_run(plan, 1)
         steps = len(lowered.graph.operations) * lowered.interval
