@@ -23,7 +23,7 @@ from ..partition.contiguous.contiguous import feasible
 from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders
 from ..plan import Allocation, Schedule, ScheduleKind, Stage
-from ..problem import Level, Problem, Weights
+from ..problem import Level, Platform, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ..units import format_bytes, format_ns
@@ -189,7 +189,19 @@ def _most(holds: Callable[[int], bool], below: int) -> int | None:
 
 def possible(problem: Problem) -> Allocation | None:
     """Return a contiguous allocation that fits the memory at some period, or None when none does."""
-    return feasible(problem, longest_period_ns(problem))
+    enough = _enough(problem)
+    return feasible(enough, longest_period_ns(enough))
+
+
+def _enough(problem: Problem) -> Problem:
+    """Return the problem without what helps nobody while one microbatch is inside at a time: replicas, unless they
+    share optimizer state, and of equal devices more than there are layers."""
+    if problem.policy.zero:
+        return problem
+    platform, count = problem.platform, len(problem.chain)
+    if count < len(platform) and all(device == platform.devices[0] for device in platform.devices):
+        platform = _extended(platform, count)
+    return replace(problem, platform=platform, replicas=False)
 
 
 def _binding(problem: Problem, least: int | None) -> str:
@@ -276,17 +288,20 @@ def least_memory(problem: Problem) -> int | None:
 
 def fewest_gpus(problem: Problem) -> int | None:
     """Return the fewest equal devices (same memory, top-level network extended) with which a plan exists, or None."""
-    first = problem.platform.devices[0]
-    if any(device != first for device in problem.platform.devices):
+    if any(device != problem.platform.devices[0] for device in problem.platform.devices):
         return None
-    top = problem.platform.paths[-1]
 
     def attempt(count: int) -> Allocation | None:
-        platform = replace(problem.platform, devices=(first,) * count, levels=(Level(count, *top),))
-        return possible(replace(problem, platform=platform))
+        return possible(replace(problem, platform=_extended(problem.platform, count)))
 
     found = smallest(attempt, len(problem.platform) + 1, min(MOST_GPUS, max(len(problem.chain), 1)))
     return None if found is None else found[0]
+
+
+def _extended(platform: Platform, count: int) -> Platform:
+    """Return a platform of so many of its first devices, joined as the top level joins its units."""
+    level = Level(count, *platform.paths[-1])
+    return replace(platform, devices=platform.devices[:1] * count, levels=(level,))
 
 
 def _with_memory(problem: Problem, memory: int) -> Problem:

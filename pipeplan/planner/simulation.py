@@ -86,7 +86,7 @@ class Simulation:
         """Whether the run ends a mini-batch: the pipeline empties and weights are synchronised."""
         return self.schedule not in schedules() or drains(self.plan, self.schedule)  # written ones drain
 
-    @property
+    @cached_property
     def makespan_ns(self) -> int:
         """Time of the whole run; a drained one ends with its weight synchronisation."""
         return flush_makespan_ns(self.timeline) if self.drained else self.timeline.makespan_ns
@@ -96,7 +96,7 @@ class Simulation:
         """The longest that one GPU is at a drained mini-batch, from its first start; None for other schedules."""
         return longest_span_ns(self.timeline) if self.drained else None
 
-    @property
+    @cached_property
     def per_microbatch_ns(self) -> float:
         """What a microbatch costs in the long run: its share of a drained run, or the steady period."""
         if self.steady is not None:

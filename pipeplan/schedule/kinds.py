@@ -34,7 +34,8 @@ from .written_program import unfit, written_program
 from .zbv import no_vee, zbv
 from .zero_bubble import zb1p, zb2p
 
-MOST_STEPS = 4 * 10**6  # of one simulated run: they take a gigabyte, and half a minute
+MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a minute
+MOST_SHOWN = 2**21  # of a run of a pattern whose length nobody says
 
 
 def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
@@ -48,7 +49,8 @@ def _steady_mini_batches(graph: StageGraph, schedule: Schedule, pattern: Pattern
 
 def _steady_periods(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
     known = _known(pattern)
-    return max(64, 16 * most_in_flight(graph, starts_of(known), known.period_ns))
+    enough = 16 * most_in_flight(graph, starts_of(known), known.period_ns)
+    return max(64, min(enough, MOST_SHOWN // len(graph.operations)))
 
 
 def _known(pattern: Pattern | None) -> Pattern:

@@ -262,9 +262,12 @@ def lowered(
         for replica in devices_of(s):
             place = version - LATER if is_use else len(orders[replica]) + 4 * version + 1
             entries[replica].append((turn, place, Update(s, version)))
+    positions: dict[tuple[str, int], int] = {}
     for device, operations in orders.items():
         for index, op in enumerate(operations):
-            step = _step(program, op)
+            if (op.kind, op.stage) not in positions:
+                positions[op.kind, op.stage] = _position(program, op)
+            step = Step(op.microbatch, positions[op.kind, op.stage])
             match op.kind:
                 case "F":
                     use = use_of[step]
@@ -351,18 +354,18 @@ def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> l
     return instructions
 
 
-def _step(program: Program, op: RankOp) -> Step:
-    """Return the step that ``op`` is, or that its message comes from."""
+def _position(program: Program, op: RankOp) -> int:
+    """Return the position of the step that ``op`` is, or that its message comes from."""
     position_of = program.graph.position
     match op.kind:
         case "SEND_F" | "RECV_F":
             sender = op.stage - (op.kind == "RECV_F")
-            return Step(op.microbatch, position_of.get(("SEND_F", sender), position_of["F", sender]))
+            return position_of.get(("SEND_F", sender), position_of["F", sender])
         case "SEND_B" | "RECV_B":
             sender = op.stage + (op.kind == "RECV_B")
-            return Step(op.microbatch, position_of.get(("SEND_B", sender), position_of["B", sender]))
+            return position_of.get(("SEND_B", sender), position_of["B", sender])
         case _:
-            return Step(op.microbatch, program.position[op.kind, op.stage])
+            return program.position[op.kind, op.stage]
 
 
 def _check_versions(stage: int, uses: Sequence[Use], policy: WeightPolicy, interval: int) -> None:
@@ -433,6 +436,8 @@ def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruct
 
 def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
     """Return ``instruction`` with microbatches and versions counted on by so many."""
+    if microbatches == versions == 0:
+        return instruction
     match instruction:
         case Forward() | Backward() | BackwardWeights():
             return replace(
