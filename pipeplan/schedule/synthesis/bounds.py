@@ -62,9 +62,8 @@ def _halved(
     low = min(value, ceil_div(low, grain) * grain)
     asked = value - grain
     while low < value and not deadline.passed:
-        seconds = min(SOLVER_S, deadline.remaining_s())
         slots = slots_of(problem, asked, window, most)
-        if ask(slots, solver, SolverLimits(None, seconds, seconds)).impossible:
+        if ask(slots, solver, SolverLimits(None, SOLVER_S, deadline.remaining_s())).impossible:
             low = asked + grain
         else:
             value = asked

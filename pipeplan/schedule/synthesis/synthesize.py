@@ -1,14 +1,15 @@
 """Which order of a drained mini-batch is best for given stages, and how good could one be?
 
-Known schedules, repeated blocks and greedy rules give orders to begin with; local search betters them; linear programs
-bound what is possible; and where that is small, an integer program looks for an order that meets the bound.
+Known schedules, repeated blocks and greedy rules give orders to begin with, and an order of fewer microbatches one of
+many; justification and local search better them; linear programs bound what is possible; and where that is small, an
+integer program looks for an order that meets the bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count as endless
 from math import inf
@@ -24,6 +25,8 @@ from ..slots import Pass, explicit, shares
 from ..timeline import Timeline, flush_makespan_ns, longest_span_ns
 from .bounds import NARROW, WIDE, bearable, floor, raised, slots_of
 from .greedy import greedy, rules
+from .justify import justified, shake
+from .lengthen import lengthened
 from .local_search import anneal
 from .patterns import repeated
 from .problem import OrderProblem, Word, order_problem
@@ -31,7 +34,15 @@ from .time_indexed import ask
 from .timing import Orders
 
 EFFORT = 4 * 10**7  # operations that moves may time anew, unless more or less is asked for
-ROUNDS = ((0.025, 0), (0.05, 0), (0.025, 1), (0.025, -1))  # heat, and the start: -1 is the best so far
+SHAKE = 48  # moves that take as long as one round of shaking
+ROUNDS = (  # how to search, heat over the mean work of a microbatch, and the start: -1 is the best so far
+    (shake, SHAKE, 0.06, 0),
+    (anneal, 1, 0.015, -1),
+    (shake, SHAKE, 0.06, 1),
+    (anneal, 1, 0.03, -1),
+)
+JUSTIFIED, MOST_JUSTIFIED = 2 * 10**5, 40  # operations, and orders, that are justified at the beginning
+FEW = 2  # microbatches per device that are enough to show a steady middle
 WHOLE_COUNTS = 1_500  # of an integer program
 ALL = 10**6  # times the way of a microbatch
 WHOLE_NODES = 2_000
@@ -44,13 +55,15 @@ Known = Callable[[StageGraph, int], Iterable[Program]]  # programs of drained mi
 class Synthesis:
     """The best order that was found, run; ``bound_ns``: no order of these stages takes less.
 
-    ``barrier``: it is worth its makespan, else the longest span of one device. ``moves`` were tried.
+    ``barrier``: it is worth its makespan, else the longest span of one device. ``moves`` were tried; ``cut`` says what
+    ended the search early, a time limit or an interrupt.
     """
 
     timeline: Timeline
     bound_ns: int
     barrier: bool
     moves: int
+    cut: str | None = None
 
     @property
     def program(self) -> Program:
@@ -98,7 +111,8 @@ def synthesize(
     :func:`.problem.order_problem` counts them. With ``split`` backwards weight parts are passes of their own. Equal
     pipelines run the same order. Without a ``deadline`` it ends after so many ``moves``, in the mean some seconds, and
     the same ``seed`` finds the same order; with one it goes on until then. Without a ``solver`` the bound is a plain
-    one. BadInput where replicas differ, or no order fits the memory.
+    one. A KeyboardInterrupt ends the search with the best order so far, if there is one. BadInput where replicas
+    differ, or no order fits the memory.
     """
     side_by_side = pipelines(graph, "a synthesised order")
     alone = graph.first_replicas()
@@ -111,7 +125,7 @@ def synthesize(
         return simulate(_program(graph, microbatches, side_by_side, words, split, weight_keeps))
 
     best = min((run(words) for _, words in search.best()), key=lambda timeline: worth(timeline, barrier))
-    return Synthesis(best, search.bound, barrier, search.tried)
+    return Synthesis(best, search.bound, barrier, search.tried, search.cut)
 
 
 def _program(
@@ -162,12 +176,25 @@ class _Search:
         self.bound = floor(problem)
         self.found: list[tuple[int, list[Word]]] = []
         self.tried = 0
+        self.cut: str | None = None
 
     def run(self, moves: int | None, endlessly: bool) -> None:
         """Search until the moves are made, or with ``endlessly`` until the deadline; or an order meets the bound."""
-        self._begin()
-        operations = len(self.problem.durations) * self.problem.microbatches
-        budget = EFFORT // max(1, operations) if moves is None else moves
+        try:
+            self._begin()
+            operations = len(self.problem.durations) * self.problem.microbatches
+            budget = EFFORT // max(1, operations) if moves is None else moves
+            self._from_fewer(budget // 2, endlessly)
+            self._rounds(budget, endlessly)
+            self._whole()
+        except KeyboardInterrupt:
+            if not self.found:
+                raise
+            self.cut = "interrupted"
+        if self.cut is None and self._late():
+            self.cut = "time limit"
+
+    def _rounds(self, budget: int, endlessly: bool) -> None:
         heat = sum(self.problem.durations) / len(self.problem.devices)
         starts = [words for _, words in self.found]
         for number in endless():
@@ -177,14 +204,30 @@ class _Search:
                 self._raise(WIDE)
             if self._over() or (number >= len(ROUNDS) and not endlessly):
                 break
-            warm, start = ROUNDS[number % len(ROUNDS)]
+            search, each, warm, start = ROUNDS[number % len(ROUNDS)]
             words = self.found[0][1] if start < 0 else starts[start % len(starts)]
-            steps = max(endlessly, ceil_div(budget, len(ROUNDS))) << (number // len(ROUNDS))
+            steps = max(endlessly, ceil_div(budget, len(ROUNDS) * each)) << (number // len(ROUNDS))
             seed = self.seed + number
-            tried, value, words = anneal(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
-            self.tried += tried
+            tried, value, words = search(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
+            self.tried += tried * each
             self._add(value, words)
-        self._whole()
+
+    def _from_fewer(self, budget: int, endlessly: bool) -> None:
+        """Search with as few microbatches as have a steady middle, and repeat that."""
+        few = FEW * len(self.problem.devices)
+        if self.problem.microbatches <= few or not budget or self._over():
+            return
+        problem = replace(self.problem, microbatches=few)
+        left = self.deadline.remaining_s()
+        until = self.deadline if left == inf else Deadline.within(left / 4)
+        search = _Search(self.graph, problem, self.known, self.seed, None, until)
+        search._begin()
+        search._rounds(budget, endlessly)
+        self.tried += search.tried
+        for _, words in search.found[:3]:
+            for longer in lengthened(problem, words, self.problem.microbatches):
+                self._try(longer)
+        self._justify(3)
 
     def best(self) -> list[tuple[int, list[Word]]]:
         """Return the best few orders."""
@@ -210,6 +253,14 @@ class _Search:
             self._try(greedy(self.problem, rule))
         if not self.found:
             raise PipeplanError("no order was found that stays within memory and ends")
+        operations = len(self.problem.durations) * self.problem.microbatches
+        self._justify(min(MOST_JUSTIFIED, max(1, JUSTIFIED // operations)))
+
+    def _justify(self, most: int) -> None:
+        for _, words in self.found[:most]:
+            if self._over():
+                return
+            self._add(*justified(self.problem, words))
 
     def _known(self) -> Iterable[list[Word]]:
         """Yield the words of known programs that fit."""
@@ -262,8 +313,8 @@ class _Search:
             slots = slots_of(self.problem, self.bound, ALL, 2 * WHOLE_COUNTS)
             if not slots.exact or len(self.problem.durations) * slots.number > WHOLE_COUNTS:
                 return
-            seconds = min(WHOLE_S, self.deadline.remaining_s())
-            answer = ask(slots, self.solver, SolverLimits(WHOLE_NODES, seconds, seconds), whole=True)
+            limits = SolverLimits(WHOLE_NODES, WHOLE_S, self.deadline.remaining_s())
+            answer = ask(slots, self.solver, limits, whole=True)
             if answer.words is not None:
                 self._try(answer.words)
                 return
