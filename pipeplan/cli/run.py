@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..choices import BEST
 from ..errors import BadInput, PipeplanError, RunStopped
 from ..names import SENTENCE, shown
 from . import completed
@@ -147,7 +148,8 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     "--schedule",
     metavar="NAME|FILE.csv",
     type=completed.RUN_SCHEDULE,
-    help="Run the plan's stages under this schedule instead, or in the order of a file as torch reads it.",
+    help="Run the plan's stages under this schedule instead, in the order of a file as torch reads it, or in the best "
+    "that is found, which takes some seconds.",
 )
 @click.option(
     "--limit",
@@ -282,6 +284,10 @@ def command(
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
+    if schedule == BEST:
+        from ..planner.ordered import ordered_alike
+
+        loaded, schedule = ordered_alike(loaded), None
     loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
     loaded = clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
     spec = trained_model(model, data, plan, loaded.chain.name)

@@ -171,7 +171,7 @@ def print_plan(
     coarse = coarse_sentence(plan)
     if coarse is not None:
         out.print(f"searched    {coarse}")
-    for line in [*restriction(plan, result), *robustness(plan)]:
+    for line in [*restriction(plan, result), *robustness(plan), *ordering(plan)]:
         out.print(line)
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
@@ -231,6 +231,18 @@ def robustness(plan: Plan) -> list[str]:
     alone = "nominal     what is chosen by the planned period alone"
     lost = f": {format_ns(period)}, p95 {format_ns(other)}, {other / p95 - 1:.2%} longer" if other > p95 else " is this"
     return [f"robust      p95 {format_ns(p95)} in {drawn}", alone + lost]
+
+
+def ordering(plan: Plan) -> list[str]:
+    """Return how good the order of passes is at least, in a line; nothing of plans whose order no search has found."""
+    found = plan.provenance.options.get("order")
+    if not isinstance(found, dict):
+        return []
+    bound, value = found.get("bound_ns"), found.get("value_ns")
+    if not isinstance(bound, int) or not isinstance(value, int) or not 0 < bound <= value:
+        return []
+    gap = "proved best" if bound == value else f"gap {value / bound - 1:.2%}"
+    return [f"orders      no other order of these stages drains before {format_ns(bound)}: {gap}"]
 
 
 def _dearer(period_ns: int, result: Evaluation) -> str:

@@ -266,7 +266,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ProgramSchedule(
             written_program, "an order of its own for every GPU", "a file as torch reads it", options=("order",)
         ),
-        "written for these stages, drained",
+        "written for these stages",
     ),
     "pattern": Kind(
         weights=("2bw", "stash", "latest"),
