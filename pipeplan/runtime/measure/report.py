@@ -16,7 +16,7 @@ from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import LoweredRun
-from .calibrate import calibrated, handed_over, occupied, waits_at_updates
+from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
 from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, medians
 
 
@@ -28,7 +28,7 @@ class StageTimes:
     process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order. Making a microbatch's
     data took the stage ``data_ns``, and where a loader's workers do that it waited ``data_wait_ns`` for them (the
-    mean).
+    mean). Gradients are summed over its replicas in ``sum_ns``, of which its update waits ``sum_wait_ns``.
     """
 
     stage: int
@@ -42,6 +42,8 @@ class StageTimes:
     versions: int
     planned_versions: int
     data_wait_ns: int = 0
+    sum_ns: int = 0
+    sum_wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     busy = occupied(lowered, measurements)
     handed = handed_over(lowered, measurements)
     waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
+    kept_waiting, summing = waits_at_updates(lowered, measurements), sums_ns(lowered, measurements)
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     stages = tuple(
         StageTimes(
@@ -192,6 +195,8 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
+            sum_ns=summing[s],
+            sum_wait_ns=min(summing[s], kept_waiting[s]),
         )
         for s, cost in enumerate(graph.stages)
     )
@@ -204,7 +209,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
     busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
     norms = measurements[0].norms
-    again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
+    again = calibrated(lowered, busy, latency_ns, kept_waiting) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
@@ -256,7 +261,8 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             DeviceState(
                 device,
                 rank,
-                planned_bytes=uses[device].weights_bytes,
+                planned_bytes=uses[device].weights_bytes
+                + sum(_more_beside(lowered, rank, s) for s in lowered.stages_of(rank)),
                 measured_bytes=measurements[rank].state_bytes,
                 planned_host_bytes=sum(map(graph.host_bytes, lowered.stages_of(rank))),
                 measured_host_bytes=measurements[rank].host_bytes,
@@ -280,6 +286,13 @@ def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
     """Return how long what ``stage`` sends after its pass ``kind`` takes as planned, 0 where a cut has no bytes."""
     position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
     return 0 if position is None else graph.operations[position].duration_ns
+
+
+def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:
+    """Return the bytes that a stage takes beside the plan's because its sums go on beside passes: a second gradient,
+    less the second version where it isn't needed any more, as updates come right before what they make is used."""
+    second = lowered.beside.get(stage, 0)
+    return second and second * (most_versions(lowered.instructions[rank].short(), stage) - 1)
 
 
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
