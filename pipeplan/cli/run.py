@@ -14,6 +14,7 @@ import click
 from ..choices import BEST
 from ..errors import BadInput, PipeplanError, RunStopped
 from ..names import SENTENCE, shown
+from ..units import parse_bandwidth
 from . import completed
 from .grouped import GroupedCommand
 from .model import trained_model
@@ -185,6 +186,11 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     help="Let messages come so much later, to try what a slow network does.",
 )
 @click.option(
+    "--link-rate",
+    metavar="RATE",
+    help="Let messages and sums over replicas take as long as over links of this rate, such as 1GB/s.",
+)
+@click.option(
     "--threads", type=Count(most=MOST_THREADS), default=1, show_default=True, help="CPU threads of each process."
 )
 @click.option(
@@ -244,6 +250,7 @@ def command(
     limit: int | None,
     timeout: int | None,
     link_delay: int | None,
+    link_rate: str | None,
     optimizer: str | None,
     scheduler: str | None,
     log_dir: Path | None,
@@ -295,6 +302,7 @@ def command(
         steps=steps or STEPS,
         timeout_s=None if timeout is None else timeout / 1e9,
         link_delay_s=(link_delay or 0) / 1e9,
+        link_rate=None if link_rate is None else parse_bandwidth(link_rate, "--link-rate"),
         optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
         half=HalfOptions(half, loss_scale, loss_scale_window),
@@ -316,7 +324,7 @@ def command(
     from ..runtime.launch import run_plan
 
     ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
-    by_threads = KINDS[loaded.schedule.kind].by_arrival or bool(options.link_delay_ns)
+    by_threads = KINDS[loaded.schedule.kind].by_arrival or options.slows_links
     note = sharing(kind_of(options.device, loaded.chain), ranks, by_threads)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)

@@ -140,6 +140,12 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         out.print(f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept")
     kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))
     out.print(f"weight versions kept, by stage: {kept} measured, {planned} predicted")
+    for stage in report.stages:
+        if stage.sum_ns:
+            hidden = 1 - stage.sum_wait_ns / stage.sum_ns
+            out.print(
+                f"sums of stage {stage.stage} take {format_ns(stage.sum_ns)} an update, {hidden:.0%} of it hidden"
+            )
     if report.transfers:
         measured_ns, planned_ns = (
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")

@@ -17,6 +17,7 @@ from ..errors import BadInput
 from .arrival_order import arrival_order
 from .device import begin_peak, freed_kept, label, peak_bytes
 from .exchange.collective import barrier, gathered, pipeline_group, told_by_all
+from .exchange.emulated_link import carried_ns
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
@@ -132,7 +133,10 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
     timeout_s = job.timeout_s(lowered)
     group = pipeline_group(lowered, rank.number, timedelta(seconds=timeout_s))
     instructions = lowered.instructions[rank.number]
-    return ThreadedTransport(instructions, meeting.specs, room, timeout_s, job.options.link_delay_ns, group)
+    options = job.options
+    return ThreadedTransport(
+        instructions, meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
+    )
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -151,7 +155,10 @@ def report(
             times=tuple(straightened(list(times), meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
             peak_activation_bytes=stages.activations.peak_bytes,
-            transfer_ns={edge: ns + job.options.link_delay_ns for edge, ns in meeting.transfer_ns.items()},
+            transfer_ns={
+                edge: ns + job.options.link_delay_ns + carried_ns(meeting.specs[edge].nbytes, job.options.link_rate)
+                for edge, ns in meeting.transfer_ns.items()
+            },
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,

@@ -149,6 +149,25 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
     return typical(lowered, ("F", "B", "W", "UPDATE"), ranks)
 
 
+def sums_ns(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:
+    """Return how long the sum of an update takes over each stage's replicas, 0 without any (medians in ns).
+
+    That is from its begin to its end on the replica that came last, and so waited for nobody.
+    """
+    took: dict[tuple[int, int], list[int]] = {}
+    for x in measurements:
+        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        for t in x.times:
+            if t.activity == "REDUCE":
+                begin, end = spans.get((t.stage, t.microbatch), (t.start_ns, t.end_ns))
+                spans[t.stage, t.microbatch] = min(begin, t.start_ns), max(end, t.end_ns)
+        for key, (begin, end) in spans.items():
+            took.setdefault(key, []).append(end - begin)
+    return [
+        median(min(found) for (stage, _), found in took.items() if stage == s) for s in range(len(lowered.graph.stages))
+    ]
+
+
 def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:
     """Return how long an update keeps each stage's processes waiting, beside the optimizer's work (medians in ns).
 

@@ -16,7 +16,7 @@ from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import LoweredRun
-from .calibrate import calibrated, handed_over, occupied, waits_at_updates
+from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
 from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, typical
 
 
@@ -30,7 +30,8 @@ class StageTimes:
     ``planned_exchange_ns`` is the overhead of messages that was planned, which is no part of passes here either.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order. Making a microbatch's
     data took the stage ``data_ns``, ``planned_data_ns`` as profiled, which are part of no pass here; where a loader's
-    workers do that it waited ``data_wait_ns`` for them (the mean).
+    workers do that it waited ``data_wait_ns`` for them (the mean). Gradients are summed over its replicas in
+    ``sum_ns``, of which its update waits ``sum_wait_ns``.
     """
 
     stage: int
@@ -46,6 +47,8 @@ class StageTimes:
     data_wait_ns: int = 0
     planned_data_ns: int = 0
     planned_exchange_ns: int = 0
+    sum_ns: int = 0
+    sum_wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     busy = occupied(lowered, measurements)
     handed = handed_over(lowered, measurements)
     waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
+    kept_waiting, summing = waits_at_updates(lowered, measurements), sums_ns(lowered, measurements)
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
     reads = [plan.chain.reading_ns * ((s == 0) + (s == len(graph.stages) - 1)) for s in range(len(graph.stages))]
     sends = [planned_transfer_ns(graph, "F", s) > 0 for s in range(len(graph.stages))]
@@ -203,6 +207,8 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             data_wait_ns=waits[s],
             planned_data_ns=reads[s],
             planned_exchange_ns=2 * held[s],
+            sum_ns=summing[s],
+            sum_wait_ns=min(summing[s], kept_waiting[s]),
         )
         for s, cost in enumerate(graph.stages)
     )
@@ -215,7 +221,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
     busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
     norms = measurements[0].norms
-    again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
+    again = calibrated(lowered, busy, latency_ns, kept_waiting) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
@@ -267,7 +273,8 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             DeviceState(
                 device,
                 rank,
-                planned_bytes=uses[device].weights_bytes,
+                planned_bytes=uses[device].weights_bytes
+                + sum(_more_beside(lowered, rank, s) for s in lowered.stages_of(rank)),
                 measured_bytes=measurements[rank].state_bytes,
                 planned_host_bytes=sum(map(graph.host_bytes, lowered.stages_of(rank))),
                 measured_host_bytes=measurements[rank].host_bytes,
@@ -291,6 +298,13 @@ def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
     """Return how long what ``stage`` sends after its pass ``kind`` takes as planned, 0 where a cut has no bytes."""
     position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
     return 0 if position is None else graph.operations[position].duration_ns
+
+
+def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:
+    """Return the bytes that a stage takes beside the plan's because its sums go on beside passes: a second gradient,
+    less the second version where it isn't needed any more, as updates come right before what they make is used."""
+    second = lowered.beside.get(stage, 0)
+    return second and second * (most_versions(lowered.instructions[rank].short(), stage) - 1)
 
 
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
