@@ -134,7 +134,7 @@ class Facts:
         entering = np.zeros(self.count, dtype=np.int64)
         for layer, _, size in self._entering():
             entering[layer] += size
-        return np.maximum(self.kept - entering, 0)
+        return np.asarray(np.maximum(self.kept - entering, 0))
 
     def _entering(self) -> Iterator[tuple[int, int, int]]:
         """Yield (layer, where it comes from, bytes) of what a layer uses and its segment may have as its input."""
