@@ -99,7 +99,7 @@ def test_planned_reading_and_overhead_are_shown_beside_what_they_took_and_not_in
     assert [(x.planned_data_ns, x.planned_exchange_ns) for x in report.stages] == [(ms // 4, ms)] * 2
     assert [(x.planned_forward_ns, x.planned_backward_ns) for x in report.stages] == [(3 * ms // 4, 2 * ms)] * 2
     print_run(script.plan, report, width=120)
-    assert "stages work 0 ns of each microbatch for messages, 1.000 ms planned" in capsys.readouterr().out
+    assert "stages work 0.000 ms of each microbatch for messages, 1.000 ms planned" in capsys.readouterr().out
 
 
 def with_waits(measurements, agree_ns, reduce_ns, sums=1):
