@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ..deadline import Deadline
@@ -316,6 +317,15 @@ GAP = click.option(
     metavar="PERCENT",
     help="auto: stop at a plan this near to what no plan can beat, such as 1%; 0% to try all.  [default: 0.1%]",
 )
+
+
+def refuse_without(needed: str, *names: str) -> None:
+    """Raise UsageError when one of the options ``names`` is said that mean something only beside ``--needed``, which
+    isn't."""
+    context = click.get_current_context()
+    said = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if said and context.params[needed] is None:
+        raise click.UsageError(f"--{said[0]} goes with --{needed}")
 
 
 def refuse_two_documents(as_json: bool, **targets: str | None) -> None:

@@ -12,7 +12,20 @@ from ..choices import BEST, PLANNED, AlgorithmName, ScheduleKind, TargetName
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
 from .grouped import GroupedCommand
-from .options import EFFORT, GAP, KNOBS, MOST_RUNS, SEED, SOLVER, Count, Share, asked_of, knobs_of, problem_options
+from .options import (
+    EFFORT,
+    GAP,
+    KNOBS,
+    MOST_RUNS,
+    SEED,
+    SOLVER,
+    Count,
+    Share,
+    asked_of,
+    knobs_of,
+    problem_options,
+    refuse_without,
+)
 from .search import search, search_options
 from .stated import NAMES as STATED
 from .stated import stated_options
@@ -109,6 +122,7 @@ def command(
 
     Ctrl-C ends the search with the best plan so far.
     """
+    refuse_without("robust", "seed", "runs")
     given = knobs_of(knobs, straight=straight or None, mode=mode, charge=charge)
     if data_parallel is not None and options["split"] is not None:
         options = _stated_grid(data_parallel, options)

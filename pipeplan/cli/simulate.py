@@ -20,6 +20,7 @@ from .options import (
     Output,
     Share,
     refuse_two_documents,
+    refuse_without,
 )
 
 
@@ -106,6 +107,7 @@ def command(
     from ..report.simulations import counted
     from ..schedule.registry import schedules
 
+    refuse_without("jitter", "seed", "runs")
     refuse_two_documents(as_json, trace=trace)
     if as_text and as_json:
         raise click.UsageError("say either --text or --json")

@@ -171,6 +171,11 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         out.print(
             f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "
             f"{format_bytes(device.planned_bytes)} predicted"
+            + (
+                f", {format_bytes(device.allowed_bytes)} if messages came otherwise"
+                if device.allowed_bytes > device.planned_bytes
+                else ""
+            )
         )
     for state in report.states:
         line = (

@@ -18,7 +18,7 @@ from ..schedule.synthesis.synthesize import Synthesis
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .looks import console, make_table, print_fitted
-from .tables import groups_line, headline
+from .tables import groups_line, headline, unknown_between
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
 SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")
@@ -81,6 +81,10 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"jitter   {format_ns(statistics.median(simulation.jitter_ns))} per microbatch in the median of "
             f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
         )
+    program = timeline.program
+    unknown = unknown_between(simulation.plan.chain) if program.split and program.weight_keeps == 1 else None
+    if unknown is not None:
+        out.print(f"note     {unknown}")
     out.print()
     print_fitted(out, _device_table(simulation, figures["devices"]))
     if figures["links"]:

@@ -13,6 +13,7 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
 from ..cost.memory_model import weights_of
+from ..cost.saved import for_weights
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..partition.contiguous.grouped import coarseness
@@ -189,11 +190,24 @@ def print_plan(
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
     if tied is not None:
         out.print(f"note        {tied}")
+    unknown = unknown_between(chain) if kind.splits else None
+    if unknown is not None:
+        out.print(f"note        {unknown}")
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         out.print(f"note        the search ended early: {status}")
     out.print()
     print_fitted(out, _stage_table(plan, result, out.width))
+
+
+def unknown_between(chain: Chain) -> str | None:
+    """Return that peaks of schedules that split backwards are too low, where the profile lacks what they hold."""
+    if for_weights(chain) is not None:
+        return None
+    return (
+        "peaks leave out gradients that wait between the two parts of a backward, which the profile doesn't know; "
+        "profile --split-backward measures them"
+    )
 
 
 def restriction(plan: Plan, result: Evaluation) -> list[str]:

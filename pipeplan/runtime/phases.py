@@ -6,7 +6,7 @@ It builds its model, meets the others, builds its stages, walks its instructions
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,6 +22,7 @@ from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
 from .launcher import Launcher
+from .lowering.lowered_run import LoweredRun
 from .measure.drift import straightened
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
@@ -181,4 +182,13 @@ def report(
     dist.destroy_process_group()
     if measurements is None:
         return None
-    return replace(make_report(rank.lowered, measurements), notes=rank.model.notes)
+    return replace(make_report(rank.lowered, measurements), notes=(*rank.model.notes, *_of_schedule(rank.lowered)))
+
+
+def _of_schedule(lowered: LoweredRun) -> Iterator[str]:
+    """Say in what a run is otherwise than its schedule."""
+    if lowered.program.fused and not lowered.evaluates:
+        yield (
+            f"{lowered.plan.schedule.kind}: forwards and backwards that share an operation ran one after the other, so "
+            "nothing of one was hidden behind the other"
+        )

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import lcm
+from math import gcd, lcm
 
 from ...check.evaluate import evaluate
 from ...check.shared_weights import tied_violations
 from ...cost.memory_model import gradient_bytes
 from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
 from ...errors import BadInput
+from ...integers import ceil_div
 from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
 from ...schedule.memory import in_flight, lane_use, most_held
@@ -163,6 +164,23 @@ class LoweredRun:
             free = self.plan.platform.devices[device].memory_bytes - lane_use(self.timeline, lane).peak_bytes
             held[s] = count + max(0, free) // max(1, self.graph.stages[s].kept_bytes)
         return held
+
+    def most_activation_bytes(self, rank: int) -> int:
+        """Return what a rank of a message-driven run holds at most of activations, whatever comes first; 0 for others.
+
+        One that holds more microbatches than in the simulated run is let, where its memory has room for them; it never
+        holds more than are in the pipelines that it serves.
+        """
+        if self.limit is None:
+            return 0
+        stages, total, more = self.plan.allocation.stages, 0, 0
+        for s, room in self.most_held(rank).items():
+            served = stages[0].replicas // gcd(stages[0].replicas, stages[s].replicas)
+            count = min(room, self.limit * served, ceil_div(self.interval, stages[s].replicas))
+            cost = self.graph.stages[s]
+            total += count * cost.kept_bytes
+            more = max(more, cost.peak_bytes - cost.kept_bytes)
+        return total + more
 
     @property
     def planned_period_ns(self) -> float:

@@ -53,12 +53,16 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceActivations:
-    """Most activation bytes that a device held: as simulated for the plan's order, and as counted."""
+    """Most activation bytes that a device held: as simulated for the plan's order, and as counted.
+
+    Where messages decide the order it is let hold ``allowed_bytes``; as much as is planned where the order is fixed.
+    """
 
     device: int
     rank: int
     planned_bytes: int
     measured_bytes: int
+    allowed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
                 rank=rank,
                 planned_bytes=uses[device].activation_bytes,
                 measured_bytes=measurements[rank].peak_activation_bytes,
+                allowed_bytes=max(uses[device].activation_bytes, lowered.most_activation_bytes(rank)),
             )
             for rank, device in enumerate(lowered.devices)
             if passes
