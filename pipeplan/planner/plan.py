@@ -288,5 +288,5 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     class."""
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains:
-        found = drained_bounds(problem, scheduled.cost, scheduled.schedule.kind if scheduled.schedule else kind)
+        found = drained_bounds(problem, scheduled.schedule.kind if scheduled.schedule else kind)
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]
