@@ -23,7 +23,7 @@ from pipeplan.check.bounds import (
 from pipeplan.check.bounds.facts import Facts
 from pipeplan.check.bounds.long_chains import long_bound
 from pipeplan.check.bounds.placements import placement_bound
-from pipeplan.check.bounds.strong import Proved
+from pipeplan.check.bounds.strong import Proved, Refutations
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.memory_model import stage_activations
 from pipeplan.cost.saved import saved_bytes
@@ -367,3 +367,20 @@ def test_an_engines_buffers_hold_what_views_of_them_would_keep():
     chain, policy = Chain("c", layers, 10), Policy("flush", 4, engine="torch")
     _, peak, _ = stage_activations(policy, chain, 1, 3, ())
     assert Facts(Problem(chain, Platform.flat(2, 10**6), policy, checkpointing="none")).least_peak[1, 3] <= peak == 0
+
+
+def test_one_device_does_all_layers_of_a_run():
+    """Layers 0 to 2 fit on the first device alone, with one microbatch inside. A second could only be inside layer 0
+    beside one inside layer 1, or while the device has done all of the first: the work of the run binds, not half of
+    it, however the microbatch's way over the last layers is shared."""
+    sizes = [(1, 1), (1, 1), (20, 20), (20, 20)]
+    layers = tuple(
+        Layer(f"{i}", f, b, 0, size, 40 if i < 2 else 0)
+        for i, ((f, b), size) in enumerate(zip(sizes, (60, 1, 1, 0), strict=True))
+    )
+    problem = Problem(Chain("c", layers, 0), Platform.flat(3, 100, 10**12), replicas=False, checkpointing="none")
+    assert load_bound(problem) == 28
+    found, best = Refutations(problem), optimum(problem)
+    assert best is not None
+    assert found.refuted(best - 1) == "runs"
+    assert found.refuted(best) is None
