@@ -23,7 +23,7 @@ from pipeplan.check.bounds import (
 from pipeplan.check.bounds.facts import Facts
 from pipeplan.check.bounds.long_chains import long_bound
 from pipeplan.check.bounds.placements import placement_bound
-from pipeplan.check.bounds.strong import Proved, Refutations
+from pipeplan.check.bounds.strong import Proved
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.memory_model import stage_activations
 from pipeplan.cost.saved import saved_bytes
@@ -370,17 +370,24 @@ def test_an_engines_buffers_hold_what_views_of_them_would_keep():
 
 
 def test_one_device_does_all_layers_of_a_run():
-    """Layers 0 to 2 fit on the first device alone, with one microbatch inside. A second could only be inside layer 0
-    beside one inside layer 1, or while the device has done all of the first: the work of the run binds, not half of
-    it, however the microbatch's way over the last layers is shared."""
-    sizes = [(1, 1), (1, 1), (20, 20), (20, 20)]
-    layers = tuple(
-        Layer(f"{i}", f, b, 0, size, 40 if i < 2 else 0)
-        for i, ((f, b), size) in enumerate(zip(sizes, (60, 1, 1, 0), strict=True))
-    )
-    problem = Problem(Chain("c", layers, 0), Platform.flat(3, 100, 10**12), replicas=False, checkpointing="none")
-    assert load_bound(problem) == 28
-    found, best = Refutations(problem), optimum(problem)
-    assert best is not None
-    assert found.refuted(best - 1) == "runs"
-    assert found.refuted(best) is None
+    """Layers 0 to 2 fit on one device alone, where two microbatches inside layer 1 and one inside layer 2 don't. So
+    what follows layer 1 and comes back to it fits into a period, though layer 0 alone has room for many."""
+    times = ((1, 1), (10, 10), (10, 10), (20, 20), (20, 20))
+    costs = zip(times, (60, 60, 1, 1, 0), (1, 40, 40, 0, 0), strict=True)
+    layers = tuple(Layer(f"{i}", f, b, 0, size, kept) for i, ((f, b), size, kept) in enumerate(costs))
+    problem = Problem(Chain("c", layers, 0), Platform.flat(3, 110, 10**12), replicas=False, checkpointing="none")
+    assert quick_proof(problem).period_ns < 50
+    assert proof(problem) == Proved(122, "runs")
+    assert optimum(problem) == 122
+
+
+def test_one_microbatch_has_to_fit():
+    """Of two layers that keep 60 bytes in 100 one is recomputed by every replica, though on average there is room."""
+    layers = (Layer("0", 10, 10, 0, 1, 60), Layer("1", 10, 10, 0, 0, 60), Layer("2", 1, 1, 0, 0, 1))
+    problem = Problem(Chain("c", layers, 0), Platform.flat(2, 100, 10**12), checkpointing="segments")
+    facts = Facts(problem)
+    assert facts.recomputed[0][0, 3] == facts.recomputed[1][0, 3] == 10
+    assert facts.recomputed[0][0, 1] == 0
+    truth = optimum(problem)
+    assert truth is not None
+    assert proof(problem).period_ns <= truth

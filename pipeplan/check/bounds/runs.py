@@ -75,7 +75,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
     delay = [NEVER] * count + [0]
     before_cut = [NEVER] * (count + 1)
-    prices = _price_levels(facts, int(devices[-1]) * 4)
+    prices, again = _price_levels(facts, int(devices[-1]) * 4), facts.recomputed
     for end in range(count, 0, -1):
         turning = _before_cut(facts, end, delay[end], tau)
         if turning is None:
@@ -85,7 +85,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
         load = facts.behind[:end] - facts.behind[end] + facts.blocked[:end] + facts.blocked[end]
         idle = devices[:, None] * float(tau) - load
         fixed, memory, peak = facts.fixed[:, :end, end], facts.memories[:, None], facts.least_peak[:end, end]
-        fits = (idle >= 0) & (fixed + peak <= memory)
+        fits = (idle >= again[:, :end, end]) & (fixed + peak <= memory)
         lasting, more = np.zeros(fits.shape, dtype=np.int64), np.broadcast_to(peak, fits.shape)
         if period is not None:
             fits &= facts.sync_ns[:, :end, end] <= period
