@@ -50,8 +50,9 @@ class Settings:
 
     The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
     there is a plan, the simplest ones are tried. ``near``: the :data:`KEPT` best whose cost is above the best's by no
-    more than this part of it are kept too. ``progress`` receives a line at each
-    improvement; ``status`` says at any time what is going on.
+    more than this part of it are kept too. ``jobs`` processes may search at a
+    time, where one search needn't wait for another: plans are the same with any number. ``progress`` receives a line
+    at each improvement; ``status`` says at any time what is going on.
     """
 
     solver: Solver = "cbc"
@@ -60,6 +61,7 @@ class Settings:
     gap: float = GAP
     simplest: bool = True
     near: float = 0.0
+    jobs: int = 1
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 
