@@ -125,7 +125,7 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 stage = work.stages[s]
                 reads = s == 0 or stage.takes_targets
                 given = sample(s, m) if reads and order is None else None  # what comes may still be on its way
-                x = arrived("F", s, m) if s > 0 else None
+                x: Any = arrived("F", s, m) if s > 0 else None
                 entry, target = given or (sample(s, m) if reads else (None, None))
                 x = entry if x is None else x
                 start = recorder.mark()
