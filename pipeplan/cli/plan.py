@@ -15,6 +15,7 @@ from .grouped import GroupedCommand
 from .options import (
     EFFORT,
     GAP,
+    JOBS,
     KNOBS,
     MOST_RUNS,
     SEED,
@@ -75,6 +76,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
     help="The best plan that this framework can express and run, and what the restriction costs; weights are flush.",
 )
 @SOLVER
+@JOBS
 @click.option(
     "--robust",
     type=Share(),
@@ -128,7 +130,7 @@ def command(
         options = _stated_grid(data_parallel, options)
     elif data_parallel is not None:
         _refuse_with_grid(algorithm, schedule, {**options, "for": target, "gap": gap, "O": given or None})
-        for name in (*STATED, "solver", "robust", "seed", "runs"):
+        for name in (*STATED, "solver", "jobs", "robust", "seed", "runs"):
             options.pop(name)
         plan_grid(
             profile=profile,

@@ -8,7 +8,6 @@ from functools import partial
 
 from ..check.bounds import bounded, overstated
 from ..check.drained_bound import drained_bound
-from ..check.evaluate import evaluate
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
@@ -29,8 +28,8 @@ def _one_special(problem: Problem) -> int | None:
     return proved_special(problem) if plain else None
 
 
-def _drained(problem: Problem, known_ns: int, kind: ScheduleKind | None) -> int | None:
-    found = drained_bound(problem, known_ns, kind)
+def _drained(problem: Problem, kind: ScheduleKind | None) -> int | None:
+    found = drained_bound(problem, kind)
     return None if found is None else found.period_ns
 
 
@@ -57,7 +56,7 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     if bound.allocation in TARGETS:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
     elif kind.drains and bound.allocation == "contiguous":
-        prove = partial(_drained, known_ns=evaluate(plan).makespan_ns or 0, kind=bound.schedule)
+        prove = partial(_drained, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     assert prove is not None, "bounds of class any are never claimed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -35,8 +35,6 @@ from .model.user_code import RAISED
 from .training.split_stage import SplitStage
 from .training.stage import StageModule
 from .training.update import StageUpdate
-
-NOTHING: Final[tuple[Any, Any]] = (None, None)  # in the place of a sample
 
 
 class OperationFailed(Exception):
@@ -127,8 +125,8 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 stage = work.stages[s]
                 reads = s == 0 or stage.takes_targets
                 given = sample(s, m) if reads and order is None else None  # what comes may still be on its way
-                x = arrived("F", s, m) if s > 0 else None
-                entry, target = given or (sample(s, m) if reads else NOTHING)
+                x: Any = arrived("F", s, m) if s > 0 else None
+                entry, target = given or (sample(s, m) if reads else (None, None))
                 x = entry if x is None else x
                 start = recorder.mark()
                 target = target if stage.takes_targets else None
