@@ -49,6 +49,7 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         """Return the loss of logits (tokens, vocabulary)."""
+        loss: Tensor
         loss, gradient = _loss_and_gradient(logits, target)
         ctx.save_for_backward(gradient)
         ctx.count = len(target)
@@ -58,7 +59,8 @@ class FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of the logits."""
         (gradient,) = ctx.saved_tensors
-        return gradient * (gradients[0] / ctx.count), None
+        found: Tensor = gradient * (gradients[0] / ctx.count)
+        return found, None
 
 
 ROWS = 256  # tokens whose softmax exists at a time where the kernel is played with several
@@ -69,7 +71,8 @@ def _loss_and_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean loss in fp32, and the gradient of the losses' sum: one operation for whoever counts them."""
     total = torch.zeros((), device=logits.device)
     gradient = torch.empty_like(logits)
-    for rows, chosen, out in zip(logits.split(ROWS), target.split(ROWS), gradient.split(ROWS), strict=True):
+    for first in range(0, len(logits), ROWS):
+        rows, chosen, out = (x[first : first + ROWS] for x in (logits, target, gradient))
         log = rows.float().log_softmax(-1)
         total -= log.gather(-1, chosen.unsqueeze(-1)).sum()
         out.copy_(log.exp_().scatter_add_(-1, chosen.unsqueeze(-1), -torch.ones_like(log[:, :1])))
