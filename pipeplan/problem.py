@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -119,7 +119,8 @@ class Chain:
     ``edges`` makes it a DAG: pairs ``(i, j)``, i < j, mean that layer j reads the output of layer i; without edges each
     layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
-    have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
+    have in common counts where it must be summed, and nothing where it is held once. ``order`` has the place of each
+    layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
     ``beside`` how many processes, with the one that was measured, computed at once.
     """
@@ -136,6 +137,7 @@ class Chain:
     source: str = ""
     worth: str = ""
     beside: int = 1
+    order: tuple[int, ...] | None = None
 
     @property
     def of_cpu(self) -> bool:
@@ -197,6 +199,10 @@ class Chain:
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
         return Sums.of(self)
+
+    def is_range(self, start: IntLike, stop: IntLike) -> Any:
+        """Whether a stage may have what stands from position ``start`` to ``stop``: any layers at all."""
+        return np.asarray(stop) > start
 
     def timed(self, times: LayerTimes | None) -> Chain:
         """Return the same network with the times of a device's own profile; None: with its own."""

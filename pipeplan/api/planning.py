@@ -23,7 +23,7 @@ from ..problem import Chain
 from ..schedule.kinds import KINDS
 from ..schedule.periodic.ilp import Solver
 from ..units import parse_time
-from .asked import Asked, Effort, deadline_of, problem_of, refuse_others
+from .asked import Asked, Effort, Order, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 
@@ -44,6 +44,7 @@ def plan(
     recompute: str | None = None,
     effort: Effort | None = None,
     gap: float | None = None,
+    order: Order = "best",
     solver: Solver = "cbc",
     time_limit: str | Deadline | None = None,
     microbatch: int | None = None,
@@ -59,20 +60,22 @@ def plan(
     ``profile`` is one, its file, or the name of a model, which is estimated for ``gpu`` in microbatches of
     ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.asked.problem_of`.
     ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
-    ``time_limit`` (``"30s"``) has passed; with ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
+    ``time_limit`` (``"30s"``) has passed; the layers of a DAG in the best ``order`` that is found, or as they are
+    ``given``. With ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`. With ``robust``, a share (0.05), it is the best where
     durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``progress`` hears of each improvement,
     ``status`` says at any time what is going on. BadInput for what contradicts.
     """
     from ..planner.alternatives import with_alternatives
+    from ..planner.layer_order import InOrder, in_best_order
     from ..planner.plan import make_plan
     from ..planner.restricted import make_target_plan, unrestricted, with_price
     from ..planner.robust import Jitter
     from ..planner.stated import STATED
 
     deadline = deadline_of(time_limit)
-    refuse_others(effort=effort, solver=solver)
+    refuse_others(effort=effort, solver=solver, order=order)
     stated = _stated(algorithm, effort, gap, split=split, replicas=replicas, on=on, recompute=recompute)
     options = _known(algorithm, options or {})
     if schedule is not None and schedule not in KINDS:
@@ -98,8 +101,10 @@ def plan(
     elif stated is not None:  # other stages than the stated ones are no alternatives
         found = make_plan(problem, STATED, stated, settings, effort, schedule, limit, jitter)
     else:
-        found = make_plan(problem, algorithm, options, settings, effort, schedule, limit, jitter)
-        found = with_alternatives(found, problem)
+        searched = order == "best" and algorithm in (AUTO, "contiguous")
+        ordered = in_best_order(problem, settings, effort, schedule) if searched else InOrder(problem)
+        found = ordered.told(make_plan(ordered.problem, algorithm, options, settings, effort, schedule, limit, jitter))
+        found = with_alternatives(found, ordered.problem)
     return _timed(found, assumptions, began)
 
 
