@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
 from ..check.validate import judged, structure_violations
+from ..cost.layer_orders import in_own_order, reordered
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..names import shown
@@ -82,9 +83,12 @@ def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | No
 
 
 def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:
-    """Return ``other`` at the granularity at which ``plan`` was made from ``one``; BadInput if it wasn't."""
-    for merge in (lambda chain: chain, merge_articulation):
-        if plan.chain.layers == merge(one).layers:
+    """Return ``other`` at the granularity at which ``plan`` was made from ``one``, its layers in the plan's order;
+    BadInput if it wasn't."""
+    own = in_own_order(plan.chain).layers
+    for merge in (in_own_order, lambda chain: merge_articulation(in_own_order(chain))):
+        if own == merge(one).layers:
             found: Chain = merge(other)
-            return found
+            order = plan.chain.order
+            return found if order is None or len(found) != len(own) else reordered(found, order)
     raise BadInput(f"the plan was made from another profile than {shown(one.name)}: its layers differ")
