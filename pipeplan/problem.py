@@ -204,6 +204,36 @@ class Chain:
         """Whether a stage may have what stands from position ``start`` to ``stop``: any layers at all."""
         return np.asarray(stop) > start
 
+    def reordered(self, order: Sequence[int]) -> Chain:
+        """Return the same network with its layers in another order that they may stand in: ``order[i]`` is layer i."""
+        if list(order) == list(range(len(self))):
+            return self
+        place = {old: new for new, old in enumerate(order)} | {-1: -1}
+
+        def moved(layers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted(place[i] for i in layers))
+
+        layers = []
+        for layer in (self.layers[i] for i in order):
+            saves = None if layer.saves is None else moved(layer.saves)
+            view = None if layer.view_of is None else place[layer.view_of]
+            needs = layer.weight_needs and replace(layer.weight_needs, saves=moved(layer.weight_needs.saves))
+            layers.append(replace(layer, saves=saves, view_of=view, weight_needs=needs))
+        own = tuple(order if self.order is None else (self.order[i] for i in order))
+        return replace(
+            self,
+            layers=tuple(layers),
+            edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
+            tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),
+            shared=self.shared and tuple(replace(x, layers=moved(x.layers)) for x in self.shared),
+            order=None if own == tuple(range(len(self))) else own,
+        )
+
+    def in_own_order(self) -> Chain:
+        """Return the same network with its layers in the model's own order."""
+        order = self.order
+        return self if order is None else self.reordered(sorted(range(len(self)), key=order.__getitem__))
+
     def timed(self, times: LayerTimes | None) -> Chain:
         """Return the same network with the times of a device's own profile; None: with its own."""
         if times is None:

@@ -6,8 +6,6 @@ the layers. An order is a way through the ideals, one layer more at a time; stag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from ..problem import Chain
@@ -75,41 +73,3 @@ def members(bits: int) -> list[int]:
         found.append(low.bit_length() - 1)
         bits ^= low
     return found
-
-
-def reordered(chain: Chain, order: Sequence[int]) -> Chain:
-    """Return ``chain`` with its layers in another order that they may stand in: ``order[i]`` becomes layer i."""
-    if list(order) == list(range(len(chain))):
-        return chain
-    place = {old: new for new, old in enumerate(order)} | {-1: -1}
-
-    def moved(layers: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(place[i] for i in layers))
-
-    layers = []
-    for layer in (chain.layers[i] for i in order):
-        needs = layer.weight_needs
-        layers.append(
-            replace(
-                layer,
-                saves=None if layer.saves is None else moved(layer.saves),
-                view_of=None if layer.view_of is None else place[layer.view_of],
-                weight_needs=None if needs is None else replace(needs, saves=moved(needs.saves)),
-            )
-        )
-    own = order if chain.order is None else [chain.order[i] for i in order]
-    return replace(
-        chain,
-        layers=tuple(layers),
-        edges=None if chain.edges is None else tuple(sorted((place[i], place[j]) for i, j in chain.edges)),
-        tied=tuple(sorted((min(x), max(x)) for x in (moved(pair) for pair in chain.tied))),
-        shared=None if chain.shared is None else tuple(replace(x, layers=moved(x.layers)) for x in chain.shared),
-        order=None if list(own) == list(range(len(chain))) else tuple(own),
-    )
-
-
-def in_own_order(chain: Chain) -> Chain:
-    """Return ``chain`` with its layers in the model's own order."""
-    if chain.order is None:
-        return chain
-    return reordered(chain, sorted(range(len(chain)), key=chain.order.__getitem__))

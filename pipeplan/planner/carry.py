@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ..check.bounds import any_bound
 from ..check.validate import judged, structure_violations
-from ..cost.layer_orders import in_own_order, reordered
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..names import shown
@@ -85,10 +84,10 @@ def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | No
 def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:
     """Return ``other`` at the granularity at which ``plan`` was made from ``one``, its layers in the plan's order;
     BadInput if it wasn't."""
-    own = in_own_order(plan.chain).layers
-    for merge in (in_own_order, lambda chain: merge_articulation(in_own_order(chain))):
+    own = plan.chain.in_own_order().layers
+    for merge in (Chain.in_own_order, lambda chain: merge_articulation(chain.in_own_order())):
         if own == merge(one).layers:
             found: Chain = merge(other)
             order = plan.chain.order
-            return found if order is None or len(found) != len(own) else reordered(found, order)
+            return found if order is None or len(found) != len(own) else found.reordered(order)
     raise BadInput(f"the plan was made from another profile than {shown(one.name)}: its layers differ")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from ..check.bounds import proof
 from ..check.validate import class_violations
-from ..cost.layer_orders import reordered
 from ..deadline import OutOfTime
 from ..partition.contiguous.contiguous import contiguous
 from ..partition.layer_order import Ordered, best_ordered, orders_matter
@@ -79,5 +78,5 @@ def in_best_order(problem: Problem, settings: Settings, effort: str, schedule: S
         )
     before = given.claimed_period_ns if given is not None else None
     if before is None or period < before - before // MARGIN:
-        problem = replace(problem, chain=reordered(problem.chain, found.order))
+        problem = replace(problem, chain=problem.chain.reordered(found.order))
     return InOrder(problem, found, bound)

@@ -74,8 +74,8 @@ def layer_order(plan: Plan) -> str | None:
     if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
         return None if plan.chain.order is None else "in another order than the model's own"
     whose = "in the profile's order" if plan.chain.order is None else "in another order than the model's own"
-    which = "all" if about.get("all") else "some of its"
-    return f"{whose}; contiguous stages were cut at {which} {about['ideals']} sets of layers that may come first"
+    which = f"all {about['ideals']} cuts of all" if about.get("all") else f"{about['ideals']} cuts of some"
+    return f"{whose}; contiguous stages were tried at {which} orders"
 
 
 def distance(bound: Bound, period_ns: int) -> str:

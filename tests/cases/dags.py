@@ -9,7 +9,7 @@ from dataclasses import replace
 from cases.chains import random_chain, saying_what_is_saved
 from oracles.partition import contiguous_optimum
 
-from pipeplan.cost.layer_orders import reordered, several_orders
+from pipeplan.cost.layer_orders import several_orders
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.problem import Chain, Platform, Policy, Problem
 
@@ -39,7 +39,7 @@ def best_of_all_orders(problem: Problem) -> int | None:
     """Return the shortest period of contiguous stages in any order of the layers, by brute force."""
     best = None
     for order in all_orders(problem.chain):
-        found = contiguous_optimum(replace(problem, chain=reordered(problem.chain, order)))
+        found = contiguous_optimum(replace(problem, chain=problem.chain.reordered(order)))
         if found is not None and (best is None or found[0] < best):
             best = found[0]
     return best

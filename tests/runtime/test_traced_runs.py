@@ -17,7 +17,6 @@ from cases.traced import DATA, serial
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.validate import check
 from pipeplan.cli import group
-from pipeplan.cost.layer_orders import reordered
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
@@ -101,7 +100,7 @@ def test_layers_in_another_order_than_the_models_train_as_the_module_does(tmp_pa
     names = [layer.name for layer in profile.layers]
     order = [0, *(names.index(x) for x in ("right", "tanh", "left", "left_norm")), *range(5, len(names))]
     assert order != sorted(order)
-    plan = plan_of(reordered(profile, order), [(0, 3, (0,)), (3, len(names), (1,))], weights="flush", accumulate=4)
+    plan = plan_of(profile.reordered(order), [(0, 3, (0,)), (3, len(names), (1,))], weights="flush", accumulate=4)
     model = fitted(load_model(spec_of(build), 4, 0), plan.chain)
     assert [layer.name for layer in model.layers][:5] == ["enter", "right", "tanh", "left", "left_norm"]
     assert [str(x) for x in model.cut(3).specs] == ["float32 (4, 4, 6, 6)"] * 2

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ...cost import memory_model, time_model
 from ...cost.group_bound import group_bound
 from ...cost.ideal_chain import IdealChain
-from ...cost.layer_orders import reordered
 from ...cost.stage_graph import stage_graph
 from ...plan import Allocation, Stage
 from ...problem import Platform, Problem
@@ -50,7 +49,7 @@ def claimed(problem: Problem, stages: Sequence[Stage]) -> Allocation | None:
     """Return ``stages`` with their smallest period by the rules of decisions, None where they have none."""
     if isinstance(problem.chain, IdealChain):
         order, ranges = problem.chain.placed(stages)
-        found = claimed(replace(problem, chain=reordered(problem.chain.whole, order)), ranges)
+        found = claimed(replace(problem, chain=problem.chain.whole.reordered(order)), ranges)
         return None if found is None else replace(found, stages=on_lowest_devices(problem.platform, stages))
     policy = memory_model.without_vertical_sync(problem.policy)
     free = problem.tied == "free"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...cost.layer_orders import in_own_order
 from ...errors import BadInput
 from ...problem import Chain
 from .loaded import LoadedModel
@@ -20,7 +19,7 @@ def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
     if not model.chain:
         from .traced import grouped
 
-        own = in_own_order(chain)
+        own = chain.in_own_order()
         groups = _merged(model, own) if model.training else _evaluated(model, own)
         return grouped(model, [groups[i] for i in chain.order or range(len(chain))])
     count = len(model.layers) - 1
