@@ -6,7 +6,7 @@ holds against these. Here they cost no import, so that help comes at once.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 ScheduleKind = Literal[
     "flush",
@@ -22,11 +22,13 @@ ScheduleKind = Literal[
     "zbv",
     "v-half",
     "v-min",
+    "v-limit",
     "dualpipev",
     "written",
     "pattern",
 ]
 PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what plans are made for
+BEST: Final = "best"  # of all orders that are found, instead of a schedule's
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
 

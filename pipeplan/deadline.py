@@ -41,6 +41,11 @@ class Deadline:
         end = time.monotonic() + seconds
         return Deadline(lambda: end - time.monotonic())
 
+    def part(self, share: int) -> Deadline:
+        """Return the deadline when this share of what is left now has passed."""
+        left = self.remaining_s()
+        return self if left == inf else Deadline.within(left / share)
+
     def later(self, seconds: float) -> Deadline:
         """Return the deadline so many seconds behind this one."""
         return Deadline(lambda: self.remaining_s() + seconds)

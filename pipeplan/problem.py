@@ -122,7 +122,8 @@ class Chain:
     have in common counts where it must be summed, and nothing where it is held once. ``order`` has the place of each
     layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
-    ``beside`` how many processes, with the one that was measured, computed at once.
+    ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
+    microbatch's data takes a process that reads for itself: part of the forward times of the first layer and the last.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Chain:
     source: str = ""
     worth: str = ""
     beside: int = 1
+    reading_ns: int = 0
     order: tuple[int, ...] | None = None
 
     @property
@@ -412,7 +414,8 @@ class Level:
 class Platform:
     """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
 
-    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing.
+    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing. Others
+    take each of them ``overhead_ns`` of work, to send a message or to receive it, beside what the link takes.
     ``reserved_bytes`` of each device are for others: its ``memory_bytes`` are without them.
     """
 
@@ -421,6 +424,7 @@ class Platform:
     full_duplex: bool = False
     blocking: bool = False
     reserved_bytes: int = 0
+    overhead_ns: int = 0
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -493,6 +497,12 @@ class Platform:
         bandwidth, latency = self.paths[level]
         return latency + ceil_div(size * 10**9, bandwidth) if size else 0
 
+    def held_ns(self, size: int, level: int) -> int:
+        """For how long such a transfer keeps the device at either of its ends from computing."""
+        if self.blocking:
+            return self.transfer_ns(size, level)
+        return self.overhead_ns if size else 0
+
     @cached_property
     def spans(self) -> Ints:
         """The lowest level that joins the devices a..b-1, shape (P, P + 1); 0 where b <= a."""
@@ -543,7 +553,8 @@ class Policy:
     With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
     ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
-    optimizer's state; None: what ``optimizer`` and ``precision`` say.
+    optimizer's state; None: what ``optimizer`` and ``precision`` say. ``shared_bytes_per_parameter`` of them are what
+    replicas share with ``zero``.
     With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
     keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
     looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
@@ -562,6 +573,7 @@ class Policy:
     bucket_parameters: int = 16 * 10**6
     coarsening: int | None = None
     bytes_per_parameter: int | None = None
+    shared_bytes_per_parameter: int | None = None
     zero: Zero = 0
     engine: Engine | None = None
     pipelines: int = 1

@@ -57,6 +57,7 @@ class Asked(TypedDict, total=False):
     bandwidth: int | str | None
     network: int | str | None
     latency: str | None
+    overhead: str | None
     platform: str | Platform | None
     blocking_transfers: bool
     granularity: str
@@ -67,7 +68,7 @@ class Asked(TypedDict, total=False):
     optimizer: Optimizer
     precision: Precision
     offload: bool | None
-    bytes_per_parameter: int | None
+    bytes_per_parameter: int | str | None
     zero: Zero
     clipped: bool
     no_replicas: bool
@@ -75,6 +76,7 @@ class Asked(TypedDict, total=False):
     vertical_sync: bool
 
 
+MOST_BYTES = 1000  # per parameter
 DEFAULTS: Asked = {"granularity": "node", "optimizer": "sgd", "precision": "fp32", "zero": 0}  # of the rest None, False
 
 
@@ -94,8 +96,8 @@ def problem_of(
         )
     asked = {**DEFAULTS, **asked}
     refuse_others(**{name: asked.get(name) for name in CHOICES if name in Asked.__annotations__})
-    accumulate, batch, size = asked.get("accumulate"), asked.get("batch"), asked.get("bytes_per_parameter")
-    for name, count in {"accumulate": accumulate, "batch": batch, "bytes-per-parameter": size}.items():
+    accumulate, batch = asked.get("accumulate"), asked.get("batch")
+    for name, count in {"accumulate": accumulate, "batch": batch}.items():
         if count is not None and count < 1:
             raise BadInput(f"--{name}: {count} is not positive")
     whole, merge = profile.chain, merging(asked["granularity"], asked.get("blocks"))
@@ -111,7 +113,7 @@ def problem_of(
 
 def _policy(asked: Asked, every: int | None) -> Policy:
     """Return how weights are kept, with an update every so many microbatches; BadInput for what contradicts."""
-    size, zero = asked.get("bytes_per_parameter"), asked["zero"]
+    size, zero = bytes_per_parameter(asked.get("bytes_per_parameter")), asked["zero"]
     offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
     if offload and size is not None:
         raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
@@ -120,12 +122,30 @@ def _policy(asked: Asked, every: int | None) -> Policy:
         raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
     if zero and asked.get("no_replicas"):
         raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
-    if zero and size is not None:
-        raise BadInput("--zero 1 and --bytes-per-parameter contradict each other: the bytes are one GPU's")
+    if zero and size is not None and size[1] is None:
+        raise BadInput(
+            f"--zero 1: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "
+            "Megatron-LM's 18"
+        )
     if clip and weights not in TOGETHER:
         raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
     policy = Policy(weights, every, asked["optimizer"], asked["precision"], offload, sync, zero=zero, clip=clip)
-    return policy if size is None else replace(policy, bytes_per_parameter=size)
+    if size is None:
+        return policy
+    return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)
+
+
+def bytes_per_parameter(said: int | str | None) -> tuple[int, int | None] | None:
+    """Return the bytes in all that ``18`` or ``6+12`` says, and those after the ``+``, which replicas may share."""
+    if said is None:
+        return None
+    parts = str(said).split("+")
+    if len(parts) > 2 or not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_BYTES for x in parts):
+        raise BadInput(
+            f"--bytes-per-parameter: '{shown(str(said), 40)}' is no number from 1 to {MOST_BYTES} such as 18, nor two, "
+            "of which replicas may share the second, such as 6+12"
+        )
+    return sum(map(int, parts)), int(parts[1]) if len(parts) == 2 else None
 
 
 def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
@@ -143,6 +163,9 @@ def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
         },
     )
     where = replace(where, blocking=where.blocking or asked.get("blocking_transfers", False))
+    overhead = asked.get("overhead")
+    if overhead is not None:
+        where = replace(where, overhead_ns=parse_time(overhead, "--overhead"))
     reserve = asked.get("reserve")
     if reserve == "auto":
         reserve = None if chain.of_cpu else RESERVE

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from ..check.targets import TARGETS
+from ..choices import BEST
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.plans import load_plan
@@ -36,7 +37,7 @@ def plan(
     algorithm: str = AUTO,
     options: Mapping[str, Any] | None = None,
     for_: str | None = None,
-    schedule: ScheduleKind | None = None,
+    schedule: ScheduleKind | Literal["best"] | None = None,
     limit: int | None = None,
     split: str | None = None,
     replicas: str | None = None,
@@ -63,12 +64,15 @@ def plan(
     ``time_limit`` (``"30s"``) has passed; the layers of a DAG in the best ``order`` that is found, or as they are
     ``given``. With ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
-    ``limit`` are as in :func:`..planner.plan.make_plan`. With ``robust``, a share (0.05), it is the best where
+    ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
+    :func:`..planner.ordered.ordered`. With ``robust``, a share (0.05), it is the best where
     durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``progress`` hears of each improvement,
     ``status`` says at any time what is going on. BadInput for what contradicts.
     """
     from ..planner.alternatives import with_alternatives
+    from ..planner.best_order import OWN, TRIED
     from ..planner.layer_order import InOrder, in_best_order
+    from ..planner.ordered import WHY_NOT, ordered
     from ..planner.plan import make_plan
     from ..planner.restricted import make_target_plan, unrestricted, with_price
     from ..planner.robust import Jitter
@@ -78,33 +82,42 @@ def plan(
     refuse_others(effort=effort, solver=solver, order=order)
     stated = _stated(algorithm, effort, gap, split=split, replicas=replicas, on=on, recompute=recompute)
     options = _known(algorithm, options or {})
-    if schedule is not None and schedule not in KINDS:
-        raise BadInput(f"--schedule: '{shown(schedule)}' is not one of {', '.join(KINDS)}")
+    if schedule is not None and schedule not in (*KINDS, BEST):
+        raise BadInput(f"--schedule: '{shown(schedule)}' is not one of {', '.join((*KINDS, BEST))}")
+    kind: ScheduleKind | None = None if schedule == BEST else schedule
     if gap is not None and algorithm != AUTO:
         raise BadInput("--gap says when --algorithm auto may stop; leave it out")
     jitter = None if robust is None else Jitter(robust, seed, runs)
     if for_ is not None and jitter is not None:
         raise BadInput("--for has a search of its own; leave out --robust")
+    if schedule == BEST and (for_ is not None or jitter is not None):
+        raise BadInput(f"--schedule best orders passes for itself; leave out {'--robust' if for_ is None else '--for'}")
     if for_ is not None:
-        _refuse_with_target(for_, algorithm, stated is not None, schedule, limit, asked)
+        _refuse_with_target(for_, algorithm, stated is not None, kind, limit, asked)
         asked["weights"] = "flush"
     status = status or Status()
     merging(asked.get("granularity", "node"), asked.get("blocks"))  # refuses before anything is read
     given = _given(profile, asked, microbatch, status)
-    problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=deadline)
+    until = deadline.part(2) if schedule == BEST else deadline
+    problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=until)
+    if schedule == BEST and not problem.policy.drains:
+        raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
     settings = Settings(solver, gap=GAP if gap is None else gap, progress=progress, status=status)
     effort, began = effort or "normal", time.perf_counter()
     if for_ is not None:
-        found = make_target_plan(problem, for_, settings, effort, () if schedule is None else (schedule,))
+        found = make_target_plan(problem, for_, settings, effort, () if kind is None else (kind,))
         same = problem.with_policy(replace(problem.policy, accumulate=found.plan.policy.accumulate))
         found = with_price(found, unrestricted(same, settings, effort))
     elif stated is not None:  # other stages than the stated ones are no alternatives
-        found = make_plan(problem, STATED, stated, settings, effort, schedule, limit, jitter)
+        found = make_plan(problem, STATED, stated, settings, effort, kind, limit, jitter)
     else:
         searched = order == "best" and algorithm in (AUTO, "contiguous")
-        ordered = in_best_order(problem, settings, effort, schedule) if searched else InOrder(problem)
-        found = ordered.told(make_plan(ordered.problem, algorithm, options, settings, effort, schedule, limit, jitter))
-        found = with_alternatives(found, ordered.problem)
+        arranged = in_best_order(problem, settings, effort, kind) if searched else InOrder(problem)
+        found = arranged.told(make_plan(arranged.problem, algorithm, options, settings, effort, kind, limit, jitter))
+        found = with_alternatives(found, arranged.problem)
+    if schedule == BEST:
+        status.phase = "orders of passes"
+        found = ordered(found, deadline, TRIED if stated is None else (OWN,))
     return _timed(found, assumptions, began)
 
 

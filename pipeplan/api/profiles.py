@@ -182,6 +182,7 @@ def profile(
     from ..runtime.profiler.live import builder_of_live, samples_in
     from ..runtime.profiler.measure import measure_model, measured_again
     from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of, optimizer_of
+    from ..runtime.reading import repeatedly
 
     merge = merging(granularity, blocks)
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
@@ -202,10 +203,12 @@ def profile(
         called = type(model).__name__
     if data is not None:
         batches = data_to_read(data, batch)
+    where = "cpu" if gpu is not None else chosen_device(device)
     options = MeasureOptions(
         dtype=None if dtype is None else dtype_of(dtype),
         optimizer=optimizer_of(optimizer, foreach=None if gpu is None else True),
-        device="cpu" if gpu is not None else chosen_device(device),
+        device=where,
+        read=None if batches is None or gpu is not None or where != "cpu" else repeatedly(batches),
         others=None if beside == 1 else Others(beside - 1, partial(measured_again, builder, batch)),
         **{"steps": STEPS, "seconds": SECONDS} | measuring,
     )

@@ -7,11 +7,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from ..choices import BEST
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.schedule_csv import read_schedule
 from ..names import shown
 from ..plan import Plan
-from ..planner.other_schedules import BEST, own_schedule
+from ..planner.other_schedules import own_schedule
 from ..planner.simulation import (
     RUNS,
     Refused,
@@ -25,7 +27,7 @@ from ..planner.simulation import (
 from ..schedule.registry import schedules
 from .asked import whole_microbatches
 
-ALL = "all"
+ALL = "all"  # of the list; BEST is none of them and takes some seconds a placement, so that it is named beside it
 
 
 def simulations(
@@ -44,6 +46,7 @@ def simulations(
     seed: int = 0,
     runs: int = RUNS,
     done: Callable[[], None] = lambda: None,
+    deadline: Deadline = NEVER,
 ) -> tuple[list[Simulation], list[Refused]]:
     """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
 
@@ -52,7 +55,7 @@ def simulations(
     ``depth``, ``chunks``, ``limit``, and the shares ``weight_keeps`` and ``overlap``, are options of the schedules that
     have them. Without a ``barrier`` between updates, drained runs take the longest span of a GPU instead of the
     makespan. With ``jitter``, a share, each is run ``runs`` times more with durations drawn around the planned ones;
-    ``done`` hears of each.
+    ``done`` hears of each. The search for the best order heeds the ``deadline``.
     """
     files = [name for name in names if name.endswith(".csv")]
     refuse_unknown([name for name in names if name not in files], ALL, BEST)
@@ -70,9 +73,9 @@ def simulations(
     if files:
         found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
     elif len(chosen) == 1:
-        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier)]
+        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier, deadline)]
     else:
-        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier)
+        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier, deadline)
     if jitter is not None:
         found = [under_jitter(run, jitter, run_seeds(seed, runs), done) for run in found]
     return found, refused

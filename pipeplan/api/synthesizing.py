@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from math import inf
 
 from ..cost.stage_graph import StageGraph, stage_graph
-from ..deadline import Deadline
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..plan import Plan, Stage
 from ..planner.best_order import OWN, best_order, placed_graph
@@ -31,12 +32,13 @@ def synthesized(
     moves: int | None = None,
     seed: int = 0,
     solver: Solver = "cbc",
-    deadline: Deadline | None = None,
+    deadline: Deadline = NEVER,
 ) -> Synthesis:
     """Return the best order that is found of ``microbatches`` on drained stages, with its lower bound.
 
     ``limit``: activations that a GPU may hold, each of one stage and microbatch. ``weight_keeps``: the share of them
-    that weight gradients need. See :func:`..schedule.synthesis.synthesize.synthesize` for the others.
+    that weight gradients need. With a ``deadline`` and no number of ``moves`` it goes on until then. See
+    :func:`..schedule.synthesis.synthesize.synthesize` for the others.
     """
     keeps = Fraction(1) if weight_keeps is None else Fraction(weight_keeps).limit_denominator(10**6)
     return best_order(
@@ -50,6 +52,7 @@ def synthesized(
         seed=seed,
         solver=solver,
         deadline=deadline,
+        endless=moves is None and deadline.remaining_s() < inf,
     )
 
 

@@ -115,6 +115,12 @@ def schedule_violations(plan: Plan) -> list[str]:
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
     if policy.engine is not None and policy.weights != "flush":
         return [f"{policy.engine} drains every mini-batch, for weights flush; the policy is {policy.weights}"]
+    shared = policy.shared_bytes_per_parameter
+    if shared is not None and not (policy.zero and 0 <= shared <= (policy.bytes_per_parameter or 0)):
+        return [
+            f"policy: {shared} shared bytes per parameter are no part of {policy.bytes_per_parameter} with zero "
+            f"{policy.zero}"
+        ]
     if policy.clip and not policy.updates_together:
         return [CLIPPED_TOGETHER.format(weights=policy.weights)]
     kind, found = kind_of(plan), []
@@ -136,10 +142,12 @@ def schedule_violations(plan: Plan) -> list[str]:
         found.append(f"schedule.order is {said}; {'a' if kind.written else 'only a'} written schedule has one")
     if kind.limit is None and schedule.limit is not None:
         found.append(f"schedule.limit is {schedule.limit}; {schedule.kind} holds what its order says and has no limit")
-    if kind.limit is not None and (schedule.limit is None or schedule.limit < 1):
+    if kind.limit is not None and (schedule.limit is None or schedule.limit < kind.limit.least):
         said = "missing" if schedule.limit is None else schedule.limit
-        plural = f"{kind.limit.noun}es{kind.limit.where}"
-        found.append(f"schedule.limit is {said}; {schedule.kind} needs the {plural} that it admits, at least 1")
+        found.append(
+            f"schedule.limit is {said}; {schedule.kind} needs the {kind.limit.nouns}{kind.limit.where} that it admits, "
+            f"at least {kind.limit.least}"
+        )
     return found
 
 

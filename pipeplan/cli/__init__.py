@@ -128,10 +128,11 @@ def main() -> NoReturn:
     except PipeplanError as error:
         click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
         code = error.exit_code
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+    except ImportError as error:
+        lacks = _lacking(error)
+        if lacks is None:
             raise
-        click.echo(f"error: this needs {error.name}: pip install 'pipeplan[{EXTRAS[error.name]}]'", err=True)
+        click.echo(f"error: {lacks}", err=True)
         code = BadInput.exit_code
     except MemoryError:
         click.echo("error: this takes more memory than there is; --granularity, or fewer GPUs, take less", err=True)
@@ -144,6 +145,18 @@ def main() -> NoReturn:
         code = ended.exit_code
     gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _lacking(error: ImportError) -> str | None:
+    """Return what an installation lacks, and what brings it; None where that isn't one of the packages we ask for."""
+    name = error.name or ""
+    if isinstance(error, ModuleNotFoundError) and name in EXTRAS:
+        return f"this needs {name}: pip install 'pipeplan[{EXTRAS[name]}]'"
+    if name.startswith("torch."):  # parts of it that it promises to nobody
+        from importlib.metadata import version
+
+        return f"torch {version('torch')} is not one of those tried: {error}; pip install 'pipeplan[torch]' brings one"
+    return None
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import click
 from click.shell_completion import CompletionItem
 
-from ..choices import PLANNED
+from ..choices import BEST, PLANNED
 
 
 class Named(click.ParamType[str]):
@@ -76,7 +76,7 @@ MODEL = Named(_models)
 PROFILE = Named(lambda: (*_models(), *_profiles()), files=True)
 TRANSFORMER = Named(_transformers)
 SCHEDULE = Named(_schedules)
-RUN_SCHEDULE = Named(lambda: (*PLANNED, "pipedream"), files=True)
-WRITTEN = Named(lambda: (*_schedules(), "all", "best"), files=True)
+RUN_SCHEDULE = Named(lambda: (*PLANNED, "pipedream", BEST), files=True)
+WRITTEN = Named(lambda: (*_schedules(), "all", BEST), files=True)
 ALGORITHMS_LIST = Named(_algorithms, lists=True)
 KNOB = Named(_knobs)

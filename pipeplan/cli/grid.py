@@ -57,8 +57,8 @@ def grid_options(command: Command, when: str = "") -> Command:
 LIMIT = click.option(
     "--limit",
     type=click.IntRange(1, 10**6),
-    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches.  "
-    "[default: whatever is fastest]",
+    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches; "
+    "v-limit: activations of chunks on a GPU.  [default: whatever is fastest]",
 )
 
 

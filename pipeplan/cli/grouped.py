@@ -12,7 +12,7 @@ OTHERS = "Options"
 GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere comes under the command's own heading
     "Model": "model data name granularity blocks layers hidden heads sequence vocabulary untied microbatch "
     "microbatch-profile layer-overhead",
-    "Platform": "gpus gpu mem reserve bandwidth network latency platform blocking-transfers inter peak share",
+    "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers inter peak share",
     "Training": "weights accumulate batch tokens optimizer no-decay groups lr scheduler warmup clip-norm clipped "
     "precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
     "checkpointing no-checkpointing ac bucket-size coarsening",

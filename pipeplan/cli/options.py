@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ..deadline import Deadline
@@ -179,6 +180,11 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
         help=f"With --gpus 2x8: between two GPUs of two servers, per direction.  [default: {DEFAULT_NETWORK}]",
     ),
     "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
+    "overhead": click.option(
+        "--overhead",
+        metavar="TIME",
+        help="What each message takes the GPUs at both its ends, which send and receive it, beside that.  [default: 0]",
+    ),
     "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the options above."),
     "blocking_transfers": click.option(
         "--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both their ends from computing."
@@ -226,9 +232,9 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "bytes_per_parameter": click.option(
         "--bytes-per-parameter",
-        type=Count(1, 1000),
-        help="Weights, gradient and optimizer state as another engine holds them, such as 18.  "
-        "[default: by --optimizer and --precision]",
+        metavar="N|N+SHARED",
+        help="Weights, gradient and optimizer state as another engine holds them, such as 18, or 6+12 to share the 12 "
+        "with --zero 1.  [default: by --optimizer and --precision]",
     ),
     "zero": click.option(
         "--zero",
@@ -311,6 +317,15 @@ GAP = click.option(
     metavar="PERCENT",
     help="auto: stop at a plan this near to what no plan can beat, such as 1%; 0% to try all.  [default: 0.1%]",
 )
+
+
+def refuse_without(needed: str, *names: str) -> None:
+    """Raise UsageError when one of the options ``names`` is said that mean something only beside ``--needed``, which
+    isn't."""
+    context = click.get_current_context()
+    said = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if said and context.params[needed] is None:
+        raise click.UsageError(f"--{said[0]} goes with --{needed}")
 
 
 def refuse_two_documents(as_json: bool, **targets: str | None) -> None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 from click.core import ParameterSource
 
-from ..choices import PLANNED, AlgorithmName, ScheduleKind, TargetName
+from ..choices import BEST, PLANNED, AlgorithmName, ScheduleKind, TargetName
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
 from .grouped import GroupedCommand
-from .options import EFFORT, GAP, KNOBS, MOST_RUNS, SEED, SOLVER, Count, Share, asked_of, knobs_of, problem_options
+from .options import (
+    EFFORT,
+    GAP,
+    KNOBS,
+    MOST_RUNS,
+    SEED,
+    SOLVER,
+    Count,
+    Share,
+    asked_of,
+    knobs_of,
+    problem_options,
+    refuse_without,
+)
 from .search import search, search_options
 from .stated import NAMES as STATED
 from .stated import stated_options
@@ -45,9 +58,10 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @GAP
 @click.option(
     "--schedule",
-    type=click.Choice(PLANNED),
-    help="One schedule: of those that drain with flush, nf1b or pattern with latest, else pattern.  [default: best "
-    "of all with flush, else the first]",
+    type=click.Choice([*PLANNED, BEST]),
+    help="One schedule: of those that drain with flush, nf1b or pattern with latest, else pattern. best: with flush, "
+    "the best order of passes that is found on the stages of the plan, or on others on its GPUs.  [default: best of "
+    "all with flush, else the first]",
 )
 @click.option(
     "--vertical-sync",
@@ -88,7 +102,7 @@ def command(
     straight: bool,
     mode: str | None,
     charge: str | None,
-    schedule: ScheduleKind | None,
+    schedule: ScheduleKind | Literal["best"] | None,
     vertical_sync: bool,
     data_parallel: str | None,
     limit: int | None,
@@ -115,6 +129,7 @@ def command(
 
     Ctrl-C ends the search with the best plan so far.
     """
+    refuse_without("robust", "seed", "runs")
     given = knobs_of(knobs, straight=straight or None, mode=mode, charge=charge)
     if data_parallel is not None and options["split"] is not None:
         options = _stated_grid(data_parallel, options)
@@ -178,7 +193,7 @@ def _stated_grid(data_parallel: str, options: dict[str, Any]) -> dict[str, Any]:
     return options | {"replicas": replicated(options["split"], int(data_parallel)), "weights": "flush"}
 
 
-def _refuse_with_grid(algorithm: str, schedule: ScheduleKind | None, others: dict[str, Any]) -> None:
+def _refuse_with_grid(algorithm: str, schedule: ScheduleKind | Literal["best"] | None, others: dict[str, Any]) -> None:
     """Raise a usage error for what contradicts --data-parallel; what it drains refuses for itself."""
     if schedule not in (None, "message-driven"):
         raise click.UsageError(

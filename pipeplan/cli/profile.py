@@ -117,7 +117,8 @@ def command(
         said = said_host_time(constants_of(gpu, host_time))
         click.echo(f"{named}: {said} (--host-time)" if named in ENGINES else said, err=True)
     options["microbatch"] = old_batch or options["microbatch"]
-    found = profile(model, gpu=estimate, host_time=host_time, say=_ignore if quiet else _progress, **options)
+    heard = {"say": _ignore, "note": _ignore} if quiet else {"say": _progress, "note": _note}
+    found = profile(model, gpu=estimate, host_time=host_time, **heard, **options)
     if not quiet and found.measured is not None:
         from ..report.measurements import print_measurements
 
@@ -135,8 +136,11 @@ def _ignore(_: str) -> None:
 
 
 def _progress(text: str) -> None:
-    """Show one line at a time on a terminal; a log gets none but those that say what was decided."""
+    """Show one line at a time on a terminal; a log gets none."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{text}", nl=False, err=True)
-    elif text.startswith("holding"):
-        click.echo(text, err=True)
+
+
+def _note(text: str) -> None:
+    _progress("")
+    click.echo(text, err=True)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..choices import BEST
 from ..errors import BadInput, PipeplanError, RunStopped
 from ..names import SENTENCE, shown
+from ..units import parse_bandwidth
 from . import completed
 from .grouped import GroupedCommand
 from .model import trained_model
@@ -147,12 +149,14 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     "--schedule",
     metavar="NAME|FILE.csv",
     type=completed.RUN_SCHEDULE,
-    help="Run the plan's stages under this schedule instead, or in the order of a file as torch reads it.",
+    help="Run the plan's stages under this schedule instead, in the order of a file as torch reads it, or in the best "
+    "that is found, which takes some seconds.",
 )
 @click.option(
     "--limit",
     type=Count(most=10**6),
-    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches.",
+    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches; "
+    "v-limit: activations of chunks on a GPU.",
 )
 @click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
 @click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
@@ -180,6 +184,11 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     metavar="TIME",
     type=Time(),
     help="Let messages come so much later, to try what a slow network does.",
+)
+@click.option(
+    "--link-rate",
+    metavar="RATE",
+    help="Let messages and sums over replicas take as long as over links of this rate, such as 1GB/s.",
 )
 @click.option(
     "--threads", type=Count(most=MOST_THREADS), default=1, show_default=True, help="CPU threads of each process."
@@ -241,6 +250,7 @@ def command(
     limit: int | None,
     timeout: int | None,
     link_delay: int | None,
+    link_rate: str | None,
     optimizer: str | None,
     scheduler: str | None,
     log_dir: Path | None,
@@ -275,12 +285,16 @@ def command(
 
     loaded = load_plan(plan)
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
-        raise click.UsageError("--limit goes with --schedule message-driven")
+        raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
     from ..report.run import print_dry_run, print_report, progress_printer
     from ..runtime.options import RunOptions, clipping, in_epochs, run_otherwise
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.optimizers import parse_choice
 
+    if schedule == BEST:
+        from ..planner.ordered import ordered_alike
+
+        loaded, schedule = ordered_alike(loaded), None
     loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
     loaded = clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
     spec = trained_model(model, data, plan, loaded.chain.name)
@@ -288,6 +302,7 @@ def command(
         steps=steps or STEPS,
         timeout_s=None if timeout is None else timeout / 1e9,
         link_delay_s=(link_delay or 0) / 1e9,
+        link_rate=None if link_rate is None else parse_bandwidth(link_rate, "--link-rate"),
         optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
         scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
         half=HalfOptions(half, loss_scale, loss_scale_window),
@@ -309,7 +324,7 @@ def command(
     from ..runtime.launch import run_plan
 
     ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
-    by_threads = KINDS[loaded.schedule.kind].by_arrival or bool(options.link_delay_ns)
+    by_threads = KINDS[loaded.schedule.kind].by_arrival or options.slows_links
     note = sharing(kind_of(options.device, loaded.chain), ranks, by_threads)
     if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
         click.echo(f"note: {note}", err=True)

@@ -20,6 +20,7 @@ from .options import (
     Output,
     Share,
     refuse_two_documents,
+    refuse_without,
 )
 
 
@@ -32,8 +33,8 @@ from .options import (
     multiple=True,
     metavar="NAME|FILE.csv",
     type=completed.WRITTEN,
-    help="One that `pipeplan list schedules` names, all, or best, the best order that is found; several are compared.  "
-    "One that is written as torch reads it, instead.  [default: the plan's own]",
+    help="One that `pipeplan list schedules` names, all of these, or best, the best order that is found, in some "
+    "seconds; several are compared.  One that is written as torch reads it, instead.  [default: the plan's own]",
 )
 @click.option("--depth", type=Count(most=10**6), help="pipedream: microbatches in flight.  [default: NOAM]")
 @click.option(
@@ -106,6 +107,7 @@ def command(
     from ..report.simulations import counted
     from ..schedule.registry import schedules
 
+    refuse_without("jitter", "seed", "runs")
     refuse_two_documents(as_json, trace=trace)
     if as_text and as_json:
         raise click.UsageError("say either --text or --json")
@@ -117,7 +119,7 @@ def command(
     with deadline.insist():
         loaded = load_plan(plan)
         with counted("jitter", shakes) as done:
-            found, refused = simulations(loaded, names, microbatches, done=done, **options)
+            found, refused = simulations(loaded, names, microbatches, done=done, deadline=deadline, **options)
     if output is not None:
         from ..report.figures import save_timeline
 

@@ -59,7 +59,7 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
 @click.option("--moves", type=Count(0), help="Of passes, to try.  [default: some seconds' worth]")
 @click.option("--seed", type=SEED, default=0, show_default=True)
 @SOLVER
-@time_limit("Search for so long, such as 60s, instead of so many moves, if no order is proved best before.")
+@time_limit("Search for so long, such as 60s, if no order is proved best before; or with --moves for no longer.")
 @click.option("-o", "--output", type=Output(), help="Write the order as torch's CSV, which simulate --schedule reads.")
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @JSON
@@ -80,7 +80,7 @@ def command(
     """Find the best order of forwards and backwards for PLAN's stages, or for equal ones, within memory.
 
     Backwards are split; a batch of microbatches is drained. Prints what the order takes, and a lower bound: no order
-    takes less.
+    takes less. Ctrl-C ends the search with the best order so far.
 
     \b
     Example: pipeplan synthesize plan.json --microbatches 16 -o order.csv
@@ -104,8 +104,7 @@ def command(
         if gpus is None or times is None or microbatches is None:
             raise click.UsageError("name a PLAN, or say --gpus, --times and --microbatches")
         graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
-    limited = None if deadline.remaining_s() == float("inf") else deadline
-    found = synthesized(graph, count, deadline=limited, **options)
+    found = synthesized(graph, count, deadline=deadline, **options)
     took_s = time.monotonic() - began
     if output is not None:
         write_text(output, written_schedule(found.program))

@@ -14,14 +14,16 @@ from ..problem import Chain
 def needed(chain: Chain) -> list[int]:
     """Return for each layer those that must stand before it, as a bit set.
 
-    They are the ones whose outputs it reads, with all that these need. The last layer, the loss, stays last. Without
-    edges each layer needs the one before it.
+    They are the ones whose outputs it reads, with all that these need. The last layer, the loss, stays last, and the
+    first, where reading data is part of its time. Without edges each layer needs the one before it.
     """
     count = len(chain)
     direct = [0] * count
     for i, j in chain.edges if chain.edges is not None else pairwise(range(count)):
         direct[j] |= 1 << i
     direct[-1] = (1 << (count - 1)) - 1
+    if chain.reading_ns:
+        direct = [x | (i > 0) for i, x in enumerate(direct)]
     for j in range(count):
         for i in members(direct[j]):
             direct[j] |= direct[i]

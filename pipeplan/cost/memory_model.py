@@ -124,11 +124,13 @@ def versioned_bytes(
     In mixed precision versions and gradient take 2 bytes per parameter, the state holds fp32 weights and gradient
     beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time. With ``zero`` the
     state is that of the largest share of ``replicas``; versions and gradient are whole on each. Where the policy has
-    ``bytes_per_parameter`` they are all of that for one version.
+    ``bytes_per_parameter`` they are all of that for one version, less what other replicas have of what is shared.
     """
     copy = gradient_bytes(policy, weight_bytes, parameters)
     if policy.bytes_per_parameter is not None:
-        return policy.bytes_per_parameter * parameters + (kept - 1) * copy
+        shared = (policy.shared_bytes_per_parameter or 0) * parameters
+        own = policy.bytes_per_parameter * parameters - shared
+        return own + _largest_share(policy, shared, replicas) + (kept - 1) * copy
     mixed = policy.precision == "mixed"
     copies = _STATE_FACTOR[policy.optimizer] + (2 if mixed else 0)
     if policy.offload:
@@ -154,11 +156,12 @@ def has_state(policy: Policy) -> bool:
 
 
 def _state_copy(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int) -> IntLike:
-    """Bytes of one number of the state for every parameter that the replica with most of them steps.
+    """Bytes of one number of the state for every parameter that the replica with most of them steps."""
+    return _largest_share(policy, 4 * parameters if policy.precision == "mixed" else weight_bytes, replicas)
 
-    Shares are whole numbers of 4 bytes.
-    """
-    whole = 4 * parameters if policy.precision == "mixed" else weight_bytes
+
+def _largest_share(policy: Policy, whole: IntLike, replicas: int) -> IntLike:
+    """Return the most bytes that one of ``replicas`` has of ``whole``, in shares of whole numbers of 4 bytes."""
     return plain(np.minimum(whole, 4 * ceil_div(whole, 4 * policy.sharers(replicas))))
 
 

@@ -28,7 +28,7 @@ BOTH_WAYS, ONE_WAY = " - ", " -> "  # between the ends of a link, in its name
 class StageCost:
     """What one stage costs on each of its replicas; times in ns per microbatch, sizes in bytes.
 
-    Blocking transfers are part of ``forward_ns`` and ``backward_ns``.
+    Blocking transfers, and the overhead of others, are part of ``forward_ns`` and ``backward_ns``.
 
     What several stages of one group of devices share, as far as that is known, counts in the first of them alone.
     ``waiting_bytes`` are of gradients that wait for those of other stages; ``lent`` are (stage,
@@ -259,7 +259,7 @@ def stage_graph(
     blocking transfers stayed on the lowest level.
 
     Blocking transfers are part of the passes at both their ends: a forward receives, computes and sends. So there are
-    no links; a microbatch alone is charged each of them twice.
+    no links; a microbatch alone is charged each of them twice. Of others the overhead is part of these passes.
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
@@ -272,8 +272,9 @@ def stage_graph(
         pairs = zip(parts, _waiting_bytes(chain, policy, stages, parts), _lent(chain, policy, stages), strict=True)
         parts = [replace(part, waiting_bytes=size, lent=lent) for part, size, lent in pairs]
     resources = [_group(platform, devices) for devices in groups]
+    if platform.blocking or platform.overhead_ns:
+        parts = _held(chain, platform, stages, parts, transfers, sharing)
     if platform.blocking:
-        parts = _blocked(chain, platform, stages, parts, transfers, sharing)
         transfers = [False] * len(transfers)
     levels = [
         platform.level_between(one.devices, other.devices) if transfer else 0
@@ -314,7 +315,7 @@ def stage_graph(
     return StageGraph(tuple(parts), operations, tuple(resources), policy, len(platform), tied, norm_ns)
 
 
-def _blocked(
+def _held(
     chain: Chain,
     platform: Platform,
     stages: Sequence[Stage],
@@ -322,11 +323,11 @@ def _blocked(
     transfers: Sequence[bool],
     sharing: bool,
 ) -> list[StageCost]:
-    """Return ``parts`` whose passes include the transfers at their ends."""
+    """Return ``parts`` whose passes include what the transfers at their ends keep their devices from computing."""
     waits = [0]
     for (one, other), transfer in zip(pairwise(stages), transfers, strict=True):
         level = platform.level_between(one.devices, other.devices) if sharing else 0
-        waits.append(platform.transfer_ns(chain.cut_bytes[one.stop], level) if transfer else 0)
+        waits.append(platform.held_ns(chain.cut_bytes[one.stop], level) if transfer else 0)
     both_ends = [before + after for before, after in zip(waits, [*waits[1:], 0], strict=True)]
     return [
         replace(part, forward_ns=part.forward_ns + wait, backward_ns=part.backward_ns + wait)

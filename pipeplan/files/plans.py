@@ -28,11 +28,20 @@ EmbeddedProfile.__doc__ = "A profile inside a plan, with the SHA-256 of its own 
 PolicyFile = form(
     Policy,
     [field.name for field in fields(Policy) if field.name != "pipelines"],
-    optional=("bucket_parameters", "coarsening", "bytes_per_parameter", "zero", "engine", "clip"),
+    optional=(
+        "bucket_parameters",
+        "coarsening",
+        "bytes_per_parameter",
+        "shared_bytes_per_parameter",
+        "zero",
+        "engine",
+        "clip",
+    ),
     accumulate=Positive,
     bucket_parameters=Positive,
     coarsening=Positive | None,
     bytes_per_parameter=Positive | None,
+    shared_bytes_per_parameter=Positive | None,
 )
 StageFile = form(Stage, optional=(), checkpoint=tuple[tuple[int, int], ...] | None)
 ScheduleFile = form(

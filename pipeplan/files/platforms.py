@@ -61,6 +61,7 @@ class PlatformFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     blocking_transfers: bool = False
     times: list[LayerTimesFile] | None = None  # type: ignore[valid-type]  # a form
     reserve: str | None = None
+    overhead: str | None = None
 
 
 def read_platform(path: str, chain: Chain | None = None) -> Platform:
@@ -115,7 +116,8 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         devices.append(Device(memory, speed))
     own = _own_times(form, entries, place, chain, folder)
     devices = [replace(device, times=times) for device, times in zip(devices, own, strict=True)]
-    platform = Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers)
+    overhead = parse_time(form.overhead, f"{place}: $.overhead") if form.overhead is not None else 0
+    platform = Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers, overhead_ns=overhead)
     return platform if form.reserve is None else reserving(platform, form.reserve, f"{place}: $.reserve")
 
 
@@ -181,6 +183,7 @@ def _check_times(times: LayerTimes, chain: Chain, here: str) -> None:
 def platform_form(platform: Platform) -> PlatformFile:
     """Return the file form of a platform; one ``memory`` when all devices are equal and of speed 1."""
     reserve = exact_bytes(platform.reserved_bytes) if platform.reserved_bytes else None
+    overhead = exact_time(platform.overhead_ns) if platform.overhead_ns else None
     platform = platform.reserving(-platform.reserved_bytes)
     levels = [
         LevelFile(x.count, exact_bandwidth(x.bandwidth), exact_time(x.latency_ns) if x.latency_ns else None, x.links)
@@ -192,7 +195,14 @@ def platform_form(platform: Platform) -> PlatformFile:
     ]
     if all(device == first for device in platform.devices) and first.speed == 1 and not own:
         return PlatformFile(
-            levels, exact_bytes(first.memory_bytes), platform.full_duplex, None, platform.blocking, None, reserve
+            levels,
+            exact_bytes(first.memory_bytes),
+            platform.full_duplex,
+            None,
+            platform.blocking,
+            None,
+            reserve,
+            overhead,
         )
     return PlatformFile(
         levels,
@@ -209,4 +219,5 @@ def platform_form(platform: Platform) -> PlatformFile:
         platform.blocking,
         own or None,
         reserve,
+        overhead,
     )

@@ -16,7 +16,7 @@ from .forms import Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
 
-OPTIONAL = ("edges", "tied", "shared", "worth", "beside", "order")
+OPTIONAL = ("edges", "tied", "shared", "worth", "beside", "reading_ns", "order")
 NeedsFile = form(WeightNeeds)
 LayerFile = form(Layer, brief=True, weight_needs=NeedsFile | None)
 SharedFile = form(SharedWeights, brief=True)

@@ -11,9 +11,9 @@ import re
 
 from ..errors import BadInput
 from ..names import shown
-from ..schedule.program import Program, Step
+from ..schedule.program import Program
 from ..schedule.written import Action, Written
-from ..schedule.written_program import action_of
+from ..schedule.written_program import action_of, order_of_program
 from .text import read_text
 
 OTHERS = re.compile(
@@ -55,12 +55,4 @@ def written_schedule(program: Program) -> str:
 
     ``0F0,0F1,0B0``, with ``I`` and ``W`` where the backward is split.
     """
-    graph = program.graph
-    pipelines = graph.resources[graph.stages[0].resource].replicas
-    first = {resource.devices[0] for resource in graph.resources if not resource.is_link}
-    rows = []
-    for lane in program.lanes:
-        if lane.device in first and lane.steps:
-            own = (Step(step.microbatch // pipelines, step.position) for step in lane.steps)
-            rows.append(",".join(map(program.name, own)))
-    return "\n".join(rows) + "\n"
+    return "\n".join(order_of_program(program)) + "\n"

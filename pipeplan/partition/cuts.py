@@ -48,11 +48,10 @@ def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> 
 
 
 def waits_ns(problem: Problem, cuts: Ints) -> Ints:
-    """Return what a stage that begins or ends at each of ``cuts`` waits for a microbatch's transfers in both directions
-    where they block, over the lowest level; else 0."""
-    if not problem.platform.blocking:
-        return np.zeros(len(cuts), dtype=np.int64)
-    return np.array(round_trips_ns(problem.chain, problem.platform, cuts, 0), dtype=np.int64)
+    """Return for how long a microbatch's transfers in both directions keep a stage that begins or ends at each of
+    ``cuts`` from computing: over the lowest level, where they block."""
+    sizes = crossing_bytes(problem.chain)[cuts].tolist()
+    return np.array([2 * problem.platform.held_ns(size, 0) for size in sizes], dtype=np.int64)
 
 
 def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cost.stage_graph import StageGraph, stage_graph
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput, PipeplanError
 from ..plan import Plan
-from ..schedule.program import Program
 from ..schedule.registry import drained_programs
-from ..schedule.synthesis.synthesize import Synthesis, synthesize
+from ..schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
 from .other_schedules import schedule_graph
 
 OWN = "own"
+TRIED = (OWN, "vee", "loop")
 PLACEMENTS = {"straight": "zb1p", "loop": "interleaved-zb", "vee": "v-half"}  # the schedule whose stages they are
 MOST = 300_000  # passes: more take too long to order
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best order that was found on the stages of a placement."""
+
+    placement: str
+    order: Synthesis
 
 
 def placed_graph(plan: Plan, placement: str, microbatches: int, chunks: int = 2) -> StageGraph:
@@ -41,24 +50,42 @@ def best_order(graph: StageGraph, microbatches: int, **options: Any) -> Synthesi
     return synthesize(graph, microbatches, known=lambda alone, count: drained_programs(alone, count, keeps), **options)
 
 
-def best_program(plan: Plan, microbatches: int, options: Mapping[str, Any], barrier: bool = True) -> Program:
-    """Return the program of the best order that is found, on the plan's own stages or others on its GPUs.
+def best_orders(
+    plan: Plan,
+    microbatches: int,
+    barrier: bool = True,
+    placements: Sequence[str] = TRIED,
+    deadline: Deadline = NEVER,
+    **options: Any,
+) -> list[Found]:
+    """Return the best order that is found on each placement of stages on the plan's GPUs, the least of them first, with
+    a bound on the orders of its stages.
 
-    Of a simulation's ``options`` it heeds ``weight_keeps``. BadInput says why no stages have any order.
+    A deadline is shared out. BadInput says why no stages have any order.
     """
-    given = {name: options[name] for name in ("weight_keeps",) if name in options}
-    found: list[Synthesis] = []
+    found: list[Found] = []
     why: list[PipeplanError] = []
     seen: list[tuple[Any, ...]] = []
-    for placement in (OWN, "vee", "loop"):
+    for number, placement in enumerate(placements):
+        share = len(placements) + 1 - number
         try:
             graph = placed_graph(plan, placement, microbatches)
             if graph.stages in seen:
                 continue
             seen.append(graph.stages)
-            found.append(best_order(graph, microbatches, barrier=barrier, solver=None, **given))
+            order = best_order(
+                graph, microbatches, barrier=barrier, solver=None, deadline=deadline.part(share), **options
+            )
         except PipeplanError as error:
             why.append(error)
+            continue
+        found.append(Found(placement, order))
+        if order.cut == INTERRUPTED:
+            break
     if not found:
         raise BadInput(f"no order: {why[0]}")
-    return min(found, key=lambda order: order.value_ns).program
+    found.sort(key=lambda one: one.order.value_ns)
+    best = found[0]
+    if best.order.cut != INTERRUPTED:
+        found[0] = replace(best, order=proved(best.order, deadline=deadline.part(2)))
+    return found

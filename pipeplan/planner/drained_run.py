@@ -10,7 +10,7 @@ from ..plan import Allocation, Pattern, Schedule, ScheduleKind, Stage
 from ..problem import Problem
 from ..schedule.kinds import KINDS, program_of_kind, refused
 from ..schedule.memory import run_uses
-from ..schedule.pattern import in_flight, starts_of
+from ..schedule.pattern import DeviceUse, in_flight, starts_of
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import Timeline, flush_makespan_ns
@@ -19,14 +19,20 @@ from .incumbent import Scheduled
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A simulated mini-batch of stages that fit the memory: its time (ns), the kind of schedule, the pattern that this
-    has, if any."""
+    """A simulated mini-batch of stages: its time (ns), the kind of schedule, the pattern that this has, if any, or what
+    every device holds, of equal pipelines those of the first."""
 
     makespan_ns: int
     stages: tuple[Stage, ...]
     kind: ScheduleKind
     pattern: Pattern | None
     timeline: Timeline
+    uses: tuple[DeviceUse, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device holds more than it can."""
+        return all(x.peak_bytes <= x.memory_bytes for x in self.uses)
 
     @property
     def graph(self) -> StageGraph:
@@ -52,6 +58,12 @@ class Run:
 def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Run | None:
     """Return the run of a mini-batch under a kind of schedule without a limit; None where the stages cannot run so, or
     don't fit."""
+    run = any_run(problem, stages, kind)
+    return run if run is not None and run.fits else None
+
+
+def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Run | None:
+    """Do the same, whether or not the stages fit; those of a pattern always do."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     count = problem.policy.accumulate or 1
     problem.deadline.check(count * len(graph.operations) * STEP_S)
@@ -67,9 +79,8 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
     if pattern is None and problem.platform.shared_level is None:
         graph, count = _alone(graph, count)
     timeline = simulate(program_of_kind(graph, Schedule(kind, count), pattern, count), deadline=problem.deadline)
-    if pattern is None and any(x.peak_bytes > x.memory_bytes for x in run_uses(timeline, problem.platform)):
-        return None
-    return Run(flush_makespan_ns(timeline), stages, kind, pattern, timeline)
+    uses = () if pattern is not None else tuple(run_uses(timeline, problem.platform))
+    return Run(flush_makespan_ns(timeline), stages, kind, pattern, timeline, uses)
 
 
 def _alone(graph: StageGraph, microbatches: int) -> tuple[StageGraph, int]:

@@ -23,7 +23,7 @@ from ..partition.contiguous.contiguous import feasible
 from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders
 from ..plan import Allocation, Schedule, ScheduleKind, Stage
-from ..problem import Level, Problem, Weights
+from ..problem import Level, Platform, Problem, Weights
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ..units import format_bytes, format_ns
@@ -94,19 +94,23 @@ def why_not_admitted(
         return f"{reason}; --algorithm contiguous may find one that can"
     graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
     kind = KINDS[schedule.kind]
-    admitted = replace(schedule, limit=schedule.limit or (1 if kind.limit else None))
+    admitted = replace(schedule, limit=schedule.limit or (kind.limit.least if kind.limit else None))
     uses = evaluate_simulated(graph, admitted, problem.platform, problem.deadline).devices
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
     what = "in its order"
     if kind.limit is not None:
-        count = f"{admitted.limit} {kind.limit.noun}{'es' if admitted.limit != 1 else ''}"
+        count = f"{admitted.limit} {kind.limit.noun if admitted.limit == 1 else kind.limit.nouns}"
         size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
-        what = f"{'even ' if admitted.limit == 1 else ''}with {count}{size} admitted"
+        what = f"{'even ' if admitted.limit == kind.limit.least else ''}with {count}{size} admitted"
     remedies = []
-    if schedule.limit is not None and schedule.limit > 1:
-        fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
+    if schedule.limit is not None and kind.limit is not None and schedule.limit > kind.limit.least:
+        below = kind.limit.least - 1  # those that there can be are counted from 1 on
+        fewer = _most(
+            lambda more: _admits(problem, rejected, replace(schedule, limit=below + more)), schedule.limit - below
+        )
+        fewer = fewer and below + fewer
         remedies += [f"with --limit {fewer}"] if fewer else []
     if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)
@@ -162,8 +166,10 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
 
 
 def why_not_placed(problem: Problem, kind: ScheduleKind) -> str:
-    """Return why there is no plan under a schedule that has several stages on each GPU."""
-    gpus, layers = len(problem.platform), len(problem.chain)
+    """Return why there is no plan under a schedule of equal pipelines, with several stages on each GPU or one."""
+    simulated, gpus, layers = KINDS[kind].simulated, len(problem.platform), len(problem.chain)
+    if simulated is None or simulated.homes is None:
+        return f"no equal pipelines were found that fit the memory as {kind} runs them"
     if gpus < 2 or layers < 4:
         return f"{kind} puts at least 2 stages on each of 2 GPUs or more; there are {layers} layers and {gpus} GPUs"
     return f"no pipelines were found that fit the memory with several stages on each GPU, as {kind} runs them"
@@ -183,7 +189,19 @@ def _most(holds: Callable[[int], bool], below: int) -> int | None:
 
 def possible(problem: Problem) -> Allocation | None:
     """Return a contiguous allocation that fits the memory at some period, or None when none does."""
-    return feasible(problem, longest_period_ns(problem))
+    enough = _enough(problem)
+    return feasible(enough, longest_period_ns(enough))
+
+
+def _enough(problem: Problem) -> Problem:
+    """Return the problem without what helps nobody while one microbatch is inside at a time: replicas, unless they
+    share optimizer state, and of equal devices more than there are layers."""
+    if problem.policy.zero:
+        return problem
+    platform, count = problem.platform, len(problem.chain)
+    if count < len(platform) and all(device == platform.devices[0] for device in platform.devices):
+        platform = _extended(platform, count)
+    return replace(problem, platform=platform, replicas=False)
 
 
 def _binding(problem: Problem, least: int | None) -> str:
@@ -270,17 +288,20 @@ def least_memory(problem: Problem) -> int | None:
 
 def fewest_gpus(problem: Problem) -> int | None:
     """Return the fewest equal devices (same memory, top-level network extended) with which a plan exists, or None."""
-    first = problem.platform.devices[0]
-    if any(device != first for device in problem.platform.devices):
+    if any(device != problem.platform.devices[0] for device in problem.platform.devices):
         return None
-    top = problem.platform.paths[-1]
 
     def attempt(count: int) -> Allocation | None:
-        platform = replace(problem.platform, devices=(first,) * count, levels=(Level(count, *top),))
-        return possible(replace(problem, platform=platform))
+        return possible(replace(problem, platform=_extended(problem.platform, count)))
 
     found = smallest(attempt, len(problem.platform) + 1, min(MOST_GPUS, max(len(problem.chain), 1)))
     return None if found is None else found[0]
+
+
+def _extended(platform: Platform, count: int) -> Platform:
+    """Return a platform of so many of its first devices, joined as the top level joins its units."""
+    level = Level(count, *platform.paths[-1])
+    return replace(platform, devices=platform.devices[:1] * count, levels=(level,))
 
 
 def _with_memory(problem: Problem, memory: int) -> Problem:

@@ -40,7 +40,8 @@ def cost_and_excess(
     if KINDS[schedule.kind].by_arrival:
         return batch_on(graph, platform, schedule.mini_batch, schedule.limit or 1, deadline)
     result = evaluate_simulated(graph, schedule, platform, deadline)
-    return result.period_ns, max(use.peak_bytes - use.memory_bytes for use in result.devices)
+    cost = result.period_ns if result.makespan_ns is None else result.makespan_ns
+    return cost, max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,16 @@ class LimitSearch:
                 best = found
             if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
                 break
-        if best is None and usual[0] > 1:
-            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - 1)
+        least = self.kind.limit.least
+        if best is None and usual[0] > least:
+            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - least)
             best = None if found_less is None else found_less[1]
         return best
 
     def excess_bytes(self, graph: StageGraph, deadline: Deadline = NEVER) -> int:
-        """Return how much the device that is most over its memory lacks under the limit of the user, or under 1."""
-        admitted = replace(self.schedule, limit=self.schedule.limit or (1 if self.kind.limit else None))
+        """Return how much the device that is most over its memory lacks under the limit of the user, or the least."""
+        least = self.kind.limit.least if self.kind.limit else None
+        admitted = replace(self.schedule, limit=self.schedule.limit or least)
         return cost_and_excess(graph, admitted, self.platform, deadline)[1]
 
     def _tried(self, graph: StageGraph, limit: int | None, deadline: Deadline) -> ChosenLimit | None:

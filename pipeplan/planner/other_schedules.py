@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
+from ..choices import BEST
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..errors import BadInput
 from ..partition.balance import balance
@@ -22,8 +23,6 @@ from ..schedule.program import Program, pipelines, unroll
 from ..schedule.registry import named
 from ..schedule.written import Written, deadlock, incomplete
 from ..schedule.written_program import order_of, unfit, written_program
-
-BEST = "best"  # of all orders that are found, instead of a schedule's
 
 
 def drains(plan: Plan, schedule: str) -> bool:

@@ -1,32 +1,39 @@
 """Which stages of equal pipelines, several on each GPU where the schedule has chunks, drain soonest under which kind?
 
-For every kind of schedule that drains and every shape of pipelines: splits whose longest stage is shortest, each within
-all of a GPU's memory or an equal part of it, and from the best local moves of cuts, timed many at once. A heuristic.
+For every kind of schedule that drains and every shape of pipelines: splits whose longest stage is shortest, and where
+cuts lead from them if memory didn't matter, timed many at once; then recomputation until they fit, and from the best
+local moves of cuts. A heuristic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+
+import numpy as np
 
 from ..check.bounds import work_ns
 from ..check.targets import Shape
 from ..cost import time_model
+from ..cost.saved import saved_bytes
 from ..cost.stage_graph import stage_graph
+from ..integers import Ints
 from ..partition.contiguous.options import NEVER
 from ..plan import Schedule, ScheduleKind, Stage
 from ..problem import Chain, Layer, Platform, Policy, Problem
 from ..schedule.kinds import KINDS, program_of_kind, too_long
 from ..schedule.memory import in_flight
 from ..schedule.simulate import simulate
-from .drained_run import Run, drained_run
+from .drained_run import Run, any_run
 from .incumbent import MARGIN
+from .recomputing import fitting_run, uses_by_group
 from .shared_gpus import Placed, Split, Tables, near, tables_of
 
-_MORE = (0, 1, 2, 4, 8)  # microbatches beyond those that a schedule holds for which room may have to be made
 _TRIED = 4  # splits that are simulated at a time
+_MOVES = 6  # of its cuts, about the best ones, that are simulated of a run
+_HOPE = 64  # a part of the best by which a run may take longer to be looked at
 _STARTS = 2  # of a shape, from which cuts are moved
 _SIMULATE = 600  # what a step to be simulated costs, in steps of a split that is timed
 _SEARCH = 30_000  # and where its order is searched for
@@ -119,39 +126,63 @@ class PlacedSearch:
             if stages == ranks * chunks and stages <= len(self.problem.chain):
                 yield chunks
 
-    def _probe(self, placement: Placement) -> list[_Found]:
-        """Return some splits that fit the memory, simulated."""
-        shape = placement.shape
-        holds = most_held(placement.kind, shape.ranks, shape.chunks, self.microbatches // shape.pipelines)
-        found: list[_Found] = []
-        for parts in dict.fromkeys((1, shape.chunks)):
-            tables = self._of(parts)
-            if tables is None:
-                continue
-            for more in _MORE:
-                placed = Placed(tables, placement.groups(), tuple(held + more for held in holds))
-                fitting = self._simulated(
-                    placement.kind, placed, list(islice(dict.fromkeys((*placed.even(), *placed.starts())), _TRIED))
-                )
-                found += fitting
-                if fitting:
-                    break
-        return found
+    def _probe(self, placement: Placement) -> Iterator[_Found]:
+        """Yield some splits, made to fit the memory: those of stages as equal as can be, and where cuts go from the
+        best of them."""
+        tables = next((found for parts in (1, placement.shape.chunks) if (found := self._of(parts)) is not None), None)
+        if tables is None:
+            return
+        groups = placement.groups()
+        placed = Placed(tables, groups, (1,) * len(groups))  # what their memory asks for is seen in runs
+        starts = list(islice(dict.fromkeys((*placed.even(), *placed.starts())), _TRIED))
+        runs = ((self._run(placement.kind, placed.stages(split)), split) for split in starts)
+        bare = [_Found(run, placed, split) for run, split in runs if run is not None]
+        bare.sort(key=lambda x: x.run.makespan_ns)
+        moved = [self._moved(x) for x in bare[:1]]
+        for start in dict.fromkeys((*(x.split for x in moved if x is not None), *(x.split for x in bare[:_STARTS]))):
+            fitting = self._fitting(placement.kind, placed, start)
+            if fitting is not None:
+                yield fitting
 
-    def _simulated(self, kind: ScheduleKind, placed: Placed, splits: Sequence[Split]) -> list[_Found]:
-        found = []
-        simulated, own = KINDS[kind].simulated, self.microbatches // len(placed.groups[0])
-        cost = _SEARCH if simulated is not None and simulated.searches else _SIMULATE
-        steps = cost * own * 4 * len(placed.groups)
-        for split in splits:
-            if self.steps + steps > self.effort.steps:
+    def _moved(self, start: _Found) -> _Found | None:
+        """Return where a walk of the cuts leads that keeps the order of a run, whatever the memory."""
+        placed, at, run = start.placed, start.split, start.run
+        here = int(placed.makespans([at], run)[0])
+        while here < NEVER:
+            splits = list(near(at, placed.tables.size))
+            if not splits:
                 break
-            self.steps += steps
-            run = drained_run(self.problem, placed.stages(split), kind)
-            if run is not None:
-                found.append(_Found(run, placed, split))
-                self._keep(run)
-        return found
+            times = placed.makespans(splits, run)
+            self.steps += len(splits) * len(run.timeline.program.operations) * self.microbatches
+            best = int(times.argmin())
+            if int(times[best]) >= here or 2 * self.steps > self.effort.steps:
+                break
+            at, here = splits[best], int(times[best])
+        return replace(start, split=at) if at != start.split else None
+
+    def _fitting(self, kind: ScheduleKind, placed: Placed, split: Split) -> _Found | None:
+        """Return the run of a split that recomputes what its memory asks for; None where it doesn't help to know."""
+
+        def run(stages: tuple[Stage, ...]) -> Run | None:
+            found = self._run(kind, stages)
+            return None if found is None or found.makespan_ns >= self._worth else found
+
+        found = fitting_run(self.problem, placed.stages(split), placed.ways(split), run)
+        if found is None:
+            return None
+        self._keep(found)
+        return _Found(found, placed, split)
+
+    @property
+    def _worth(self) -> int:
+        """A time (ns) from which on no run matters: some of those that are no better have better neighbours."""
+        return NEVER if self.cutoff_ns is None else self.cutoff_ns + self.cutoff_ns // _HOPE
+
+    def _run(self, kind: ScheduleKind, stages: tuple[Stage, ...]) -> Run | None:
+        simulated = KINDS[kind].simulated
+        own = self.microbatches // len(stages[0].devices)
+        self.steps += (_SEARCH if simulated is not None and simulated.searches else _SIMULATE) * own * 4 * len(stages)
+        return None if self.steps > self.effort.steps else any_run(self.problem, stages, kind)
 
     def _keep(self, run: Run) -> None:
         """Keep a run that is the best; more stages have to pay."""
@@ -164,20 +195,46 @@ class PlacedSearch:
     def _climb(self, start: _Found) -> None:
         """Move the cuts of a run about as long as that helps."""
         better: _Found | None = start
+        tried = {start.split}
         while better is not None:
             here, placed = better, better.placed
-            splits = list(near(here.split, placed.tables.size))
+            splits = [split for split in near(here.split, placed.tables.size) if split not in tried]
             if not splits:
                 return
-            times = placed.makespans([here.split, *splits], here.run).tolist()
+            again = self._again(here, [here.split, *splits])
+            times = placed.makespans([here.split, *splits], here.run, again).tolist()
             self.steps += len(times) * len(here.run.timeline.program.operations) * self.microbatches
-            hopeful = sorted(
-                (ns, split) for ns, split in zip(times[1:], splits, strict=True) if ns < min(times[0], NEVER)
-            )
-            found = self._simulated(here.run.kind, placed, [split for _, split in hopeful[:_TRIED]])
+            hopeful = sorted((ns, split) for ns, split in zip(times[1:], splits, strict=True) if ns < NEVER)
+            tried |= {split for _, split in hopeful[:_MOVES]}
+            found = [x for _, split in hopeful[:_MOVES] if (x := self._fitting(here.run.kind, placed, split))]
             better = min(found, key=lambda x: x.run.makespan_ns, default=None)
             if better is not None and better.run.makespan_ns >= here.run.makespan_ns:
                 return
+
+    def _again(self, here: _Found, splits: Sequence[Split]) -> Ints:
+        """Return about what the stages of splits near a run's recompute of a microbatch, shape (stages, splits).
+
+        That is what the run's do, and for bytes that stages keep more than their GPU has left, or less, as much more or
+        less as bytes take in the mean of the stage of which it holds most.
+        """
+        placed, run, count = here.placed, here.run, len(here.run.stages)
+        bare, _, _ = placed.durations([here.split], run.timeline.program.split)
+        at = {work.stage: work.duration_ns for work in run.timeline.program.operations if work.kind == "B"}
+        own = np.array([at[s] - int(bare[count + s, 0]) for s in range(count)], dtype=np.int64)
+        cuts = placed.tables.found.cuts[np.array(splits, dtype=np.int64).T]
+        saved = np.asarray(saved_bytes(self.problem.chain, cuts[:-1], cuts[1:]))
+        forward = np.asarray(self.problem.chain.sums.forward_ns)
+        found = np.repeat(own[:, None], len(splits), axis=1)
+        for stages, use in uses_by_group(run):
+            held = np.array(use.in_flight)[:, None]
+            change = (held * (saved[stages] - saved[stages, :1])).sum(axis=0)
+            lacks = np.where(change > 0, np.maximum(change - (use.memory_bytes - use.peak_bytes), 0), change)
+            most = stages[int(held.argmax())]
+            price = (forward[cuts[most + 1]] - forward[cuts[most]]) / np.maximum(saved[most], 1) / held.max()
+            more, total = (lacks * price).astype(np.int64), int(own[stages].sum())
+            found[most] += np.maximum(more, 0)
+            found[stages] += own[stages][:, None] * np.minimum(np.maximum(more, -total), 0) // max(total, 1)
+        return found
 
     def _of(self, parts: int) -> Tables | None:
         if parts not in self._tables:

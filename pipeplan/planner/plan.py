@@ -142,13 +142,19 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
             reason = why_not_stated(incumbent) if algorithm == STATED else None
             if reason is not None:
                 return reason
-            if algorithm == AUTO and incumbent.limits is not None and incumbent.limits.places:
-                return why_not_placed(problem, incumbent.limits.schedule.kind)
+            limits = incumbent.limits
+            if algorithm == AUTO and limits is not None and (limits.places or not _tells(incumbent)):
+                return why_not_placed(problem, limits.schedule.kind)
             if incumbent.limits is not None:
                 return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
             return why_infeasible(problem, incumbent.rejected, incumbent.broken)
     except OutOfTime:
         return "no plan was found that fits; the time limit left no time to say what would help"
+
+
+def _tells(incumbent: Incumbent) -> bool:
+    """Whether what was rejected says why there is no plan: for equal pipelines alone other stages say nothing."""
+    return incumbent.rejected is not None or incumbent.broken is None
 
 
 def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:

@@ -19,7 +19,7 @@ from ..cost import time_model
 from ..integers import Ints, ceil_div, extend
 from ..partition.balance import balance
 from ..partition.contiguous.contiguous import tables_within
-from ..partition.contiguous.options import NEVER, StageOptions
+from ..partition.contiguous.options import NEVER, Ranges, StageOptions
 from ..partition.contiguous.split_paths import first_split, least_longest, shortest_split, up_to
 from ..partition.contiguous.tables import StageTables
 from ..partition.cuts import round_trips_ns, waits_ns
@@ -215,10 +215,11 @@ class Placed:
                 seen.add(split)
                 yield split
 
-    def makespans(self, splits: Sequence[Split], run: Run) -> Ints:
+    def makespans(self, splits: Sequence[Split], run: Run, again: Ints | int = 0) -> Ints:
         """Return about what a mini-batch of each split takes, NEVER where one doesn't fit: if devices and links keep
-        the order of a ``run``."""
+        the order of a ``run``, and backwards, by stages and splits, take ``again`` more."""
         durations, updates, fits = self.durations(splits, run.timeline.program.split)
+        durations[len(self.groups) : 2 * len(self.groups)] += again
         count = len(self.groups)
         first = {"F": 0, "B": count, "SEND_F": 2 * count, "SEND_B": 2 * count - 1, "W": 3 * count - 1}
         rows = [first[work.kind] + work.stage for work in run.timeline.program.operations]
@@ -237,6 +238,15 @@ class Placed:
         fits: Bools = np.all(work < NEVER, axis=0)
         backward = np.where(fits, work - forward - (weight if apart else 0), 0)
         return np.concatenate([forward, backward, *(x[None, :] for x in there), weight]), update, fits
+
+    def ways(self, split: Split) -> list[Sequence[Ranges]]:
+        """Return the ways to recompute each stage of a split, the quickest first, those later keeping less."""
+        found = []
+        for group, (i, j) in zip(self.groups, pairwise(split), strict=True):
+            options = self.tables.options(group)
+            assert options is not None, "its times were asked for"
+            found.append(options.ways(i, j, len(group)))
+        return found
 
     def _retimed(self, run: Run) -> Retiming:
         known = self.tables.retimed

@@ -54,6 +54,13 @@ def plan_drained(
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
+    if (
+        effort is not None
+        and incumbent.limits is not None
+        and incumbent.limits.places
+        and KINDS[kind].limit is not None
+    ):
+        return incumbent, _with_best(incumbent, partial(_within_limits, effort))
     if effort is None or KINDS[kind].limit is not None:
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
@@ -81,6 +88,31 @@ def _on_pipelines(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbe
     _take(incumbent, PlacedSearch(incumbent.problem, kinds, PLACED_EFFORTS[effort], incumbent.best_ns))
 
 
+def _within_limits(effort: str, incumbent: Incumbent) -> None:
+    """Let stages be placed as a schedule with a limit places them, cut and recomputed as is best under those without
+    one that place them alike, or not recomputed; at the limit that is best."""
+    limits, problem = incumbent.limits, incumbent.problem
+    assert limits is not None, "it is a schedule with one"
+    incumbent.settings.status.phase = "stages placed alike"
+    for alike in _placed_alike(limits.schedule.kind):
+        search = PlacedSearch(problem, [alike], PLACED_EFFORTS[effort], None)
+        try:
+            search.run()
+        finally:
+            if search.best is not None:
+                for stages in (search.best.stages, tuple(replace(x, checkpoint=()) for x in search.best.stages)):
+                    incumbent.try_(Allocation(stages))
+
+
+def _placed_alike(kind: ScheduleKind) -> list[ScheduleKind]:
+    """Return the kinds without a limit that place their stages as ``kind`` does, and need nothing else."""
+    own = KINDS[kind].simulated
+    assert own is not None, "it places stages"
+    options = set(own.options) - {"limit"}
+    rows = ((name, row.simulated) for name, row in KINDS.items() if row.drains and row.limit is None)
+    return [name for name, row in rows if row and row.homes is own.homes and set(row.options) == options]
+
+
 def _take(incumbent: Incumbent, search: DrainedSearch | PlacedSearch | None) -> None:
     if search is None:
         return
@@ -104,7 +136,7 @@ def _under_others(kinds: Sequence[ScheduleKind], incumbent: Incumbent) -> None:
             stages = _stages_under(incumbent.problem, before, kind)
             if stages is not None and (kind, stages) not in seen:
                 seen.add((kind, stages))
-                found = _scheduled(incumbent.problem, stages, kind)
+                found = _scheduled(incumbent.problem, stages, kind, before.cost)
                 if found is not None:
                     incumbent.take(found)
 
@@ -122,16 +154,24 @@ def _stages_under(problem: Problem, best: Scheduled, kind: ScheduleKind) -> tupl
     return None
 
 
-def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Scheduled | None:
-    """Return stages under a kind of schedule, under one that admits so many with the limit that is best."""
+def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, cutoff_ns: int) -> Scheduled | None:
+    """Return stages under a kind of schedule, under one that admits so many with the limit that is best, or the usual
+    one where it searches for its order; None where it takes ``cutoff_ns``."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
-    schedule = Schedule(kind, problem.policy.accumulate)
+    schedule, limit = Schedule(kind, problem.policy.accumulate), KINDS[kind].limit
     if too_long(len(graph.operations), schedule) is not None:
         return None
-    if KINDS[kind].limit is None:
+    if schedule.mini_batch * (graph.period_floor_ns - 1) >= cutoff_ns:
+        return None
+    if limit is None:
         run = drained_run(problem, stages, kind)
         return None if run is None else run.scheduled
-    choice = LimitSearch(schedule, problem.platform).choose(graph, problem.deadline)
+    if _searches(kind):
+        schedule = replace(schedule, limit=limit.usual(graph)[0])
+    limits = LimitSearch(schedule, problem.platform)
+    if limits.refuses(graph) is not None:
+        return None
+    choice = limits.choose(graph, problem.deadline)
     if choice is None or structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None
     return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)

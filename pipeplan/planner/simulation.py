@@ -10,6 +10,8 @@ from math import ceil
 from typing import Any
 
 from ..check.evaluate import Evaluation, evaluate
+from ..choices import BEST
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..plan import Plan
 from ..schedule.memory import in_flight, most_held, run_uses
@@ -18,12 +20,13 @@ from ..schedule.program import Program
 from ..schedule.registry import schedules
 from ..schedule.simulate import jittered_ns, simulate
 from ..schedule.steady import SteadyRun
+from ..schedule.synthesis.synthesize import Synthesis
 from ..schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
 from ..schedule.weight_versions import kept_by_stages, weight_policy
 from ..schedule.written import Written
 from ..units import format_ns
-from .best_order import best_program
-from .other_schedules import BEST, default_microbatches, drains, own_schedule, program_of, program_of_written
+from .best_order import best_orders
+from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
 RUNS, MOST_RUNS = 20, 10**4  # with drawn durations
 Progress = Callable[[], None]  # called after each simulated run
@@ -34,7 +37,8 @@ class Simulation:
     """The timeline of a plan under a schedule; ``promised`` is what the plan's own pattern promises.
 
     ``jitter_ns`` holds one time per microbatch for each seed under jitter, none without. ``barrier``: whether all GPUs
-    wait for each other between two updates of a drained run, so that it takes its makespan.
+    wait for each other between two updates of a drained run, so that it takes its makespan. ``order``: how good
+    that is, where the best one was sought.
     """
 
     plan: Plan
@@ -43,6 +47,7 @@ class Simulation:
     timeline: Timeline
     jitter_ns: tuple[float, ...] = ()
     barrier: bool = True
+    order: Synthesis | None = None
 
     def __repr__(self) -> str:
         return (
@@ -86,7 +91,7 @@ class Simulation:
         """Whether the run ends a mini-batch: the pipeline empties and weights are synchronised."""
         return self.schedule not in schedules() or drains(self.plan, self.schedule)  # written ones drain
 
-    @property
+    @cached_property
     def makespan_ns(self) -> int:
         """Time of the whole run; a drained one ends with its weight synchronisation."""
         return flush_makespan_ns(self.timeline) if self.drained else self.timeline.makespan_ns
@@ -96,7 +101,7 @@ class Simulation:
         """The longest that one GPU is at a drained mini-batch, from its first start; None for other schedules."""
         return longest_span_ns(self.timeline) if self.drained else None
 
-    @property
+    @cached_property
     def per_microbatch_ns(self) -> float:
         """What a microbatch costs in the long run: its share of a drained run, or the steady period."""
         if self.steady is not None:
@@ -165,6 +170,13 @@ class Simulation:
                 "versions": self.versions(vertical_sync=False),
                 "versions_with_vertical_sync": self.versions(vertical_sync=True),
             }
+        if self.order is not None:
+            found["order"] = {
+                "lower_bound_ns": self.order.bound_ns,
+                "gap": self.order.gap,
+                "proved_optimal": self.order.optimal,
+                "moves": self.order.moves,
+            }
         if self.jitter_ns:
             found["jitter"] = {
                 "runs": len(self.jitter_ns),
@@ -206,21 +218,23 @@ def simulate_plan(
     schedule: str | None = None,
     options: Mapping[str, Any] | None = None,
     barrier: bool = True,
+    deadline: Deadline = NEVER,
 ) -> Simulation:
     """Return the simulated run of a valid plan under ``schedule``, by default its own.
 
     By default a drained plan runs one mini-batch, any other enough microbatches for a steady middle: 16 times those
-    in flight, at least 64. Without a ``barrier`` between updates a drained run takes the longest span of a GPU.
+    in flight, at least 64. Without a ``barrier`` between updates a drained run takes the longest span of a GPU. The
+    search for the best order ends when half of what the ``deadline`` leaves is over.
     """
     promised = evaluate(plan)
     schedule = schedule or own_schedule(plan)
     if microbatches is None:
         microbatches = default_microbatches(plan, schedule, options)
     if schedule == BEST:
-        program = best_program(plan, microbatches, options or {}, barrier)
-    else:
-        program = program_of(plan, schedule, microbatches, options)
-    timeline = simulate(program)
+        given = {name: value for name, value in (options or {}).items() if name == "weight_keeps"}
+        order = best_orders(plan, microbatches, barrier, deadline=deadline.part(2), **given)[0].order
+        return Simulation(plan, schedule, promised, order.timeline, barrier=barrier, order=order)
+    timeline = simulate(program_of(plan, schedule, microbatches, options))
     return Simulation(plan, schedule, promised, timeline, barrier=barrier)
 
 
@@ -262,6 +276,7 @@ def compare_schedules(
     microbatches: int | None = None,
     options: Mapping[str, Any] | None = None,
     barrier: bool = True,
+    deadline: Deadline = NEVER,
 ) -> tuple[list[Simulation], list[Refused]]:
     """Return the runs of ``plan`` under each schedule, best first, and the schedules that it cannot run under.
 
@@ -270,7 +285,7 @@ def compare_schedules(
     runs, refused = [], []
     for schedule in schedules:
         try:
-            runs.append(simulate_plan(plan, microbatches, schedule, options, barrier))
+            runs.append(simulate_plan(plan, microbatches, schedule, options, barrier, deadline))
         except BadInput as error:
             refused.append(Refused(schedule, str(error)))
     runs.sort(key=lambda run: (not run.fits, run.per_microbatch_ns))

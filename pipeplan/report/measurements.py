@@ -47,6 +47,10 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
         f"weights {format_bytes(weights_of(chain, 0, count)[0])}, "
         f"saved {format_bytes(int(saved_bytes(chain, 0, count)))}"
     )
+    if chain.reading_ns:
+        first, last = shown(measured.layers[0].layer.name), shown(measured.layers[-1].layer.name)
+        took = format_ns(chain.reading_ns)
+        out.print(f"reading takes {took} a microbatch, once in the forward of {first} and once in that of {last}")
     for one, other in chain.tied:
         names = shown(chain.layers[one].name), shown(chain.layers[other].name)
         out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts, and the sum once")

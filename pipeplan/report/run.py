@@ -140,11 +140,20 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         out.print(f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept")
     kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))
     out.print(f"weight versions kept, by stage: {kept} measured, {planned} predicted")
+    for stage in report.stages:
+        if stage.sum_ns:
+            hidden = 1 - stage.sum_wait_ns / stage.sum_ns
+            out.print(
+                f"sums of stage {stage.stage} take {format_ns(stage.sum_ns)} an update, {hidden:.0%} of it hidden"
+            )
     if report.transfers:
         measured_ns, planned_ns = (
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
         )
         out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
+        if report.exchange == "gloo":  # on GPUs the hosts do it, beside the passes
+            worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
+            out.print(f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned")
     for line in _reading(report):
         out.print(line)
     if report.exchange != "gloo":
@@ -162,6 +171,11 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
         out.print(
             f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "
             f"{format_bytes(device.planned_bytes)} predicted"
+            + (
+                f", {format_bytes(device.allowed_bytes)} if messages came otherwise"
+                if device.allowed_bytes > device.planned_bytes
+                else ""
+            )
         )
     for state in report.states:
         line = (
@@ -192,7 +206,8 @@ def _reading(report: RunReport) -> Iterator[str]:
     period = report.measured_period_ns or 0
     for stage in report.stages:
         if stage.data_ns:
-            yield f"stage {stage.stage} spends {format_ns(stage.data_ns)} of each microbatch on reading it"
+            planned = f", {format_ns(stage.planned_data_ns)} planned" if stage.planned_data_ns else ""
+            yield f"stage {stage.stage} spends {format_ns(stage.data_ns)} of each microbatch on reading it{planned}"
         if stage.data_wait_ns > WAITS * period:
             wait = format_ns(stage.data_wait_ns)
             yield f"stage {stage.stage} waits {wait} for each microbatch to be read; more workers may help"

@@ -14,10 +14,11 @@ from rich.text import Text
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
 from ..schedule.kinds import kind_of
+from ..schedule.synthesis.synthesize import Synthesis
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .looks import console, make_table, print_fitted
-from .tables import groups_line, headline
+from .tables import groups_line, headline, unknown_between
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
 SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")
@@ -69,6 +70,8 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         )
     for rate in _rates(simulation, figures):
         out.print(rate)
+    if simulation.order is not None:
+        out.print(f"bound    {order_bound(simulation.order)}")
     steady = simulation.steady
     if steady is not None:
         kept = (", ".join(map(str, simulation.versions(sync))) for sync in (False, True))
@@ -78,6 +81,10 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             f"jitter   {format_ns(statistics.median(simulation.jitter_ns))} per microbatch in the median of "
             f"{len(simulation.jitter_ns)} runs, {format_ns(percentile_95(simulation.jitter_ns))} at p95"
         )
+    program = timeline.program
+    unknown = unknown_between(simulation.plan.chain) if program.split and program.weight_keeps == 1 else None
+    if unknown is not None:
+        out.print(f"note     {unknown}")
     out.print()
     print_fitted(out, _device_table(simulation, figures["devices"]))
     if figures["links"]:
@@ -86,6 +93,13 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
             table.add_row(row["link"].removeprefix("link "), f"{row['use']:.1%}")
         out.print()
         print_fitted(out, table)
+
+
+def order_bound(order: Synthesis) -> str:
+    """Return in words how good an order is at least."""
+    what = "makespan" if order.barrier else "longest span"
+    gap = "proved best" if order.optimal else f"gap {order.gap:.1%}"
+    return f"no order of these stages has a {what} below {format_ns(order.bound_ns)}: {gap}"
 
 
 def _rates(simulation: Simulation, figures: Mapping[str, Any]) -> list[str]:
@@ -147,6 +161,9 @@ def print_schedules(
         cells["peak"] = Text.assemble(plain["peak"].rstrip("!"), " " if run.fits else ("!", "bold red"))
         table.add_row(*(cells[name] for name in shown))
     print_fitted(out, table)
+    for run in runs:
+        if run.order is not None:
+            out.print(f"{run.schedule}: {order_bound(run.order)}")
     for refusal in refused:
         out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
 

@@ -31,6 +31,7 @@ def figures(found: Synthesis) -> dict[str, Any]:
         "most_held": max(most_held(timeline, lane) for lane, _ in devices),
         "peak_bytes": max(lane_use(timeline, lane).peak_bytes for lane, _ in devices),
         "moves": found.moves,
+        "cut": found.cut,
     }
 
 
@@ -55,4 +56,5 @@ def print_synthesis(found: Synthesis, took_s: float, *, plain: bool, width: int 
     proved = "proved best" if found.optimal else f"gap {found.gap:.2%}"
     what = "makespan" if found.barrier else "span"
     out.print(f"bound    {time(found.bound_ns)}: no order has a shorter {what}; {proved}")
-    out.print(f"search   {found.moves} moves, {took_s:.1f} s")
+    cut = "" if found.cut is None else f", ended early: {found.cut}"
+    out.print(f"search   {found.moves} moves, {took_s:.1f} s{cut}")

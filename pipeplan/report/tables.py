@@ -13,12 +13,13 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
 from ..cost.memory_model import weights_of
+from ..cost.saved import for_weights
 from ..cost.stage_graph import StageCost
 from ..names import shown
 from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain, Level, Platform, Weights
+from ..problem import Chain, Level, Platform, Policy, Weights
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bandwidth, format_bytes, format_devices, format_ns
@@ -114,8 +115,10 @@ def machine(platform: Platform) -> str:
     memories = sorted({device.memory_bytes + platform.reserved_bytes for device in platform.devices})
     memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
     memory += f" less {format_bytes(platform.reserved_bytes)} reserved" if platform.reserved_bytes else ""
-    blocking = ", transfers block" if platform.blocking else ""
-    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{blocking}"
+    how = ", transfers block" if platform.blocking else ""
+    if platform.overhead_ns:
+        how += f", messages take {format_ns(platform.overhead_ns)} at each end"
+    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{how}"
 
 
 def _joint(level: Level) -> str:
@@ -184,7 +187,7 @@ def print_plan(
     chosen = layer_order(plan)
     if chosen is not None:
         out.print(f"layers      {chosen}")
-    for line in [*restriction(plan, result), *robustness(plan)]:
+    for line in [*restriction(plan, result), *robustness(plan), *ordering(plan)]:
         out.print(line)
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
@@ -202,11 +205,24 @@ def print_plan(
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
     if tied is not None:
         out.print(f"note        {tied}")
+    unknown = unknown_between(chain) if kind.splits else None
+    if unknown is not None:
+        out.print(f"note        {unknown}")
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         out.print(f"note        the search ended early: {status}")
     out.print()
     print_fitted(out, _stage_table(plan, result, out.width))
+
+
+def unknown_between(chain: Chain) -> str | None:
+    """Return that peaks of schedules that split backwards are too low, where the profile lacks what they hold."""
+    if for_weights(chain) is not None:
+        return None
+    return (
+        "peaks leave out gradients that wait between the two parts of a backward, which the profile doesn't know; "
+        "profile --split-backward measures them"
+    )
 
 
 def restriction(plan: Plan, result: Evaluation) -> list[str]:
@@ -244,6 +260,18 @@ def robustness(plan: Plan) -> list[str]:
     alone = "nominal     what is chosen by the planned period alone"
     lost = f": {format_ns(period)}, p95 {format_ns(other)}, {other / p95 - 1:.2%} longer" if other > p95 else " is this"
     return [f"robust      p95 {format_ns(p95)} in {drawn}", alone + lost]
+
+
+def ordering(plan: Plan) -> list[str]:
+    """Return how good the order of passes is at least, in a line; nothing of plans whose order no search has found."""
+    found = plan.provenance.options.get("order")
+    if not isinstance(found, dict):
+        return []
+    bound, value = found.get("bound_ns"), found.get("value_ns")
+    if not isinstance(bound, int) or not isinstance(value, int) or not 0 < bound <= value:
+        return []
+    gap = "proved best" if bound == value else f"gap {value / bound - 1:.2%}"
+    return [f"orders      no other order of these stages drains before {format_ns(bound)}: {gap}"]
 
 
 def _dearer(period_ns: int, result: Evaluation) -> str:
@@ -303,13 +331,20 @@ def _state(plan: Plan) -> str:
     policy = plan.policy
     return (
         f"{policy.optimizer} in {policy.precision}"
-        + ("" if policy.bytes_per_parameter is None else f", {policy.bytes_per_parameter} bytes a parameter")
+        + _per_parameter(policy)
         + (", state on the host" if policy.offload else "")
         + (", state shared by replicas" if policy.zero else "")
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
         + (", gradients clipped" if policy.clip else "")
     )
+
+
+def _per_parameter(policy: Policy) -> str:
+    size, shared = policy.bytes_per_parameter, policy.shared_bytes_per_parameter
+    if size is None:
+        return ""
+    return f", {size if shared is None else f'{size - shared} + {shared}'} bytes a parameter"
 
 
 SHORT = 10  # columns of a layer's name where two stand in a cell and there is no room

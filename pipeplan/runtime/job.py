@@ -106,8 +106,9 @@ class Job:
             check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
         if options.coarsening is not None and not self.sums:
             raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
-        if options.engine == "torch" and options.link_delay_ns:
-            raise BadInput("link delay: torch's engine exchanges its messages itself, so they cannot be delayed")
+        if options.engine == "torch" and options.slows_links:
+            what = "link delay" if options.link_delay_ns else "link rate"
+            raise BadInput(f"{what}: torch's engine exchanges its messages itself, so they cannot be delayed")
 
 
 def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:

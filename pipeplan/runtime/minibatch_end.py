@@ -13,11 +13,9 @@ from .launcher import Launcher
 from .lowering.instructions import Instruction
 from .measure.progress import StepDone
 from .preparation import Meeting, OwnStages
-from .training.loss_scale import overflow
 from .training.rank import Rank
 from .training.saved_state import write
 from .training.state import check_savable, training_state
-from .training.tied import copies_added
 
 
 class MiniBatchEnd:
@@ -65,10 +63,7 @@ class MiniBatchEnd:
         """Decide with all ranks whether ``version`` is made from the gradients there are."""
         stages = self._stages
         assert stages.scaling is not None, "only mixed precision has to agree"
-        found = [
-            overflow(runner.versions.gradients(), copies_added(self._rank.lowered, s, stages.ties))
-            for s, runner in stages.runners.items()
-        ]
+        found = [update.overflows() for update in stages.updates.values()]
         flags = [flag for flag in found if flag is not None]
         stages.scaling.agree(version, bool(flags) and bool(torch.stack(flags).any()))  # the one wait for the device
         self.scale_losses()

@@ -89,6 +89,8 @@ class RunOptions:
     """Longest wait for another rank; None: from the plan."""
     link_delay_s: float = 0.0
     """How much later than they could messages between ranks come, to see what a slow network would do."""
+    link_rate: int | None = None
+    """Bytes per second of links on which messages and sums are as long as they would be there; None: the real ones."""
 
     def check(self) -> None:
         """Raise BadInput for what cannot be done, whatever the plan."""
@@ -111,6 +113,11 @@ class RunOptions:
             find(self.groups)
             if self.no_decay:
                 raise BadInput("no decay: the parameter groups say that themselves")
+
+    @property
+    def slows_links(self) -> bool:
+        """Whether slower links than the real ones are emulated."""
+        return bool(self.link_delay_s) or self.link_rate is not None
 
     @property
     def link_delay_ns(self) -> int:

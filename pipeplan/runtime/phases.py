@@ -6,7 +6,7 @@ It builds its model, meets the others, builds its stages, walks its instructions
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from ..errors import BadInput
 from .arrival_order import arrival_order
-from .device import begin_peak, label, peak_bytes
+from .device import begin_peak, freed_kept, label, peak_bytes
 from .exchange.collective import barrier, gathered, pipeline_group, told_by_all
+from .exchange.emulated_link import carried_ns
 from .exchange.threaded import ThreadedTransport
 from .executor import RankWork, execute
 from .job import Job
 from .launcher import Launcher
+from .lowering.lowered_run import LoweredRun
 from .measure.drift import straightened
 from .measure.recorder import Times
 from .measure.report import RunReport, make_report
@@ -42,7 +44,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     reader = reader_of(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
-    with run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
+    with freed_kept(), run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
         times, reading = train(job, rank, meeting, stages, launcher, reader)
     return report(job, rank, meeting, stages, times, reading)
 
@@ -132,7 +134,10 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
     timeout_s = job.timeout_s(lowered)
     group = pipeline_group(lowered, rank.number, timedelta(seconds=timeout_s))
     instructions = lowered.instructions[rank.number]
-    return ThreadedTransport(instructions, meeting.specs, room, timeout_s, job.options.link_delay_ns, group)
+    options = job.options
+    return ThreadedTransport(
+        instructions, meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
+    )
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -151,7 +156,10 @@ def report(
             times=tuple(straightened(list(times), meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
             peak_activation_bytes=stages.activations.peak_bytes,
-            transfer_ns={edge: ns + job.options.link_delay_ns for edge, ns in meeting.transfer_ns.items()},
+            transfer_ns={
+                edge: ns + job.options.link_delay_ns + carried_ns(meeting.specs[edge].nbytes, job.options.link_rate)
+                for edge, ns in meeting.transfer_ns.items()
+            },
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,
@@ -174,4 +182,13 @@ def report(
     dist.destroy_process_group()
     if measurements is None:
         return None
-    return replace(make_report(rank.lowered, measurements), notes=rank.model.notes)
+    return replace(make_report(rank.lowered, measurements), notes=(*rank.model.notes, *_of_schedule(rank.lowered)))
+
+
+def _of_schedule(lowered: LoweredRun) -> Iterator[str]:
+    """Say in what a run is otherwise than its schedule."""
+    if lowered.program.fused and not lowered.evaluates:
+        yield (
+            f"{lowered.plan.schedule.kind}: forwards and backwards that share an operation ran one after the other, so "
+            "nothing of one was hidden behind the other"
+        )

@@ -28,6 +28,7 @@ from .exchange.collective import (
     this_machine,
     transfer_times,
 )
+from .exchange.emulated_link import EmulatedLink
 from .exchange.links import Group, Links, open_links
 from .exchange.transport import exchanging
 from .job import Job
@@ -211,7 +212,7 @@ def compared_clocks(number: int) -> Compared:
 
 def by_threads(job: Job, lowered: LoweredRun) -> bool:
     """Whether threads send and receive, so that messages can come in any order, or late."""
-    return lowered.limit is not None or bool(job.options.link_delay_ns)
+    return lowered.limit is not None or job.options.slows_links
 
 
 def _tensors(rank: Rank, s: int, masters: Masters) -> Iterator[Tensor]:
@@ -267,6 +268,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     """Return the rank's stages, as they are at the start or at the checkpoint to go on from; ``masters`` are theirs."""
     plan, options, lowered = job.plan, job.options, rank.lowered
     activations, states, buffers = HeldBytes(), StateBytes(), BucketBuffers()
+    link = None if options.link_rate is None else EmulatedLink(options.link_rate)
     half = half_type(plan, options.half)
     scaling = None
     if half is not None:
@@ -284,7 +286,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         group, replicas, added = meeting.groups.get(s), rank.stage(s).replicas, copies_added(lowered, s, ties)
         waits, sharing = bool(tied) and lowered.waits(s), None
         if group is not None and plan.policy.zero:
-            sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group)
+            sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group, link)
         keeping = Keeping(
             masters,
             bucket,
@@ -292,7 +294,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
             group is not None,
             tied,
             waits,
-            lowered.puts_aside,
+            lowered.puts_aside or (s in lowered.beside and not lowered.drains),
             sharing,
             buffers,
             states.note,
@@ -314,6 +316,8 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
             added,
             clipping,
             [index for index in counted if index is not None],
+            s in lowered.beside and meeting.sums == "gloo",  # only between hosts may threads exchange
+            link,
         )
         states.watch(updates[s].tensors)
     masters.clear()
@@ -322,7 +326,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         restore(job.resume, rank, runners, scaling)
     for layer in rank.model.layers if options.evaluates else ():
         layer.module.eval()
-    tied_sums = TiedSums(rank.model, ties, runners, meeting.tied_groups, meeting.recorder, scaling)
+    tied_sums = TiedSums(rank.model, ties, runners, meeting.tied_groups, meeting.recorder, scaling, link)
     return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states, clipping)
 
 

@@ -7,6 +7,7 @@ same. What workers have read is on its way to the device before it is asked for.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -202,6 +203,22 @@ def reader_of(job: Job, rank: Rank) -> Reader:
     """Return what gives ``rank`` its samples; BadInput where there are none of its size."""
     source = rank.model.data.source
     return Loaded(source, job, rank) if isinstance(source, Loader) else Called(job, rank)
+
+
+def repeatedly(data: Callable[[int, int], Any]) -> Callable[[], object] | None:
+    """Return what reads a microbatch of ``data`` each time that it is called, as ranks do between their passes.
+
+    None for a loader whose workers read.
+    """
+
+    def call() -> Any:
+        begin_draws(0, 0, DATA)
+        return data(0, 0)
+
+    if not isinstance(data, Loader):
+        return call
+    here = data.here(Span(0, 0, sys.maxsize))
+    return None if data.workers else lambda: next(here)
 
 
 def differing(first: list[tuple[int, str] | None]) -> str | None:

@@ -7,11 +7,12 @@ does one thing after the other, two lists in unfortunate orders stop for good.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import NamedTuple
 
 from ..plan import Plan
-from .kinds import graph_of, plan_timeline
+from .kinds import graph_of, kind_of, plan_timeline
 from .pattern import most_in_flight, starts_of
 from .program import Program, RankOp, lower, unroll
 from .simulate import simulate
@@ -122,17 +123,29 @@ def program_deadlock(program: Program, timeline: Timeline | None = None) -> list
     return deadlock(lower(timeline.program, timeline.start_ns))
 
 
+def shortened(plan: Plan, operations: int) -> Plan:
+    """Return a plan that drains with shorter mini-batches where one has more than :data:`MOST_STEPS` operations, of
+    which each microbatch has so many; in whole rounds of the replicas. One whose order is written stays as it is."""
+    kind, schedule = kind_of(plan), plan.schedule
+    round_ = lcm(*(stage.replicas for stage in plan.allocation.stages))
+    fewer = max(1, MOST_STEPS // (operations * round_)) * round_
+    if not kind.drains or kind.written or fewer >= schedule.mini_batch:
+        return plan
+    policy = replace(plan.policy, accumulate=fewer)
+    return replace(plan, schedule=replace(schedule, microbatches=fewer), policy=policy)
+
+
 def plan_deadlock(plan: Plan) -> list[str]:
     """Return how a valid plan's own order deadlocks once lowered; [] if it doesn't.
 
     Unrolls the fill, two rounds of a pattern's steady state and the drain; later rounds repeat them. With very many
     stages, as much of that as :data:`MOST_STEPS` are. Of the other kinds of schedules it is the order of the simulated
-    run.
+    run, of mini-batches that are :func:`shortened`.
     """
-    if plan.pattern is None:
-        timeline = plan_timeline(plan)
-        return program_deadlock(timeline.program, timeline)
     graph = graph_of(plan)
+    if plan.pattern is None:
+        timeline = plan_timeline(shortened(plan, len(graph.operations)))
+        return program_deadlock(timeline.program, timeline)
     rounds = lcm(*(resource.replicas for resource in graph.resources))
     fill = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
     most = min(MOST_MICROBATCHES, max(2, MOST_STEPS // len(graph.operations)))

@@ -28,11 +28,14 @@ from .registered import Kind, Limit, ProgramSchedule
 from .simulate import simulate
 from .steady import steady_nf1b
 from .timeline import Timeline
+from .v_limit import LEAST as LEAST_OF_VEE
+from .v_limit import most_of_vee, v_limit
 from .written_program import unfit, written_program
 from .zbv import no_vee, zbv
 from .zero_bubble import zb1p, zb2p
 
-MOST_STEPS = 4 * 10**6  # of one simulated run: they take a gigabyte, and half a minute
+MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a minute
+MOST_SHOWN = 2**21  # of a run of a pattern whose length nobody says
 
 
 def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
@@ -46,7 +49,8 @@ def _steady_mini_batches(graph: StageGraph, schedule: Schedule, pattern: Pattern
 
 def _steady_periods(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
     known = _known(pattern)
-    return max(64, 16 * most_in_flight(graph, starts_of(known), known.period_ns))
+    enough = 16 * most_in_flight(graph, starts_of(known), known.period_ns)
+    return max(64, min(enough, MOST_SHOWN // len(graph.operations)))
 
 
 def _known(pattern: Pattern | None) -> Pattern:
@@ -110,7 +114,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             options=("batch", "limit"),
             steady=steady_nf1b,
         ),
-        limit=Limit("mini-batch", "", _mini_batches_to_try),
+        limit=Limit("mini-batch", "mini-batches", "", _mini_batches_to_try),
         headline=lambda schedule: (
             "nf1b",
             f"one backward for a mini-batch of {schedule.microbatches} microbatches, at most {schedule.limit} "
@@ -124,7 +128,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             "Myelin section IV, Algorithm 2",
             options=("limit",),
         ),
-        limit=Limit("microbatch", " per pipeline", lambda graph: (default_limit(graph),)),
+        limit=Limit("microbatch", "microbatches", " per pipeline", lambda graph: (default_limit(graph),)),
         by_arrival=True,
         headline=lambda schedule: ("order", f"message-driven, at most {schedule.limit} microbatches in a pipeline"),
     ),
@@ -228,6 +232,25 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
         "V-Min: stages d and 2p - 1 - d on GPU d, weight gradients later, a third of 1F1B's activations",
     ),
+    "v-limit": _drained(
+        simulated=ProgramSchedule(
+            v_limit,
+            "split backward, two chunks per GPU placed like a V, within any number of chunk activations",
+            "Controllable Memory (Qi et al. 2024)",
+            homes=vee,
+            refuses=lambda graph: no_vee(graph, "v-limit"),
+            options=("limit", *_SPLIT),
+            searches=True,
+        ),
+        limit=Limit(
+            "chunk activation", "chunk activations", " on a GPU", lambda graph: (most_of_vee(graph),), LEAST_OF_VEE
+        ),
+        headline=lambda schedule: (
+            "order",
+            "V within a limit: stages d and 2p - 1 - d on GPU d, weight gradients later, at most "
+            f"{schedule.limit} activations of stages on a GPU",
+        ),
+    ),
     "dualpipev": _ordered(
         ProgramSchedule(
             dualpipev,
@@ -243,7 +266,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ProgramSchedule(
             written_program, "an order of its own for every GPU", "a file as torch reads it", options=("order",)
         ),
-        "written for these stages, drained",
+        "written for these stages",
     ),
     "pattern": Kind(
         weights=("2bw", "stash", "latest"),

@@ -80,10 +80,14 @@ Change = tuple[int, int]  # when in ns, and by how many bytes
 
 def activation_changes(timeline: Timeline, lane: int) -> list[Change]:
     """Return the changes of a device's activations in the order in which they take effect: at once, releases first."""
-    changes: list[Change] = []
-    for step in timeline.program.lanes[lane].steps:
-        changes += step_changes(timeline.program, step.position, timeline.begin_ns(step), timeline.end_ns(step))
-    return sorted(c for c in changes if c[1])
+    program, changes = timeline.program, list[Change]()
+    known: dict[int, list[Change]] = {}  # of each position, at its start (0) or its end (1)
+    for step in program.lanes[lane].steps:
+        if step.position not in known:
+            known[step.position] = [c for c in step_changes(program, step.position, 0, 1) if c[1]]
+        for at_end, change in known[step.position]:
+            changes.append((timeline.end_ns(step) if at_end else timeline.begin_ns(step), change))
+    return sorted(changes)
 
 
 def step_changes(program: Program, position: int, start: int, end: int) -> list[Change]:

@@ -175,7 +175,12 @@ class Program:
 
 def first_come(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
     """Decide for what arrived first; at equal times for what comes first in the model, then for the older."""
-    return next((arrival for arrival in announced if arrival.has_come(now_ns)), None)
+    for arrival in announced:
+        if arrival.at_ns > now_ns:  # and so are all behind it
+            return None
+        if arrival.sure:
+            return arrival
+    return None
 
 
 def operations_of(graph: StageGraph, batch: int = 1, split: bool = False) -> tuple[Work, ...]:
@@ -332,7 +337,7 @@ def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list
     """
     graph, works = program.graph, program.operations
     order = sorted(
-        (start_ns[step.microbatch][step.position], works[step.position].duration_ns, step)
+        (start_ns[m := step.microbatch][at := step.position], works[at].duration_ns, m, at)
         for lane in program.lanes
         for step in lane.steps
     )
@@ -346,8 +351,8 @@ def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list
         ranks[there].append(RankOp("RECV_F" if kind == "F" else "RECV_B", receiver, m, here, covers))
 
     last = len(graph.stages) - 1
-    for _, _, step in order:
-        work, m = works[step.position], step.microbatch
+    for _, _, m, position in order:
+        work = works[position]
         match work.kind:
             case "SEND_F":
                 exchange("F", work.stage, m)

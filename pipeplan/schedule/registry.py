@@ -7,12 +7,10 @@ from fractions import Fraction
 
 from ..cost.stage_graph import StageGraph
 from ..errors import PipeplanError
-from .kinds import KINDS, vee
+from .kinds import KINDS
 from .one_f_one_b import one_f_one_b
 from .program import Program, operations_of
 from .registered import ProgramSchedule
-from .v_limit import v_limit
-from .zbv import no_vee
 
 OTHERS: dict[str, ProgramSchedule] = {
     "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
@@ -22,14 +20,6 @@ OTHERS: dict[str, ProgramSchedule] = {
         "PipeDream section 3.2",
         "stash",
         options=("depth",),
-    ),
-    "v-limit": ProgramSchedule(
-        v_limit,
-        "split backward, two chunks per GPU placed like a V, within any number of chunk activations",
-        "Controllable Memory (Qi et al. 2024)",
-        homes=vee,
-        refuses=lambda graph: no_vee(graph, "v-limit"),
-        options=("limit", "weight_keeps"),
     ),
 }
 

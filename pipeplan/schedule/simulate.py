@@ -6,6 +6,7 @@ which schedules stand unsteady machines.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -72,13 +73,14 @@ class _ProgramRun:
             else tuple(duration for row in duration_ns for duration in row)
         )
         self._prepare_fused()
-        self.starts = [0] * self.total
-        self.waiting = [0] * self.total
-        self.following = [-1] * self.total  # the next step of the same fixed lane
-        self.deciding = [-1] * self.total  # the lane, where it has a rule
+        self.starts = array("q", [0]) * self.total
+        self.waiting = array("i", [0]) * self.total  # arrays, as there may be millions
+        self.following = array("i", [-1]) * self.total  # the next step of the same fixed lane
+        self.deciding = array("i", [-1]) * self.total  # the lane, where it has a rule
         self.queue: deque[int] = deque()
         self.events: list[tuple[int, int]] = []  # (time, lane to ask)
         self.announced: list[list[Arrival]] = [[] for _ in program.lanes]
+        self.free = [0] * len(program.lanes)  # when each lane that decides has done what it chose
         self.expected: dict[int, Arrival] = {}  # steps whose last transfer waits for its link
         self.ran: list[list[Step]] = [[] for _ in program.lanes]
         self.steps = 0
@@ -189,8 +191,7 @@ class _ProgramRun:
                 index = step.microbatch * length + step.position
                 if not self.waiting[index]:
                     self._arrives(index)
-        done = self._settle()
-        free = [0] * len(rules)
+        done, free = self._settle(), self.free
         while self.events:
             self.deadline.check()
             now, number = heappop(self.events)
@@ -202,12 +203,13 @@ class _ProgramRun:
             if chosen is None:
                 continue
             assert chosen.has_come(now), "a rule may only choose what has come"
-            del announced[bisect_left(announced, chosen)]
+            del announced[0 if announced[0] is chosen else bisect_left(announced, chosen)]
             index = chosen.step.microbatch * length + chosen.step.position
             self.starts[index] = now
             self.ran[number].append(chosen.step)
             free[number] = now + self.durations[index]
-            heappush(self.events, (free[number], number))
+            if announced:
+                heappush(self.events, (free[number], number))
             self.queue.append(index)
             done += self._settle()
         if done < self.steps:
@@ -298,7 +300,7 @@ class _ProgramRun:
         if expected is not None:
             del self.announced[number][bisect_left(self.announced[number], expected)]
         insort(self.announced[number], self._arrival(index, self.starts[index], True))
-        heappush(self.events, (self.starts[index], number))
+        heappush(self.events, (max(self.starts[index], self.free[number]), number))
         if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
             self._expect(index + 1, self.starts[index] + self.durations[index])
 

@@ -14,8 +14,12 @@ def flush_makespan_ns(timeline: Timeline) -> int:
     """Return the time of a drained mini-batch: every stage's last backward, then its all-reduce, then the next one."""
     program = timeline.program
     graph = program.graph
+    leaders = range(program.batch - 1, program.microbatches, program.batch)
     done = [
-        max(timeline.end_ns(Step(program.leader(m), program.release[s])) for m in range(program.microbatches))
+        max(timeline.end_ns(Step(m, program.release[s])) for m in leaders)
+        if timeline.duration_ns is not None
+        else max(timeline.start_ns[m][program.release[s]] for m in leaders)
+        + program.operations[program.release[s]].duration_ns
         for s in range(len(graph.stages))
     ]
     return updates_end_ns(graph, done)

@@ -14,6 +14,7 @@ from .program import Arrival, Decide, Program, make_program, pipelines
 from .simulate import simulate
 from .zbv import no_vee, zbv
 
+LEAST = 2  # chunk activations: of a microbatch in both chunks of a device
 SEARCH_STEPS = 10**5  # that the search for a policy may simulate
 _ORDERS = sorted(map("".join, permutations("FfbB")))  # of passes that others wait for, small in the second chunk
 _STARTS = 4  # orders from which the search goes on
@@ -55,8 +56,8 @@ def v_limit(
     if refused is not None:
         raise BadInput(refused)
     devices = len(graph.stages) // 2
-    limit = 2 * devices if limit is None else limit
-    if limit < 2:
+    limit = most_of_vee(graph) if limit is None else limit
+    if limit < LEAST:
         raise BadInput(f"--limit: v-limit holds a microbatch in both chunks of a GPU, 2 chunk activations, not {limit}")
     count = pipelines(graph, "v-limit")
     probe = min(microbatches, 4 * devices * count)
@@ -64,6 +65,11 @@ def v_limit(
     steps = max(1, probe * (len(graph.operations) + len(graph.stages)))
     best = builds.search(probe, max(4, SEARCH_STEPS // steps))
     return best(microbatches)
+
+
+def most_of_vee(graph: StageGraph) -> int:
+    """Return 1F1B's memory in activations of stages placed like a V."""
+    return len(graph.stages)
 
 
 Build = Callable[[int], Program]  # of so many microbatches

@@ -9,7 +9,7 @@ from functools import lru_cache
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
 from ..names import shown
-from .program import Program, pipelines, unequal
+from .program import Program, Step, pipelines, unequal
 from .slots import Pass, explicit
 from .written import Action, Written, deadlock, incomplete
 
@@ -26,6 +26,20 @@ def action_of(text: str) -> Action | None:
 def order_of(written: Written) -> Order:
     """Return the passes of each rank as text."""
     return tuple(",".join(str(action) for action in row if action.computes) for row in written.rows)
+
+
+def order_of_program(program: Program) -> Order:
+    """Return the order of a program: a row for each device of the first pipeline that has passes, in the order of
+    these."""
+    graph = program.graph
+    pipelines = graph.resources[graph.stages[0].resource].replicas
+    first = {resource.devices[0] for resource in graph.resources if not resource.is_link}
+    rows: dict[int, str] = {}
+    for lane in program.lanes:
+        if lane.device is not None and lane.device in first and lane.steps:
+            own = (Step(step.microbatch // pipelines, step.position) for step in lane.steps)
+            rows[lane.device] = ",".join(map(program.name, own))
+    return tuple(rows[device] for device in sorted(rows))
 
 
 @lru_cache(maxsize=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ..cost.stage_graph import StageGraph
+from ..cost.stage_graph import StageCost, StageGraph
 from .program import Program
 from .simulate import simulate
 from .slots import Pass, explicit, one_stage_each, shares
@@ -44,7 +44,8 @@ def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction
 
     For unequal parts the simulator picks a, b and whether W or F goes first: steepest descent over a grid, scored by
     the longest span of a device (then the makespan) on at most 4p microbatches. An activation between the two parts of
-    its backward counts ``weight_keeps``. A heuristic. Source: Qi et al. 2024, sections 2.2 and 3.1.
+    its backward counts ``weight_keeps``, or if that is 1 what the profile says. A heuristic. Source: Qi et al. 2024,
+    sections 2.2 and 3.1.
     """
     pipelines = one_stage_each(graph, "zb2p")
     stages = len(graph.stages)
@@ -59,12 +60,13 @@ Shape = tuple[int, int, bool]  # (10 a, 10 b, whether W goes before F)
 
 def _search(graph: StageGraph, microbatches: int, pipelines: int, budget: int, weight_keeps: Fraction) -> Shape:
     stages, longest = len(graph.stages), max(shares(microbatches, pipelines))
+    keeps = [_kept_share(stage, weight_keeps) for stage in graph.stages]
     scores: dict[Shape, tuple[int, int]] = {}
 
     def score(shape: Shape) -> tuple[int, int]:
         if shape not in scores:
             ahead, lag = _ahead_and_lag(stages, shape)
-            held = max(_most_held(_order(s, longest, ahead[s], lag[s], shape[2]), weight_keeps) for s in range(stages))
+            held = max(_most_held(_order(s, longest, ahead[s], lag[s], shape[2]), keeps[s]) for s in range(stages))
             scores[shape] = (10**30, 0)
             if held <= 2 * stages and len(scores) <= budget:
                 timeline = simulate(_shaped(graph, microbatches, pipelines, shape, weight_keeps))
@@ -129,6 +131,14 @@ def _order(stage: int, microbatches: int, ahead: int, lag: int, weight_first: bo
         order += weight + forward if weight_first else forward + weight
     order += [("W", stage, m) for m in range(max(0, microbatches - lag), microbatches)]
     return order
+
+
+def _kept_share(stage: StageCost, weight_keeps: Fraction) -> Fraction:
+    """Return the share of a stage's activations that its weight part needs: ``weight_keeps``, or, if that is all, what
+    the profile says."""
+    if weight_keeps < 1 or stage.held_between_bytes is None or not stage.saved_bytes:
+        return weight_keeps
+    return Fraction(stage.held_between_bytes, stage.saved_bytes)
 
 
 def _most_held(order: Sequence[Pass], weight_keeps: Fraction) -> Fraction:

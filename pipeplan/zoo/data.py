@@ -7,13 +7,11 @@ another Python version has a slightly different edition.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._guards import detect_fake_mode
 
 from ..errors import BadInput
 from .model import Data, mixed_seed
@@ -43,7 +41,9 @@ def pictures(batch: int, size: int, classes: int, channels: int = 3) -> Data:
 
 
 def _windows(batch: int, sequence: int, index: int, seed: int) -> tuple[Tensor, Tensor]:
-    with _real():
+    if _has_no_values():
+        return _empty(batch, sequence), _empty(batch, sequence)
+    with torch.device("cpu"):
         characters = corpus()
         generator = torch.Generator().manual_seed(mixed_seed(seed, index))
         starts = torch.randint(len(characters) - sequence, (batch, 1), generator=generator)
@@ -52,7 +52,9 @@ def _windows(batch: int, sequence: int, index: int, seed: int) -> tuple[Tensor, 
 
 
 def _translations(batch: int, sequence: int, windows: Data, index: int, seed: int) -> tuple[Tensor, Tensor]:
-    with _real():
+    if _has_no_values():
+        return _empty(batch, 2 * sequence), _empty(batch, sequence)
+    with torch.device("cpu"):
         source, _ = windows(index, seed)
         lower = (source >= ord("a")) & (source <= ord("z"))
         target = torch.where(lower, source - (ord("a") - ord("A")), source)
@@ -61,7 +63,9 @@ def _translations(batch: int, sequence: int, windows: Data, index: int, seed: in
 
 
 def _pictures(batch: int, size: int, classes: int, channels: int, index: int, seed: int) -> tuple[Tensor, Tensor]:
-    with _real():
+    if _has_no_values():
+        return torch.empty(batch, channels, size, size), _empty(batch)
+    with torch.device("cpu"):
         generator = torch.Generator().manual_seed(mixed_seed(seed, index))
         labels = torch.randint(classes, (batch,), generator=generator)
         noise = torch.randn(batch, channels, size, size, generator=generator)
@@ -76,15 +80,17 @@ def _pattern(label: int, channels: int) -> Tensor:
     return torch.randn(channels, _PATTERN, _PATTERN, generator=generator)
 
 
-@contextmanager
-def _real() -> Iterator[None]:
-    """Make real tensors on the CPU: also in a build on fake tensors, which have no values."""
-    with unset_fake_temporarily(), torch.device("cpu"):
-        yield
+def _has_no_values() -> bool:
+    """Whether only shapes are asked for: a microbatch of any size then takes no memory."""
+    return detect_fake_mode() is not None or torch.get_default_device().type == "meta"
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64)
 
 
 def _placed(tensor: Tensor) -> Tensor:
-    """Move a microbatch made on the CPU to the default device of the moment (``meta`` in a shape-only build)."""
+    """Move a microbatch made on the CPU to the default device of the moment."""
     return tensor.to(torch.get_default_device()).contiguous()
 
 

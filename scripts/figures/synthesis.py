@@ -17,10 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pipeplan.api.synthesizing import graph_of_times, synthesized
-from pipeplan.deadline import Deadline
 from pipeplan.schedule.controlled import v_half, v_half_holds, v_min, v_min_holds
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.synthesis.synthesize import Synthesis
+from pipeplan.schedule.synthesis.synthesize import EFFORT, Synthesis, proved
 from pipeplan.schedule.timeline import Timeline, longest_span_ns
 
 UNIT, REAL = (1, 1, 1), (20, 24, 16)
@@ -50,7 +49,8 @@ def main() -> None:
     parser.add_argument("--solver", default="cbc", choices=["cbc", "highs"])
     parser.add_argument("--only", default="", help="GPUs,microbatches or GPUs,microbatches,limit")
     parser.add_argument("--times", default="", help="1,1,1 or 20,24,16")
-    parser.add_argument("--seconds", type=float, help="for each case, instead of a number of moves")
+    parser.add_argument("--effort", type=int, default=1, help="times the usual moves")
+    parser.add_argument("--solver-seconds", type=float, help="for one more linear program each, behind the search")
     parser.add_argument("--picture", help="draw the last case beside V-Half")
     given = parser.parse_args()
     only = tuple(map(int, given.only.split(","))) if given.only else ()
@@ -66,10 +66,10 @@ def main() -> None:
                     continue
                 began = time.monotonic()
                 graph = graph_of_times(gpus, "vee", times)
-                deadline = Deadline.within(given.seconds) if given.seconds else None
-                found = synthesized(
-                    graph, microbatches, limit=limit, barrier=False, solver=given.solver, deadline=deadline
-                )
+                moves = given.effort * EFFORT // (6 * gpus * microbatches)
+                found = synthesized(graph, microbatches, limit=limit, barrier=False, solver=given.solver, moves=moves)
+                if given.solver_seconds:
+                    found = proved(found, given.solver, each_s=given.solver_seconds)
                 gaps[times].append(found.gap)
                 last = found, gpus, microbatches, times
                 gap = "best" if found.optimal else f"{found.gap:.2%}"
@@ -80,8 +80,8 @@ def main() -> None:
                 )
     for times, some in gaps.items():
         if some:
-            proved = sum(not gap for gap in some)
-            print(f"{times}: mean gap {sum(some) / len(some):.2%}, {proved} of {len(some)} proved best")
+            best = sum(not gap for gap in some)
+            print(f"{times}: mean gap {sum(some) / len(some):.2%}, {best} of {len(some)} proved best")
     if given.picture and last is not None:
         found, gpus, microbatches, times = last
         picture(found, simulate(v_half(graph_of_times(gpus, "vee", times), microbatches)), given.picture)

@@ -36,7 +36,7 @@ def instance(seed: int, most_layers: int = 4) -> Problem:
     need = 3 * int(chain.sums.weight_bytes[-1]) + int(storages(chain).totals[-1])
     shares = (2, 3, 4, 6, 9) if seed % 5 > 2 else (rng.choice((2, 3, 4, 5, 6, 9)),)
     devices = tuple(replace(x, memory_bytes=max(8, need * rng.choice(shares) // 6)) for x in problem.platform.devices)
-    platform = replace(problem.platform, devices=devices, blocking=seed % 13 == 0)
+    platform = replace(problem.platform, devices=devices, blocking=seed % 13 == 0, overhead_ns=seed % 11 // 8)
     policy = problem.policy
     if seed % 6 == 5:
         policy = replace(policy, accumulate=rng.choice((4, 16)), optimizer="adam", zero=1)

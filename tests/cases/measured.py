@@ -15,10 +15,12 @@ from pipeplan.schedule.program import Step
 STAGES = (Stage(0, 1, (0,)), Stage(1, 2, (1,)))
 
 
-def script_of(policy, schedule, steps, times=((100, 200), (100, 200)), output=0, optimizer_ns=0):
+def script_of(policy, schedule, steps, times=((100, 200), (100, 200)), output=0, optimizer_ns=0, about=({}, {})):
+    """A run of two stages; ``about`` has further fields of its chain and of its platform."""
     chain = chain_of(times, output)
-    chain = replace(chain, layers=tuple(replace(layer, optimizer_ns=optimizer_ns) for layer in chain.layers))
-    platform = Platform.flat(2, 10**12, 10**9)
+    layers = tuple(replace(layer, optimizer_ns=optimizer_ns) for layer in chain.layers)
+    chain = replace(chain, layers=layers, **about[0])
+    platform = replace(Platform.flat(2, 10**12, 10**9), **about[1])
     pattern = best_one_f_one_b_star(stage_graph(chain, platform, policy, STAGES))
     plan = Plan(chain, platform, policy, Allocation(STAGES), pattern, (), Provenance("by hand"), schedule)
     return lower_run(plan, steps)

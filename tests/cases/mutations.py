@@ -255,7 +255,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"left out|a number|\+1|-1|doubled|null",
         "null is the default; sums of so few parameters are one chunk",
     ),
-    r"policy\.bytes_per_parameter": (r"left out", "null is the default"),
+    r"policy\.(shared_)?bytes_per_parameter": (r"left out", "null is the default"),
     r"policy\.engine": (r"left out", "null is the default"),
     r"policy\.clip": (r"left out", "false is the default"),
     r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),

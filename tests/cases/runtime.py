@@ -185,11 +185,13 @@ def serial(
     clip=None,
     stepping=None,
     norms=None,
+    replicas=1,
 ):
     """Train in one process; return (losses per microbatch, state).
 
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, forward and
     backward, where stages begin at layer 0 and at ``cuts``; without it, all updates before its own mini-batch.
+    Each of ``replicas`` adds up the gradients of its own microbatches; they are summed in the replicas' order.
     ``clip`` is the total norm that gradients are clipped to by torch, and what they had before is added to ``norms``;
     ``stepping(named weights)`` gives an optimizer, and its schedule, instead of ours.
     """
@@ -202,19 +204,23 @@ def serial(
     if stepping is not None:
         stepper, schedule = stepping(list(zip(names, newest, strict=True)))
     history = [[p.detach().clone() for p in newest]]
-    losses = []
+    losses = {}
     for step in range(steps):
         layers.zero_grad()
-        for m in range(step * accumulate, (step + 1) * accumulate):
+        added = None  # of the replicas before
+        for m in sorted(range(step * accumulate, (step + 1) * accumulate), key=lambda m: m % replicas):
+            if m % replicas and m - m % replicas == step * accumulate:
+                added = [p.grad + (0 if added is None else added[i]) for i, p in enumerate(parameters)]
+                layers.zero_grad()
             with torch.no_grad():
                 for i, p in enumerate(parameters):
                     p.copy_(history[version(stage_of[p], m) if version else step][i])
             x, target = data(m, seed)
             value = loss(layers(x), target)
-            losses.append(float(value.detach()))
+            losses[m] = float(value.detach())
             (value / accumulate).backward()
-        for p, master in zip(parameters, newest, strict=True):
-            master.grad = p.grad.clone()
+        for i, (p, master) in enumerate(zip(parameters, newest, strict=True)):
+            master.grad = p.grad.clone() if added is None else added[i] + p.grad
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(newest, clip)
             if norms is not None:
@@ -226,7 +232,7 @@ def serial(
     with torch.no_grad():
         for p, value in zip(parameters, history[-1], strict=True):
             p.copy_(value)
-    return losses, layers.state_dict()
+    return [losses[m] for m in sorted(losses)], layers.state_dict()
 
 
 def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):

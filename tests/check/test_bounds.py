@@ -10,8 +10,18 @@ from cases.chains import published, random_chain, random_problem
 from cases.plans import fitted, graph_of, greedy_pattern, random_plan
 from oracles.any_class import optimum
 
-from pipeplan.check.bounds import any_bound, layer_bound, load_bound, memory_bound, proof, quick_proof, work_ns
+from pipeplan.check.bounds import (
+    any_bound,
+    layer_bound,
+    load_bound,
+    long_chains,
+    memory_bound,
+    proof,
+    quick_proof,
+    work_ns,
+)
 from pipeplan.check.bounds.facts import Facts
+from pipeplan.check.bounds.long_chains import long_bound
 from pipeplan.check.bounds.placements import placement_bound
 from pipeplan.check.bounds.strong import Proved
 from pipeplan.cost.group_bound import group_bound
@@ -172,11 +182,12 @@ def segments(start, stop, checkpointing):
 
 @pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
 @pytest.mark.parametrize("replicas", [False, True])
-def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointing):
+def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointing, monkeypatch):
     """All allocations of small chains, each with its exactly best pattern; the bound is often the optimum itself."""
     feasible = tight = binding = 0
     for seed in range(60):
         rng = random.Random(seed)
+        monkeypatch.setattr(long_chains, "PIECE", 1 + seed % 3)
         problem = random_problem(
             rng,
             3 if seed % 2 else rng.randint(1, 3),
@@ -207,6 +218,7 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
             continue
         assert not proved.infeasible
         assert bound <= best
+        assert long_bound(Facts(relative(problem))) <= best
         feasible += 1
         tight += bound == best
         binding += memory_bound(problem) > max(load_bound(problem), layer_bound(problem))
@@ -247,6 +259,7 @@ def test_no_bound_is_above_the_truth_and_most_reach_it():
             impossible += 1
             continue
         assert proved.period_ns <= truth, seed
+        assert long_bound(Facts(relative(problem))) <= truth, seed
         ratios.append(truth / proved.period_ns)
         averages.append(truth / quick_proof(problem).period_ns)
     assert sum(ratios) / len(ratios) < 1.05
@@ -265,6 +278,18 @@ def test_published_profiles_are_bounded_by_what_stages_hold(name, memory, bandwi
     proved = proof(Problem(chain, platform, replicas=False, checkpointing="segments"))
     assert (proved.part, proved.infeasible) == (part, least is None)
     assert least is None or least * 10**6 < proved.period_ns < (274 if name == "vgg16" else 10**3) * 10**6
+
+
+def test_long_chains_are_bounded_by_what_their_segments_hold():
+    rng = random.Random(1)
+    layers = [
+        Layer(f"layer{i}", rng.randint(1, 30), rng.randint(2, 60), 0, rng.randint(1, 50), rng.randint(10, 200))
+        for i in range(300)
+    ]
+    problem = Problem(Chain("long", tuple(layers), 0), Platform.flat(4, 4000, 10**9), Policy())
+    quick, proved = quick_proof(problem), proof(problem)
+    assert (quick.part, proved.part) == ("averages", "pooled")
+    assert quick.period_ns * 1.01 < proved.period_ns < 2 * quick.period_ns
 
 
 def test_whole_blocks_fill_devices_unevenly():

@@ -16,6 +16,8 @@ from cases.files import written
 from cases.patience import SECONDS
 from conftest import Command
 
+from pipeplan.cli import _lacking
+
 SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
 
 
@@ -326,6 +328,14 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it(
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: this needs {lacking}: pip install 'pipeplan[{extra}]'\n"
+
+
+def test_a_torch_without_what_others_have_is_named() -> None:
+    error = ImportError("cannot import name 'FakeTensor' from 'torch._x'", name="torch._x")
+    sentence = _lacking(error) or ""
+    assert sentence.startswith("torch ")
+    assert sentence.endswith("FakeTensor' from 'torch._x'; pip install 'pipeplan[torch]' brings one")
+    assert _lacking(ImportError("no", name="numpy")) is None
 
 
 def test_a_file_of_another_kind_and_a_mistyped_command_say_what_to_type(

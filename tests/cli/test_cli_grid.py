@@ -164,12 +164,17 @@ def test_pipelines_that_share_the_optimizers_state_need_less_memory(profile: str
     assert code == 0
     assert out.startswith("grid 1 x 4")
     assert "adam in fp32, state shared by replicas" in out
+    code, out, _ = pipeplan("grid", profile, *given, "--zero", "1", "--bytes-per-parameter", "8+8")
+    assert code == 0
+    assert "8 + 8 bytes a parameter, state shared by replicas" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["--zero", "1", "--no-replicas"], "--zero 1 and --no-replicas contradict each other: there is nobody to"),
+        (["--zero", "1", "--bytes-per-parameter", "18"], "--zero 1: say how many of the 18 --bytes-per-parameter are"),
+        (["--bytes-per-parameter", "6+12+2"], "'6+12+2' is no number from 1 to 1000 such as 18, nor two, of which"),
         (["--data-parallel", "auto"], "say its samples with --batch"),
         (["--microbatch", "2"], "--microbatch: the profile's microbatches have 1 samples, not 2"),
         (["--microbatch", "1,2"], "several sizes are for --data-parallel to choose from"),

@@ -70,6 +70,20 @@ def test_numbers_in_texts_are_bounded_too(arguments: tuple[str, ...], pipeplan: 
     assert "p.json" not in err.splitlines()[-1]  # which isn't there: it was not looked for
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--seed", "0"), "--seed goes with --robust"),
+        (("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--runs", "3"), "--runs goes with --robust"),
+        (("simulate", "p.json", "--runs", "20"), "--runs goes with --jitter"),
+    ],
+)
+def test_what_would_mean_nothing_is_refused(arguments: tuple[str, ...], sentence: str, pipeplan: Command) -> None:
+    code, out, err = pipeplan(*arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+
+
 def test_every_file_that_is_written_is_looked_at_first(tmp_path: Path, pipeplan: Command) -> None:
     """Before profiles and plans are read, so before anything is searched, simulated or trained."""
     names = {"-o", "--trace", "--csv", "--recalibrated"}

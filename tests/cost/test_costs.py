@@ -332,6 +332,15 @@ def test_another_engines_bytes_per_parameter_are_those_of_one_version():
     )
 
 
+@pytest.mark.parametrize(("own", "shared"), [(4, 16), (6, 12), (8, 8)])
+def test_replicas_share_what_megatrons_distributed_optimizer_does(own, shared):
+    """Megatron Core User Guide, Distributed Optimizer: 4 + 16/d, 6 + 12/d and 8 + 8/d bytes with d replicas."""
+    policy = Policy("flush", bytes_per_parameter=own + shared, shared_bytes_per_parameter=shared, zero=1)
+    for d in (1, 2, 4, 8):
+        assert memory_model.weights_bytes(policy, 3200, 800, 1, d) == 800 * own + 800 * shared // d
+    assert memory_model.weights_bytes(replace(policy, pipelines=4), 3200, 800, 1, 2) == 800 * own + 100 * shared
+
+
 def test_gradients_are_half_in_mixed_precision():
     assert memory_model.gradient_bytes(Policy(), 400, 100) == 400
     assert memory_model.gradient_bytes(Policy(precision="mixed"), 400, 100) == 200

@@ -102,6 +102,18 @@ def test_blocking_transfers_are_part_of_the_passes_at_both_ends():
     assert [op.duration_ns for op in graph.operations[:3]] == [stage.forward_ns for stage in graph.stages]
 
 
+def test_the_overhead_of_messages_is_part_of_the_passes_that_send_and_receive_them():
+    platform = replace(Platform.flat(4, 1000, 10**9, 3), overhead_ns=2)
+    stages = [Stage(0, 1, (0,)), Stage(1, 2, (0,)), Stage(2, 3, (1, 2)), Stage(3, 4, (3,))]
+    graph, plain = (stage_graph(CHAIN, x, Policy(), stages) for x in (platform, replace(platform, overhead_ns=0)))
+    for with_it, alone, overhead in zip(graph.stages, plain.stages, [0, 2, 4, 2], strict=True):
+        assert with_it == replace(
+            alone, forward_ns=alone.forward_ns + overhead, backward_ns=alone.backward_ns + overhead
+        )
+    links = [[op for op in found.operations if op.kind.startswith("SEND")] for found in (graph, plain)]
+    assert links[0] == links[1]
+
+
 def test_levels_set_the_pace_of_transfers_and_of_synchronisation():
     platform = Platform((Device(1000),) * 4, (Level(2, 2 * 10**9), Level(2, 10**9, 7)))
     inside = stage_graph(CHAIN, platform, Policy(accumulate=1), [Stage(0, 2, (0,)), Stage(2, 4, (1,))])

@@ -27,7 +27,7 @@ def test_platforms_come_back(tmp_path):
         )
         if seed % 3 == 0:
             platform = replace(platform.reserving(rng.randint(-9, -1)), reserved_bytes=0).reserving(1)
-            platform = replace(platform, blocking=rng.random() < 0.5)
+            platform = replace(platform, blocking=rng.random() < 0.5, overhead_ns=rng.choice((0, 250_000)))
         form = platform_form(platform)
         assert platform_of(form, "here") == platform
         text = json_text(form)

@@ -258,9 +258,11 @@ class ContiguousJudge:
         kept, peak, recompute = memory_model.activations(chain, i, j, stage.checkpoint)
         work = time_model.forward_ns(chain, i, j, speed)
         work += time_model.backward_ns(chain, policy, i, j, recompute, len(stage.devices), speed)
-        if platform.blocking:  # each end of the stage receives and sends
-            inner = [cut for cut in (i, j) if 0 < cut < len(chain)]
-            work += sum(2 * platform.transfer_ns(chain.cut_bytes[cut], 0) for cut in inner)
+        inner = [chain.cut_bytes[cut] for cut in (i, j) if 0 < cut < len(chain)]  # each end receives and sends
+        if platform.blocking:
+            work += sum(2 * platform.transfer_ns(size, 0) for size in inner)
+        else:
+            work += sum(2 * platform.overhead_ns for size in inner if size)
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
         for known in chain.shared or ():

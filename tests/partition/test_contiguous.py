@@ -400,14 +400,15 @@ def test_where_servers_share_links_it_is_exact_as_if_they_did_not(block: int) ->
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
-def test_blocking_transfers_are_work_of_both_their_ends(checkpointing: Checkpointing) -> None:
+def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(checkpointing: Checkpointing) -> None:
     slower = 0
     for seed in range(70):
         problem = replace(varied_problem(seed), checkpointing=checkpointing)
         if checkpointing == "segments" and len(problem.chain) > 4:
             continue
         plain = smallest_period(problem)
-        problem = replace(problem, platform=replace(problem.platform, blocking=True))
+        blocks = seed % 2 == 0
+        problem = replace(problem, platform=replace(problem.platform, blocking=blocks, overhead_ns=0 if blocks else 5))
         truth, found = contiguous_optimum(problem), smallest_period(problem)
         assert (found is None) == (truth is None) == (plain is None), seed
         if found is None or truth is None or plain is None:

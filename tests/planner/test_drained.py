@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from functools import partial
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 
+from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
-from pipeplan.plan import Stage
+from pipeplan.plan import Schedule, ScheduleKind, Stage
 from pipeplan.planner.drained import EFFORTS, DrainedSearch
-from pipeplan.planner.drained_run import drained_run
+from pipeplan.planner.drained_run import any_run, drained_run
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.recomputing import fitting_run
 from pipeplan.planner.retiming import alternating, retimed
 from pipeplan.planner.simulation import compare_schedules
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.interleaved import interleaved
-from pipeplan.schedule.kinds import kinds_for
+from pipeplan.schedule.kinds import kinds_for, plan_timeline
+from pipeplan.schedule.memory import most_held
 from pipeplan.schedule.one_f_one_b import forwards_ahead, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
@@ -102,6 +106,57 @@ def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under
     runs, _ = compare_schedules(found.plan, kinds_for("flush")[1:])
     assert runs
     assert found.evaluation.period_ns <= min(run.per_microbatch_ns for run in runs if run.fits) + 1
+
+
+def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeplan.schedule.v_limit.SEARCH_STEPS", 2000)
+    layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20) for i in range(8))
+    policy = Policy(weights="flush", accumulate=6)
+    problem = Problem(Chain("even", layers, 5), Platform.flat(2, 210, 10**9), policy, checkpointing="none")
+    vee = make_plan(problem, schedule="zbv", effort="quick")
+    free = make_plan(problem, schedule="v-limit", effort="quick")
+    assert vee.evaluation.makespan_ns is not None
+    assert free.evaluation.makespan_ns is not None
+    assert free.evaluation.makespan_ns <= vee.evaluation.makespan_ns
+    assert free.plan.schedule == Schedule("v-limit", 6, 4)
+    held = make_plan(problem, schedule="v-limit", limit=3, effort="quick")
+    assert max(sum(use.in_flight) for use in held.evaluation.devices) <= 4
+    assert most_held(plan_timeline(held.plan), 0) <= 3
+    assert "at least 2" in violations(replace(held.plan, schedule=Schedule("v-limit", 6, 1)))[0]
+
+
+def test_recomputation_is_as_little_as_lets_a_run_fit() -> None:
+    """Beside all 81 choices."""
+    layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20, saved_bytes=9 + i) for i in range(8))
+    chain, policy = Chain("even", layers, 5), Policy(weights="flush", accumulate=6)
+    cases: list[tuple[ScheduleKind, int]] = [("interleaved", 130), ("interleaved", 150), ("zbv", 115)]
+    for kind, memory in cases:
+        homes = (0, 1, 0, 1) if kind == "interleaved" else (0, 1, 1, 0)
+        problem = Problem(chain, Platform.flat(2, memory, 10**9), policy, checkpointing="segments")
+        made = tuple(Stage(2 * s, 2 * s + 2, (home,)) for s, home in enumerate(homes))
+        again = [((), ((x.start, x.start + 1),), ((x.start, x.stop),)) for x in made]
+        every = (tuple(replace(x, checkpoint=y) for x, y in zip(made, ys, strict=True)) for ys in product(*again))
+        runs = (drained_run(problem, stages, kind) for stages in every)
+        best = min((run.makespan_ns for run in runs if run is not None), default=None)
+        found = fitting_run(problem, made, again, partial(any_run, problem, kind=kind))
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            assert found.fits
+            assert best <= found.makespan_ns <= best * 21 // 20
+
+
+def test_a_schedule_that_is_asked_for_gets_the_stages_that_drain_soonest_under_it() -> None:
+    chain = _chain(random.Random(1), 5, 20)
+    policy = Policy(weights="flush", accumulate=6)
+    problem = Problem(chain, Platform.flat(4, 420, 10**9), policy, checkpointing="none")
+    search = DrainedSearch(problem, ("1f1b",), EFFORTS["normal"])
+    search.run()
+    found = make_plan(problem, schedule="1f1b").evaluation
+    assert search.best is not None
+    assert found.makespan_ns is not None
+    assert found.makespan_ns <= search.best.makespan_ns
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,6 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import os
+import platform as host
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +29,7 @@ from pipeplan.runtime import launch
 from pipeplan.runtime.device import (
     CPU,
     exchange_of,
+    freed_kept,
     group_timeout,
     kind_of,
     moved,
@@ -252,6 +255,23 @@ def test_torchs_watchdog_comes_after_our_own(monkeypatch):
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "the user's"
     minute = timedelta(minutes=1)
     assert group_timeout(minute, "gloo") == minute < group_timeout(minute, "nccl")
+
+
+@pytest.mark.skipif(host.libc_ver()[0] != "glibc", reason="it is glibc that gives freed memory back")
+def test_freed_memory_is_not_fetched_from_the_system_again():
+    def pages_of_a_round():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        freed, kept = torch.ones(3 * 10**6), torch.ones(10**6)
+        del freed
+        torch.ones(3 * 10**6)
+        del kept
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with freed_kept():
+        for _ in range(20):  # until it has found room for all
+            pages_of_a_round()
+        assert sum(pages_of_a_round() for _ in range(5)) < 1000
+    assert pages_of_a_round() > 2000  # given back at the end
 
 
 def test_what_is_on_the_device_is_not_copied():

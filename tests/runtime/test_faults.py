@@ -78,13 +78,21 @@ def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("place", "words"),
-    [("reduce", "the gradient sum over the replicas of stage 0 for update 5"), ("gather", "update 5 of stage 0")],
+    ("place", "rank", "weights", "words"),
+    [
+        ("reduce", 0, "flush", "the gradient sum over the replicas of stage 0 for update 5"),
+        ("reduce", 1, "flush", "the gradient sum over the replicas of stage 0 for update 5"),
+        ("gather", 0, "flush", "update 5 of stage 0"),
+        ("gather", 1, "flush", "update 5 of stage 0"),
+        ("gather", 1, "2bw", r"[\w ]+ stage \d[\w ]*"),  # whatever goes on beside the sum
+    ],
 )
-def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, words, rank, tmp_path):
-    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2,))], weights="flush", accumulate=2)
+def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, rank, weights, words, tmp_path):
+    stages = [(0, 3, (0, 1)), (3, 6, (2,))]
+    plan = plan_of(
+        chain_of(runtime_cases.healthy, 4), stages, weights=weights, accumulate=2 if weights == "flush" else 4
+    )
     model = ModelSpec(f"cases.faults:deadly_{place}_{rank}", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=rf"^rank {rank} died in {words}: killed by SIGKILL"):
         run_plan(plan, model, RunOptions(timeout_s=10 * SECONDS, checkpoint=tmp_path, **OPTIONS))

@@ -9,13 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import largest_difference, plan_of, serial, zoo_chain
+from cases.runtime import largest_difference, plan_of, serial, simulated_version, zoo_chain
 
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.otherwise import PIPEDREAM
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions, run_otherwise
 
@@ -49,6 +50,23 @@ def test_an_order_in_a_file_with_split_backwards_trains_as_one_process_does(chai
     assert recomputing.measured_bytes <= recomputing.planned_bytes
     assert report.calibrated_period_ns is not None
     assert all(stage.backward_ns for stage in report.stages)
+
+
+def test_pipedreams_own_schedule_trains_as_its_weight_versions_say(tmp_path):
+    """1F1B at NOAM depth with stashing: as one process that takes the versions which the simulation tells."""
+    name = GPT.removesuffix(",tied=true")
+    plan = plan_of(
+        zoo_chain(name, 2), [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))], weights="stash", optimizer="momentum"
+    )
+    plan = run_otherwise(plan, False, PIPEDREAM, None)
+    options = {"steps": 12, "lr": 0.05, "seed": 2}
+    report = run_plan(plan, ModelSpec(name), RunOptions(save=tmp_path / "s", **options))
+    version = simulated_version(plan, 12)
+    assert [version(s, 11) for s in range(3)] == [9, 10, 11]  # stage s of n is n - s - 1 updates behind
+    assert [x.versions for x in report.stages] == [3, 2, 1]
+    losses, state = serial(name, 2, accumulate=1, optimizer="momentum", version=version, cuts=(2, 4), **options)
+    assert report.losses == tuple(losses)
+    assert largest_difference(torch.load(tmp_path / "s"), state) == 0
 
 
 def test_what_a_plan_cannot_run_under_is_said(chain, tmp_path):

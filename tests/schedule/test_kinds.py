@@ -30,7 +30,7 @@ from pipeplan.schedule.timeline import flush_makespan_ns
 
 FLUSHED = [
     *("flush", "message-driven", "1f1b", "interleaved", "gpipe", "breadth-first"),
-    *("zb1p", "zb2p", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev"),
+    *("zb1p", "zb2p", "interleaved-zb", "zbv", "v-half", "v-min", "v-limit", "dualpipev"),
 ]
 TOY = Kind(
     weights=("flush",),
@@ -39,7 +39,7 @@ TOY = Kind(
     judged=lambda schedule, operations: (schedule.microbatches * operations, "a box of toys"),
     drains=True,
     simulated=ProgramSchedule(lambda graph, count, limit: gpipe(graph, count), "toys", "the attic", options=("limit",)),
-    limit=Limit("toy", " per child", lambda graph: (3,)),
+    limit=Limit("toy", "toys", " per child", lambda graph: (3,)),
     headline=lambda schedule: ("toys", f"{schedule.microbatches} of them"),
 )
 
@@ -57,7 +57,7 @@ def test_a_kind_that_is_one_row_is_planned_and_judged(toy):
     assert toy.pattern is None
     assert violations(toy) == []
     assert violations(replace(toy, schedule=Schedule("toy", 6))) == [
-        "schedule.limit is missing; toy needs the toyes per child that it admits, at least 1"
+        "schedule.limit is missing; toy needs the toys per child that it admits, at least 1"
     ]
     assert violations(replace(toy, policy=replace(toy.policy, weights="stash")))[0] == (
         "the toy drains its toys; the policy is stash"

@@ -8,7 +8,8 @@ said in words (:data:`PARTS`):
   must be inside by then (``facts`` says what they cost at least);
 - ``packing``: what they hold at every instant, side by side on whole devices;
 - ``blocks``: layers as whole things, dealt out to the devices;
-- ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts;
+- ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts
+  (``long_chains`` without the cuts, where they are too many);
 - ``placements``: of short chains all stages on all devices, as far as a budget goes.
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest

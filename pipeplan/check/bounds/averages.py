@@ -61,13 +61,13 @@ def memory_bound(problem: Problem, any_order: bool = False) -> int:
     menus = _menus(problem, any_order)
     held = menus[0].held / fastest
     least: int | None = None
-    for case in reversed(_cases(problem, any_order)):  # many devices first: they allow the shortest periods
+    for case in reversed(cases(problem, any_order)):  # many devices first: they allow the shortest periods
         bound = max(low, case.floor_ns)
         if (case.room_bytes <= 0 and held) or (least is not None and max(bound, ceil(work / case.speed)) >= least):
             continue
         for menu in menus:
 
-            def enough(period: int, menu: _Menu = menu, case: _Case = case) -> bool | None:
+            def enough(period: int, menu: _Menu = menu, case: Case = case) -> bool | None:
                 idle = period * case.speed - work
                 return (idle >= 0 and (menu.held - menu.saving(idle)) / fastest <= period * case.room_bytes) or None
 
@@ -79,7 +79,7 @@ def memory_bound(problem: Problem, any_order: bool = False) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class Case:
     """A kind of plan: bytes left for activations over all its devices, their speeds' sum, the least period besides."""
 
     room_bytes: int
@@ -120,7 +120,8 @@ def _ratio(offer: tuple[int, int]) -> int:
     return (saving << 128) // price if price else 1 << 512
 
 
-def _cases(problem: Problem, any_order: bool) -> list[_Case]:
+def cases(problem: Problem, any_order: bool = False) -> list[Case]:
+    """Return the kinds of plans that there are: one stage on so many devices, or a cut."""
     platform, policy = problem.platform, problem.policy
     devices = sorted(platform.devices, key=lambda device: device.memory_bytes, reverse=True)
     speeds = sorted((device.speed for device in platform.devices), reverse=True)
@@ -132,14 +133,14 @@ def _cases(problem: Problem, any_order: bool) -> list[_Case]:
     for r in range(1, len(platform) + 1 if problem.replicas else 2):
         sync = time_model.sync_period_ns(policy, gradient, r, *fastest)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, r)
-        cases.append(_Case(memories[r - 1] - r * weights, powers[r - 1], sync))
+        cases.append(Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = _least_made(problem.chain) if any_order else min(problem.chain.cut_bytes[1:-1])
         levels = range(len(platform.levels))
         load = min(platform.transfer_ns(least_cut, k) * (1 if platform.both_ways(k) else 2) for k in levels)
         floor = ceil_div(load, most_in_common(len(platform)) if problem.replicas else 1)
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1)
-        cases.append(_Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
+        cases.append(Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
     return cases
 
 

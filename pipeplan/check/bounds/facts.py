@@ -7,6 +7,7 @@ memory on the fastest level, so it holds for all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -122,14 +123,26 @@ class Facts:
 
         What lies in memory that was there before the segment may be its input, and so may what a layer doesn't name.
         """
+        entering = np.zeros((self.count, self.count), dtype=np.int64)
+        for layer, home, size in self._entering():
+            entering[home:, layer] += size
+        return np.asarray(np.triu(np.maximum(self.kept - entering, 0)))
+
+    @cached_property
+    def least_recomputed(self) -> Ints:
+        """The least of :attr:`while_recomputed` of each layer, wherever its segment begins."""
+        entering = np.zeros(self.count, dtype=np.int64)
+        for layer, _, size in self._entering():
+            entering[layer] += size
+        return np.asarray(np.maximum(self.kept - entering, 0))
+
+    def _entering(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (layer, where it comes from, bytes) of what a layer uses and its segment may have as its input."""
         facts = storages(self.problem.chain).facts
         root = facts.roots(0)
-        entering = np.zeros((self.count, self.count), dtype=np.int64)
         for layer in range(self.count):
             for home in {root[t] for t in (*facts.reads[layer], *facts.kept[layer])}:
-                size = max(facts.storages[home], *(facts.sizes[t] for t in facts.reads[layer]), 0)
-                entering[home:, layer] += size
-        return np.asarray(np.triu(np.maximum(self.kept - entering, 0)))
+                yield layer, home, max(facts.storages[home], *(facts.sizes[t] for t in facts.reads[layer]), 0)
 
     @cached_property
     def saves_inputs(self) -> bool:
@@ -146,8 +159,9 @@ class Facts:
 
     @cached_property
     def blocked(self) -> Ints:
-        """Ticks for which the device on either side of each cut waits for transfers."""
-        return self._transfers * (2 * self.ticks if self.problem.platform.blocking else 0)
+        """Ticks for which transfers keep the device on either side of each cut from computing."""
+        held = np.array([self.problem.platform.held_ns(size, 0) for size in self._cuts], dtype=np.int64)
+        return 2 * self.ticks * held
 
     @cached_property
     def link_load(self) -> Ints:

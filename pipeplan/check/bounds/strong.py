@@ -15,6 +15,7 @@ from ...cost import time_model
 from ...problem import Problem
 from .blocks import Blocks, work_overflows
 from .facts import Facts
+from .long_chains import long_bound
 from .packing import needs_more_devices
 from .placements import NODES, placement_bound
 from .pooled import Segments, too_much
@@ -95,10 +96,10 @@ class Refutations:
 def strong_bound(problem: Problem, quick: Proved) -> Proved:
     """Return the best bound of all conditions, at least ``quick``."""
     if len(problem.chain) > MOST_LAYERS:
-        return quick
+        return _longer(Facts(time_model.relative(problem)), quick)
     conditions = Refutations(problem)
     if conditions.tests < 3:
-        return quick
+        return _longer(conditions.facts, quick)
     part = conditions.refuted(None)
     if part is not None:
         return Proved(quick.period_ns, part, infeasible=True)
@@ -112,6 +113,12 @@ def strong_bound(problem: Problem, quick: Proved) -> Proved:
         if placed > found.period_ns:
             return Proved(placed, "placements")
     return found
+
+
+def _longer(facts: Facts, quick: Proved) -> Proved:
+    """Return the bound of chains too long for tables of runs, or ``quick`` where that is longer."""
+    found = long_bound(facts)
+    return Proved(found, "pooled") if found > quick.period_ns else quick
 
 
 def longest_refuted(refuted: Callable[[int], Part | None], low: Proved, tests: int) -> Proved:

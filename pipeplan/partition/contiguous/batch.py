@@ -105,6 +105,7 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         (Level(count, *platform.paths[0 if platform.blocking else -1]),),
         platform.full_duplex,
         platform.blocking,
+        overhead_ns=platform.overhead_ns,
     )
     # a replica's share of a step is the same, and of the optimizer's state
     policy = replace(problem.policy, accumulate=microbatches, pipelines=len(groups[0]))

@@ -24,8 +24,10 @@ def longest_period_ns(problem: Problem) -> int:
     recompute = int(chain.sums.forward_ns[-1])
     replicas = 1 if problem.policy.zero else len(platform)  # with which steps take most
     work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, replicas, slowest.speed)
-    transfers = (2 if platform.blocking else 1) * sum(
-        2 * platform.transfer_ns(x, len(platform.levels) - 1) for x in chain.cut_bytes[1:-1]
+    last = len(platform.levels) - 1
+    transfers = sum(
+        4 * platform.held_ns(x, last) + (0 if platform.blocking else 2 * platform.transfer_ns(x, last))
+        for x in chain.cut_bytes[1:-1]
     )
     period = work + 3 * count + transfers  # each stage rounds up three times
     if problem.policy.zero and problem.replicas:  # some fit on several replicas alone, which must sum their gradients

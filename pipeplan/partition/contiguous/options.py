@@ -45,6 +45,10 @@ class StageOptions(Protocol):
         """Return the recomputed segments with which a stage is quickest while each of its replicas holds ``in_flight``
         microbatches."""
 
+    def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
+        """Return the ways to recompute a stage that can hold one microbatch, the quickest first, each of which keeps
+        less of it than those before."""
+
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
         """Return pairs (times, in-flight limits) of tables over pairs of cuts as lower bounds: no stage is quicker, on
         any number of replicas, than the quickest pair whose limit allows what it holds."""
@@ -96,6 +100,14 @@ class FewOptions:
         """Return what the quickest option that can hold ``in_flight`` microbatches recomputes: nothing or all."""
         limits = (tables[min(replicas, len(tables)) - 1] for tables in self.limits)
         option = next(o for o, limit in enumerate(limits) if in_flight <= limit[start, stop])
+        return self._recomputed(option, start, stop)
+
+    def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
+        """Return nothing and all, as far as each fits."""
+        limits = (tables[min(replicas, len(tables)) - 1] for tables in self.limits)
+        return [self._recomputed(o, start, stop) for o, limit in enumerate(limits) if limit[start, stop] >= 1]
+
+    def _recomputed(self, option: int, start: int, stop: int) -> Ranges:
         return ((int(self.cuts[start]), int(self.cuts[stop])),) if option else ()
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:

@@ -241,13 +241,25 @@ class _SegmentFinder:
     def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
         """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
         replica."""
+        labels, at = self._quickest(start, stop, in_flight, replicas, memory)
+        return labels.ranges(int(at[0]))
+
+    def ways(self, start: int, stop: int, replicas: int, memory: int) -> list[Ranges]:
+        """Return segments that fit with one microbatch, the cheapest first, each keeping less than those before."""
+        labels, at = self._quickest(start, stop, 1, replicas, memory)
+        least = np.minimum.accumulate(np.concatenate([[NEVER], labels.kept[at]]))
+        return [labels.ranges(int(x)) for x in at[labels.kept[at] < least[:-1]]]
+
+    def _quickest(
+        self, start: int, stop: int, in_flight: int, replicas: int, memory: int
+    ) -> tuple[Labels | LowestPeak, Ints]:
+        """Return the labels from a stage's first layer, and which of them fit, the cheapest first."""
         if start not in self._known:
             self._known[start] = self._labels_of(start)
         labels = self._known[start]
         at = np.flatnonzero(labels.position == stop)
         at = at[_limits(self._problem, labels, at, memory, replicas) >= in_flight]
-        best = np.lexsort((labels.peak[at], labels.kept[at], labels.cost[at]))[0]
-        return labels.ranges(int(at[best]))
+        return labels, at[np.lexsort((labels.peak[at], labels.kept[at], labels.cost[at]))]
 
 
 @dataclass(frozen=True)
@@ -300,6 +312,10 @@ class SegmentOptions:
         """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica."""
         first, last = int(self.cuts[start]), int(self.cuts[stop])
         return self.finder.find(first, last, in_flight, replicas, self.device.memory_bytes)
+
+    def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
+        """Return the segments that a stage may recompute, those of least recomputation first."""
+        return self.finder.ways(int(self.cuts[start]), int(self.cuts[stop]), replicas, self.device.memory_bytes)
 
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
         """Return for some ranges of in-flight counts the time that the lowest takes, and the highest as the limit."""

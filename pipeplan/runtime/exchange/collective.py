@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -43,15 +43,22 @@ def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
 
 
 def replica_groups(lowered: LoweredRun, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
-    """Return the process group of each replicated stage."""
-    groups = stage_groups(lowered, [(s,) for s in range(len(lowered.plan.allocation.stages))], exchange, timeout)
+    """Return the process group of each replicated stage; those that sum beside passes share theirs with none."""
+    stages = [(s,) for s in range(len(lowered.plan.allocation.stages))]
+    alone = [(s,) for s in lowered.beside]
+    groups = stage_groups(lowered, stages, exchange, timeout, alone)
     return {s: group for (s,), group in groups.items()}
 
 
 def stage_groups(
-    lowered: LoweredRun, sets: Iterable[tuple[int, ...]], exchange: Exchange, timeout: timedelta
+    lowered: LoweredRun,
+    sets: Iterable[tuple[int, ...]],
+    exchange: Exchange,
+    timeout: timedelta,
+    alone: Collection[tuple[int, ...]] = (),
 ) -> dict[tuple[int, ...], Group]:
-    """Return the process group of the ranks of each of ``sets`` of stages, if they are several.
+    """Return the process group of the ranks of each of ``sets`` of stages, if they are several; ``alone`` have one of
+    their own, others share it where the ranks are the same.
 
     All ranks make all groups, in one order, as torch wants it. gloo's take tensors of GPUs too, through the host.
     """
@@ -59,14 +66,15 @@ def stage_groups(
     if backend == "nccl":
         in_hosts_order()
     groups: dict[tuple[int, ...], Group] = {}
-    made: dict[tuple[int, ...], Group] = {}
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Group] = {}
     with exchanging("the making of groups that sum gradients"):
         for stages in sets:
             ranks = tuple(sorted({rank for s in stages for rank in lowered.ranks_of(s)}))
             if len(ranks) > 1:
-                if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), group_timeout(timeout, backend), backend)
-                groups[stages] = made[ranks]
+                key = (ranks, stages if stages in alone else ())
+                if key not in made:
+                    made[key] = dist.new_group(list(ranks), group_timeout(timeout, backend), backend)
+                groups[stages] = made[key]
     return groups
 
 

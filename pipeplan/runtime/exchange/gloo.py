@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
+from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.repeats import Repeated, Upcoming
 from ..model.network import TensorSpec
 from .transport import Sends, exchanging
@@ -56,7 +56,7 @@ class GlooTransport:
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
         receive, work, tensor = self._posted.pop((edge, microbatch))
-        with exchanging(sentence(receive), receive.peer):
+        with exchanging(receive, receive.peer):
             work.wait()
         self._waiting[edge] -= 1
         return tensor
@@ -83,7 +83,7 @@ class GlooTransport:
         assert isinstance(receive, Receive), "only receives are coming"
         spec = self._specs[edge]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        with exchanging(sentence(receive), receive.peer):
+        with exchanging(receive, receive.peer):
             work = dist.irecv(tensor, receive.peer, tag=self._tag(edge, receive.microbatch))
         assert work is not None, "every rank is in the default group"
         self._posted[edge, receive.microbatch] = receive, work, tensor

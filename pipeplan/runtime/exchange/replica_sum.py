@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .emulated_link import EmulatedLink
 from .transport import exchanging
 
 Group = Any  # a process group; torch's type for it differs between versions
@@ -39,11 +40,12 @@ class ChunkSum:
 
     Between them nothing waits. Who has use for its own share of the sum alone, and then something to give to all in its
     place, calls :meth:`add` and :meth:`spread` instead of :meth:`turn`. All ranks of the group call the methods of all
-    chunks in one order, with one ``first`` for each chunk (:func:`shares`).
+    chunks in one order, with one ``first`` for each chunk (:func:`shares`). With a ``link`` exchanges take as long as
+    there.
     """
 
-    def __init__(self, chunk: Tensor, group: Group, first: int = 0) -> None:
-        self._chunk, self._group = chunk, group
+    def __init__(self, chunk: Tensor, group: Group, first: int = 0, link: EmulatedLink | None = None) -> None:
+        self._chunk, self._group, self._link = chunk, group, link
         self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._others = [other for other in dist.get_process_group_ranks(group) if other != dist.get_rank()]
         self._shares = shares(chunk.numel(), self._ranks, first)
@@ -52,6 +54,7 @@ class ChunkSum:
         self._place = slice(begin, begin + self._own)
         self._parts = self._nothing = chunk.new_empty(0)
         self._work: Any = None
+        self._due_ns = 0
 
     def begin(self) -> None:
         """Send every rank its share of the chunk."""
@@ -87,9 +90,13 @@ class ChunkSum:
         return self._parts
 
     def _exchange(self, into: Tensor, source: Tensor, coming: list[int], going: list[int]) -> None:
+        if self._link is not None:
+            self._due_ns = self._link.due_ns((sum(going) - self._own) * source.element_size())
         with exchanging(WHAT, *self._others):
             self._work = dist.all_to_all_single(into, source, coming, going, group=self._group, async_op=True)
 
     def _wait(self) -> None:
         with exchanging(WHAT, *self._others):
             self._work.wait()
+        if self._link is not None:
+            self._link.wait_until(self._due_ns)

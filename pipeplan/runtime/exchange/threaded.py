@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..model.network import TensorSpec
+from .emulated_link import carried_ns
 from .transport import PeerLost, exchanging
 
 POSTED: Final = 2  # receives under way on each wire: the next message travels while this one is put away
@@ -43,8 +44,9 @@ class ThreadedTransport:
     """One rank's exchanges in ``group`` (None: all ranks), by threads.
 
     On each wire at most ``room`` messages wait to be used and as many to be sent; further ones wait at the sender, and
-    then in :meth:`send`. ``delay_ns`` emulates a slow link: every message takes so much longer, and those of a wire
-    follow each other. PeerLost where a wait for another rank takes longer than ``timeout_s``, or a rank has gone.
+    then in :meth:`send`. ``delay_ns`` and ``rate``, in bytes per second, emulate a slow link: every message takes so
+    much longer, and those of a wire follow each other. PeerLost where a wait for another rank takes longer than
+    ``timeout_s``, or a rank has gone.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class ThreadedTransport:
         delay_ns: int = 0,
         group: Any = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        rate: int | None = None,
     ) -> None:
-        self._specs, self._room, self._timeout_s, self._delay_ns = specs, room, timeout_s, delay_ns
+        self._specs, self._room, self._timeout_s, self._delay_ns, self._rate = specs, room, timeout_s, delay_ns, rate
         self._group, self._clock = group, clock
         self._place: dict[tuple[Edge, int], tuple[Wire, int]] = {}  # of each message: its wire, and the how manieth
         self._expected: Counter[Wire] = Counter()
@@ -190,7 +193,7 @@ class ThreadedTransport:
                     posted.append(_Receiving(wire, self._specs[wire[0]], self._group))
                     begun += 1
                 microbatch, tensor = posted.popleft().wait()
-                usable_ns = max(self._clock(), usable_ns) + self._delay_ns
+                usable_ns = max(self._clock(), usable_ns) + self._delay_ns + carried_ns(tensor.nbytes, self._rate)
                 with self._changed:
                     self._inbox[wire[0], microbatch] = usable_ns, tensor
                     self._news.append(Message(wire[0], microbatch, usable_ns))

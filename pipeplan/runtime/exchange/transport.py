@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PipeplanError
-from ..lowering.instructions import Edge, Receive, Send, sentence
+from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 
 
 class Transport(Protocol):
@@ -50,18 +49,28 @@ class PeerLost(PipeplanError):
         self.peers = peers
 
 
-@contextmanager
-def exchanging(what: str, *peers: int) -> Iterator[None]:
+class _Exchanging:
+    __slots__ = ("_peers", "_what")
+
+    def __init__(self, what: str | Instruction, peers: tuple[int, ...]) -> None:
+        self._what, self._peers = what, peers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            what = self._what if isinstance(self._what, str) else sentence(self._what)
+            raise PeerLost(f"{what}: {_cause(str(error))}", *self._peers) from error
+
+
+def exchanging(what: str | Instruction, *peers: int) -> AbstractContextManager[None]:
     """Turn what gloo and NCCL raise into PeerLost, which names the exchange and knows the ``peers``.
 
-    What the device itself lacks, which is no fault of others, stays as it is.
+    What the device itself lacks, which is no fault of others, stays as it is. Messages are sent and received within
+    such contexts, so nothing is put into words before it fails.
     """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise PeerLost(f"{what}: {_cause(str(error))}", *peers) from error
+    return _Exchanging(what, peers)
 
 
 def _cause(words: str) -> str:
@@ -84,7 +93,7 @@ class Sends:
         """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
         self.await_room(send)
         tensor = tensor.contiguous()
-        with exchanging(sentence(send), send.peer):
+        with exchanging(send, send.peer):
             work = dist.isend(tensor, send.peer, group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._sent[send.edge] = send, work, tensor
@@ -103,6 +112,6 @@ class Sends:
 
     def _wait(self, edge: Edge) -> None:
         send, work, _ = self._sent[edge]
-        with exchanging(sentence(send), send.peer):
+        with exchanging(send, send.peer):
             work.wait()
         del self._sent[edge]

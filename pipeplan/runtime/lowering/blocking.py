@@ -13,7 +13,7 @@ from math import lcm
 from ...errors import PipeplanError
 from ...integers import ceil_div
 from ...plan import Plan
-from ...schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, Meet, standstill
+from ...schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, Meet, shortened, standstill
 from ...schedule.kinds import graph_of, kind_of
 from ...schedule.pattern import most_in_flight, starts_of
 from .instructions import Agree, Instruction, Norm, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
@@ -27,24 +27,27 @@ def run_deadlock(plan: Plan) -> list[str]:
 
     [] as well where devices decide on the way what they do next, for a plan that cannot be run, and where following it
     for one update would take more than :data:`MOST_STEPS`. Where updates are too rare for that they are followed as if
-    they came whenever the pipeline is full again.
+    they came whenever the pipeline is full again; drained mini-batches are :func:`~...schedule.deadlock.shortened`.
     """
     if kind_of(plan).by_arrival:
         return []
-    if plan.pattern is not None and not plan.policy.drains:
-        graph = graph_of(plan)
-        if len(graph.operations) * plan.interval > MOST_STEPS:
-            round_ = lcm(*(resource.replicas for resource in graph.resources))
-            held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
-            sooner = ceil_div(held + 1, round_) * round_
-            if sooner >= plan.interval or len(graph.operations) * sooner > MOST_STEPS:
-                return []
-            plan = replace(plan, policy=replace(plan.policy, accumulate=sooner))
+    graph = graph_of(plan)
+    plan = shortened(plan, len(graph.operations))
+    if plan.pattern is not None and not plan.policy.drains and len(graph.operations) * plan.interval > MOST_STEPS:
+        round_ = lcm(*(resource.replicas for resource in graph.resources))
+        held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
+        sooner = ceil_div(held + 1, round_) * round_
+        if sooner >= plan.interval or len(graph.operations) * sooner > MOST_STEPS:
+            return []
+        plan = replace(plan, policy=replace(plan.policy, accumulate=sooner))
     try:
         lowered = lower_run(plan, 1)
         steps = len(lowered.graph.operations) * lowered.interval
-        most = max(1, min(MOST_MICROBATCHES // lowered.interval, 4 * MOST_STEPS // steps))
-        lowered = lower_run(plan, min(most, ROUNDS * ceil_div(max(lowered.filled, 1), lowered.interval) + ROUNDS))
+        followed = MOST_STEPS if plan.policy.drains else 4 * MOST_STEPS  # a pattern needs several to come round
+        most = max(1, min(MOST_MICROBATCHES // lowered.interval, followed // steps))
+        if most > 1:
+            rounds = ROUNDS * ceil_div(max(lowered.filled, 1), lowered.interval) + ROUNDS
+            lowered = lower_run(plan, min(most, rounds))
     except PipeplanError:
         return []
     return deadlock(lowered)

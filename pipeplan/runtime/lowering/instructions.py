@@ -5,6 +5,7 @@ Made from the program alone, before the run and without torch; the executor only
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -214,6 +215,7 @@ def lowered(
     tied: Sequence[tuple[int, ...]] = (),
     lenders: Sequence[Sequence[int]] = (),
     clips: bool = False,
+    beside: Set[int] = frozenset(),
 ) -> list[list[Instruction]]:
     """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
@@ -223,7 +225,8 @@ def lowered(
     collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need weights
     that are not made yet, or more versions than the policy keeps. With ``clips``, where nothing drains, gradients are
     put aside until the norm of all is known, and an update comes as late as it may: before the first use of what it
-    makes.
+    makes. So it does for stages ``beside``, whose replicas sum gradients while passes go on; then the norm comes when
+    these sums should be over.
     """
     program, graph = timeline.program, timeline.program.graph
     orders = lower(program, timeline.start_ns)
@@ -240,7 +243,7 @@ def lowered(
         devices = devices_of(s)
         for use in uses:
             use_of[use.step] = use
-            for q, version in ((s, use.version), *use.lent) if clips else ():
+            for q, version in ((s, use.version), *use.lent) if clips or beside else ():
                 late.used(q, version, timeline.turn(use.step))
             if use.updates:
                 made, turn = use.made + 1, timeline.turn(use.step)
@@ -248,23 +251,29 @@ def lowered(
                     entries[device].append((turn, len(orders[device]) + 4 * made - 2, ReduceTied(sums[s], made)))
                 for replica in devices:
                     place = len(orders[replica]) + 4 * made
-                    if clips:
+                    if clips or s in beside:
                         entries[replica].append((turn, place - 3, PutAside(s, made)))
                     if len(devices) > 1:
                         entries[replica].append((turn, place - 1, Reduce(s, made)))
-                    if not clips:
+                    if not clips and s not in beside:
                         entries[replica].append((turn, place, Update(s, made)))
-                late.due(s, made, turn)
-    for turn, update in late.norms() if clips else ():
+                if clips or s in beside:
+                    late.due(s, made, turn)
+    sums_ns = {s: graph.stages[s].sync_period_ns * interval for s in beside} if clips else {}
+    turns = sorted(map(timeline.turn, use_of)) if sums_ns else []
+    for turn, update in late.norms(turns, sums_ns) if clips else ():
         for device, operations in orders.items():
             entries[device].append((turn, len(operations) + 4 * update, Norm(update)))
-    for s, version, turn, is_use in late.updates() if clips else ():
+    for s, version, turn, is_use in late.updates(clips):
         for replica in devices_of(s):
             place = version - LATER if is_use else len(orders[replica]) + 4 * version + 1
             entries[replica].append((turn, place, Update(s, version)))
+    positions: dict[tuple[str, int], int] = {}
     for device, operations in orders.items():
         for index, op in enumerate(operations):
-            step = _step(program, op)
+            if (op.kind, op.stage) not in positions:
+                positions[op.kind, op.stage] = _position(program, op)
+            step = Step(op.microbatch, positions[op.kind, op.stage])
             match op.kind:
                 case "F":
                     use = use_of[step]
@@ -304,31 +313,48 @@ class _LateUpdates:
         """Note that the stage's gradient for ``version`` is there behind ``turn``."""
         self._due[stage, version] = turn
 
-    def norms(self) -> list[tuple[Turn, int]]:
-        """Return behind which turn all stages have their gradients, for each version that all make."""
+    def norms(self, turns: Sequence[Turn] = (), sums_ns: Mapping[int, int] | None = None) -> list[tuple[Turn, int]]:
+        """Return behind which turn all stages have their gradients, for each version that all make.
+
+        Sums of stages that go on beside passes take ``sums_ns`` more: then return by when they are over the last of
+        the ``turns`` of all passes, but leave one before the first update.
+        """
         known: dict[int, Turn] = {}
-        for (_, version), turn in self._due.items():
+        over: dict[int, int] = {}
+        for (s, version), turn in self._due.items():
             known[version] = max(known.get(version, turn), turn)
+            begin, duration, _ = turn
+            over[version] = max(over.get(version, 0), begin + duration + (sums_ns or {}).get(s, 0))
+        for version in known if turns else ():
+            ends = [end for s, made in self._due if made == version and (end := self._end(s, version)) is not None]
+            latest = bisect_left(turns, min(ends)) - 2 if ends else -1
+            place = min(latest, bisect_left(turns, over[version], key=lambda turn: turn[0]))
+            if place >= 0:
+                known[version] = max(known[version], turns[place])
         return [(turn, version) for version, turn in known.items()]
 
-    def updates(self) -> Iterator[tuple[int, int, Turn, bool]]:
+    def _end(self, stage: int, version: int) -> Turn | None:
+        """Return before which turn the stage must make a version: its first use, or when the next gradient is there."""
+        ends = [self._first.get((stage, version)), self._due.get((stage, version + 1))]
+        return min((end for end in ends if end is not None), default=None)
+
+    def updates(self, clips: bool) -> Iterator[tuple[int, int, Turn, bool]]:
         """Yield (stage, version, turn, whether the update comes before that turn or behind it).
 
-        It comes before the first use of the version, and before the next gradient is put aside; InvalidPlan where that
-        would be before the norm is known.
+        It comes before the first use of the version, and before the next gradient is put aside. With ``clips``
+        InvalidPlan where that would be before the norm is known.
         """
-        for known, version in self.norms():
-            for s in sorted(stage for stage, made in self._due if made == version):
-                ends = [self._first.get((s, version)), self._due.get((s, version + 1))]
-                turn = min((end for end in ends if end is not None), default=None)
-                if turn is not None and turn <= known:
-                    raise InvalidPlan(
-                        [
-                            f"stage {s} would have three gradients at once, because the norm of all gradients for "
-                            f"update {version} is known too late; accumulate more microbatches"
-                        ]
-                    )
-                yield s, version, known if turn is None else turn, turn is not None
+        norms = {version: turn for turn, version in self.norms()} if clips else {}  # at the earliest
+        for (s, version), due in sorted(self._due.items(), key=lambda entry: (entry[0][1], entry[0][0])):
+            known, turn = norms.get(version, due), self._end(s, version)
+            if turn is not None and turn <= known:
+                raise InvalidPlan(
+                    [
+                        f"stage {s} would have three gradients at once, because the norm of all gradients for "
+                        f"update {version} is known too late; accumulate more microbatches"
+                    ]
+                )
+            yield s, version, known if turn is None else turn, turn is not None
 
 
 def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> list[Instruction]:
@@ -351,18 +377,18 @@ def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> l
     return instructions
 
 
-def _step(program: Program, op: RankOp) -> Step:
-    """Return the step that ``op`` is, or that its message comes from."""
+def _position(program: Program, op: RankOp) -> int:
+    """Return the position of the step that ``op`` is, or that its message comes from."""
     position_of = program.graph.position
     match op.kind:
         case "SEND_F" | "RECV_F":
             sender = op.stage - (op.kind == "RECV_F")
-            return Step(op.microbatch, position_of.get(("SEND_F", sender), position_of["F", sender]))
+            return position_of.get(("SEND_F", sender), position_of["F", sender])
         case "SEND_B" | "RECV_B":
             sender = op.stage + (op.kind == "RECV_B")
-            return Step(op.microbatch, position_of.get(("SEND_B", sender), position_of["B", sender]))
+            return position_of.get(("SEND_B", sender), position_of["B", sender])
         case _:
-            return Step(op.microbatch, program.position[op.kind, op.stage])
+            return program.position[op.kind, op.stage]
 
 
 def _check_versions(stage: int, uses: Sequence[Use], policy: WeightPolicy, interval: int) -> None:
@@ -382,13 +408,20 @@ def _check_versions(stage: int, uses: Sequence[Use], policy: WeightPolicy, inter
 
 
 def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Return one mini-batch of a drained schedule with all its updates at the end, behind one agreement on them.
+    """Return one mini-batch of a drained schedule, with all updates at the end, behind one agreement on them."""
+    updates = [x for x in instructions if isinstance(x, Update)]
+    others = [x for x in instructions if not isinstance(x, Update)]
+    return [*others, Agree(updates[0].version), *updates]
 
-    The updates of a rank's stages keep their order, which is the same on all ranks.
+
+def with_updates_last(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule with all updates at the end.
+
+    Sums over replicas stay where they begin, so they go on beside other stages' passes. Updates keep their order, which
+    is the same on all ranks.
     """
-    updates = [x for x in instructions if isinstance(x, Reduce | Update)]
-    passes = [x for x in instructions if not isinstance(x, Reduce | Update)]
-    return [*passes, Agree(updates[0].version), *updates]
+    others = [x for x in instructions if not isinstance(x, Update)]
+    return [*others, *(x for x in instructions if isinstance(x, Update))]
 
 
 def clipped(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -433,6 +466,8 @@ def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruct
 
 def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
     """Return ``instruction`` with microbatches and versions counted on by so many."""
+    if microbatches == versions == 0:
+        return instruction
     match instruction:
         case Forward() | Backward() | BackwardWeights():
             return replace(

@@ -5,15 +5,18 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import lcm
+from math import gcd, lcm
 
 from ...check.evaluate import evaluate
 from ...check.shared_weights import tied_violations
+from ...cost.memory_model import gradient_bytes
 from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
 from ...errors import BadInput
+from ...integers import ceil_div
 from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
 from ...schedule.memory import in_flight, lane_use, most_held
@@ -36,6 +39,7 @@ from .instructions import (
     forwards,
     lowered,
     with_tied_sums,
+    with_updates_last,
 )
 from .repeats import Repeat, Repeated, continued
 
@@ -61,7 +65,8 @@ class LoweredRun:
     (first microbatch, microbatches), which is where checkpoints are. ``program`` is one mini-batch of a drained
     schedule, otherwise the longest segment, or as much of it as tells the rest; ``timeline`` is its simulation with the
     plan's times, whose order is run. ``tied`` are the sets of stages with copies of weights. With ``reads_newest``
-    backwards use other weights than the forwards did. With ``evaluates`` there are only forwards.
+    backwards use other weights than the forwards did. With ``evaluates`` there are only forwards. Stages ``beside`` sum
+    gradients of replicas while passes go on; some have a second gradient for that, of so many bytes.
     """
 
     plan: Plan
@@ -78,6 +83,7 @@ class LoweredRun:
     reads_newest: bool = False
     first: Position = FROM_THE_START
     evaluates: bool = False
+    beside: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def microbatches(self) -> int:
@@ -109,6 +115,11 @@ class LoweredRun:
     def round(self) -> int:
         """Microbatches after which every stage's replicas have had equally many."""
         return lcm(*(resource.replicas for resource in self.graph.resources))
+
+    @property
+    def window(self) -> int:
+        """Microbatches over which times are averaged: whole updates, and whole rounds of the replicas."""
+        return -(-self.interval // self.round) * self.round
 
     def period_of(self, timeline: Timeline) -> float | None:
         """Return ns per microbatch in the steady state of ``timeline``, None where the run is too short to have one."""
@@ -148,6 +159,23 @@ class LoweredRun:
             free = self.plan.platform.devices[device].memory_bytes - lane_use(self.timeline, lane).peak_bytes
             held[s] = count + max(0, free) // max(1, self.graph.stages[s].kept_bytes)
         return held
+
+    def most_activation_bytes(self, rank: int) -> int:
+        """Return what a rank of a message-driven run holds at most of activations, whatever comes first; 0 for others.
+
+        One that holds more microbatches than in the simulated run is let, where its memory has room for them; it never
+        holds more than are in the pipelines that it serves.
+        """
+        if self.limit is None:
+            return 0
+        stages, total, more = self.plan.allocation.stages, 0, 0
+        for s, room in self.most_held(rank).items():
+            served = stages[0].replicas // gcd(stages[0].replicas, stages[s].replicas)
+            count = min(room, self.limit * served, ceil_div(self.interval, stages[s].replicas))
+            cost = self.graph.stages[s]
+            total += count * cost.kept_bytes
+            more = max(more, cost.peak_bytes - cost.kept_bytes)
+        return total + more
 
     @property
     def planned_period_ns(self) -> float:
@@ -219,6 +247,7 @@ def lower_run(
     tied = summed_stages(plan.chain, plan.allocation.stages)
     lenders = lending_stages(plan.chain, plan.allocation.stages)
     lengths = _lengths(first.step, steps, every)
+    beside = {} if evaluates else summed_beside(plan, graph)
 
     def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
         # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
@@ -227,14 +256,15 @@ def lower_run(
         if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
             program = timeline.program
         apart, clips = () if policy.drains else tied, plan.policy.waits_for_norm
-        return program, timeline, lowered(timeline, policy, interval, ranks, apart, lenders, clips)
+        late = frozenset() if policy.drains else beside.keys()
+        return program, timeline, lowered(timeline, policy, interval, ranks, apart, lenders, clips, late)
 
     made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
     for length in sorted(set(lengths), reverse=True):
         if policy.drains:
             program, timeline, lists = lists_of(interval)
-            if plan.policy.precision == "mixed":  # an overflow skips the update of all stages, or none
-                lists = [agreed(instructions) for instructions in lists]
+            finish = agreed if plan.policy.precision == "mixed" else with_updates_last  # all stages skip, or none
+            lists = [finish(instructions) for instructions in lists]
             if plan.policy.clip:
                 lists = [clipped(instructions) for instructions in lists]
             lists = [with_tied_sums(x, tied, on[device]) for x, device in zip(lists, devices, strict=True)]
@@ -271,7 +301,38 @@ def lower_run(
         reads_newest=policy.reads_newest,
         first=first,
         evaluates=evaluates,
+        beside=beside,
     )
+
+
+def summed_beside(plan: Plan, graph: StageGraph) -> dict[int, int]:
+    """Return the stages whose replicas sum gradients while passes go on, with the bytes of the second gradient that
+    each takes of what the plan leaves free.
+
+    Under 2bw an update has a whole round to be made in: there it is those whose GPUs have room for a second gradient,
+    which clipping has anyway. Where a batch drains it is those that other stages, or the agreement of all ranks, come
+    behind; they need none. Stages of models with shared weights are left alone.
+    """
+    policy, stages = plan.policy, plan.allocation.stages
+    replicated = [s for s, stage in enumerate(stages) if stage.replicas > 1]
+    if plan.chain.tied or not replicated or policy.weights not in ("flush", "2bw"):
+        return {}
+    if policy.drains:
+        held = Counter(stage.devices for stage in stages)
+        several = [s for s in replicated if policy.precision == "mixed" or held[stages[s].devices] > 1]
+        return {} if policy.clip else dict.fromkeys(several, 0)
+    if policy.waits_for_norm:
+        return dict.fromkeys(replicated, 0)
+    uses = evaluate(plan).devices
+    free = {d: uses[d].memory_bytes - uses[d].peak_bytes for stage in stages for d in stage.devices}
+    chosen: dict[int, int] = {}
+    for s in replicated:
+        cost = graph.stages[s]
+        size = int(gradient_bytes(policy, cost.weight_bytes, cost.parameters))
+        if all(free[d] >= size for d in stages[s].devices):
+            chosen[s] = size
+            free |= {d: free[d] - size for d in stages[s].devices}
+    return chosen
 
 
 def _endless(

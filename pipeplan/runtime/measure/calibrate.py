@@ -11,7 +11,7 @@ from ...cost.time_model import update_share_ns
 from ...schedule.program import Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import LoweredRun
-from .times import Activity, RankMeasurement, covers, median, medians, settled
+from .times import Activity, RankMeasurement, covers, median, settled, typical
 
 
 def calibrated(
@@ -118,7 +118,7 @@ def handed_over(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
 
 
 def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return how long a microbatch's passes and updates occupy each stage's process in the settled part (medians).
+    """Return how long a microbatch's passes and updates occupy each stage's process in the settled part.
 
     That is all of its time but waits, sums over replicas and checkpoints: a pass with the making of its data, the
     sending of its result and what lies between; an update with the telling of it.
@@ -146,7 +146,26 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns
-    return medians(lowered, ("F", "B", "W", "UPDATE"), ranks)
+    return typical(lowered, ("F", "B", "W", "UPDATE"), ranks)
+
+
+def sums_ns(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:
+    """Return how long the sum of an update takes over each stage's replicas, 0 without any (medians in ns).
+
+    That is from its begin to its end on the replica that came last, and so waited for nobody.
+    """
+    took: dict[tuple[int, int], list[int]] = {}
+    for x in measurements:
+        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        for t in x.times:
+            if t.activity == "REDUCE":
+                begin, end = spans.get((t.stage, t.microbatch), (t.start_ns, t.end_ns))
+                spans[t.stage, t.microbatch] = min(begin, t.start_ns), max(end, t.end_ns)
+        for key, (begin, end) in spans.items():
+            took.setdefault(key, []).append(end - begin)
+    return [
+        median(min(found) for (stage, _), found in took.items() if stage == s) for s in range(len(lowered.graph.stages))
+    ]
 
 
 def waits_at_updates(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:

@@ -53,8 +53,8 @@ class Recorder(Protocol):
     def mark(self) -> Any:
         """Return a mark at this moment of the device's work."""
 
-    def note(self, activity: Activity, stage: int, microbatch: int, start: Any) -> None:
-        """Note that an activity went on from the mark ``start`` until now."""
+    def note(self, activity: Activity, stage: int, microbatch: int, start: Any, end: Any = None) -> None:
+        """Note that an activity went on from the mark ``start`` until ``end``, or now."""
 
     def later(self, action: Callable[[], None]) -> None:
         """Do ``action`` when the device has done what it was given so far; actions keep their order."""
@@ -74,9 +74,9 @@ class HostRecorder:
         """Return the time in ns."""
         return time.monotonic_ns() + self._offset_ns
 
-    def note(self, activity: Activity, stage: int, microbatch: int, start: int) -> None:
-        """Note what has just ended."""
-        self._times.add(OpTime(activity, stage, microbatch, start, self.mark()))
+    def note(self, activity: Activity, stage: int, microbatch: int, start: int, end: int | None = None) -> None:
+        """Note what has ended."""
+        self._times.add(OpTime(activity, stage, microbatch, start, self.mark() if end is None else end))
 
     def later(self, action: Callable[[], None]) -> None:
         """Do it now."""
@@ -109,9 +109,9 @@ class CudaRecorder:
         event.record()
         return event
 
-    def note(self, activity: Activity, stage: int, microbatch: int, start: Any) -> None:
-        """Note what ends at an event recorded now."""
-        end = self.mark()
+    def note(self, activity: Activity, stage: int, microbatch: int, start: Any, end: Any = None) -> None:
+        """Note what ends at the event ``end``, or at one recorded now."""
+        end = self.mark() if end is None else end
 
         def read(heard_ns: int | None) -> None:
             begin, over = self._ns(start), self._ns(end)

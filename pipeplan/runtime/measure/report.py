@@ -16,19 +16,22 @@ from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, Pass, most_versions
 from ..lowering.lowered_run import LoweredRun
-from .calibrate import calibrated, handed_over, occupied, waits_at_updates
-from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, medians
+from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
+from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, typical
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One stage's times in ns, planned and measured (medians; ``update_ns`` per update, all else per microbatch).
+    """One stage's times in ns, planned and measured (:func:`.times.typical`; ``update_ns`` per update, all else per
+    microbatch).
 
     Backwards are without the microbatch's share of the update, planned and measured. ``exchange_ns`` is what its
-    process works per microbatch beside all that: posting receives, issuing sends, going from one to the next.
+    process works per microbatch beside all that: posting receives, issuing sends, going from one to the next;
+    ``planned_exchange_ns`` is the overhead of messages that was planned, which is no part of passes here either.
     ``versions`` of the weights were live at once, ``planned_versions`` follow from the order. Making a microbatch's
-    data took the stage ``data_ns``, and where a loader's workers do that it waited ``data_wait_ns`` for them (the
-    mean).
+    data took the stage ``data_ns``, ``planned_data_ns`` as profiled, which are part of no pass here; where a loader's
+    workers do that it waited ``data_wait_ns`` for them (the mean). Gradients are summed over its replicas in
+    ``sum_ns``, of which its update waits ``sum_wait_ns``.
     """
 
     stage: int
@@ -42,16 +45,24 @@ class StageTimes:
     versions: int
     planned_versions: int
     data_wait_ns: int = 0
+    planned_data_ns: int = 0
+    planned_exchange_ns: int = 0
+    sum_ns: int = 0
+    sum_wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceActivations:
-    """Most activation bytes that a device held: as simulated for the plan's order, and as counted."""
+    """Most activation bytes that a device held: as simulated for the plan's order, and as counted.
+
+    Where messages decide the order it is let hold ``allowed_bytes``; as much as is planned where the order is fixed.
+    """
 
     device: int
     rank: int
     planned_bytes: int
     measured_bytes: int
+    allowed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +189,18 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     busy = occupied(lowered, measurements)
     handed = handed_over(lowered, measurements)
     waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
+    kept_waiting, summing = waits_at_updates(lowered, measurements), sums_ns(lowered, measurements)
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
+    reads = [plan.chain.reading_ns * ((s == 0) + (s == len(graph.stages) - 1)) for s in range(len(graph.stages))]
+    sends = [planned_transfer_ns(graph, "F", s) > 0 for s in range(len(graph.stages))]
+    held = [
+        plan.platform.overhead_ns * (sends[s] + (s > 0 and sends[s - 1])) for s in range(len(graph.stages))
+    ]  # in a forward, and in a backward
     stages = tuple(
         StageTimes(
             stage=s,
-            planned_forward_ns=cost.forward_ns,
-            planned_backward_ns=cost.backward_ns - cost.update_share_ns,
+            planned_forward_ns=max(0, cost.forward_ns - reads[s] - held[s]),
+            planned_backward_ns=cost.backward_ns - cost.update_share_ns - held[s],
             forward_ns=durations["F", s],
             backward_ns=durations["B", s] + durations["W", s],
             update_ns=durations["UPDATE", s],
@@ -192,6 +209,10 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
+            planned_data_ns=reads[s],
+            planned_exchange_ns=2 * held[s],
+            sum_ns=summing[s],
+            sum_wait_ns=min(summing[s], kept_waiting[s]),
         )
         for s, cost in enumerate(graph.stages)
     )
@@ -204,7 +225,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
     busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
     norms = measurements[0].norms
-    again = calibrated(lowered, busy, latency_ns, waits_at_updates(lowered, measurements)) if passes else None
+    again = calibrated(lowered, busy, latency_ns, kept_waiting) if passes else None
     return RunReport(
         steps=steps,
         microbatches=len(losses),
@@ -222,6 +243,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
                 rank=rank,
                 planned_bytes=uses[device].activation_bytes,
                 measured_bytes=measurements[rank].peak_activation_bytes,
+                allowed_bytes=max(uses[device].activation_bytes, lowered.most_activation_bytes(rank)),
             )
             for rank, device in enumerate(lowered.devices)
             if passes
@@ -256,7 +278,8 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             DeviceState(
                 device,
                 rank,
-                planned_bytes=uses[device].weights_bytes,
+                planned_bytes=uses[device].weights_bytes
+                + sum(_more_beside(lowered, rank, s) for s in lowered.stages_of(rank)),
                 measured_bytes=measurements[rank].state_bytes,
                 planned_host_bytes=sum(map(graph.host_bytes, lowered.stages_of(rank))),
                 measured_host_bytes=measurements[rank].host_bytes,
@@ -282,14 +305,21 @@ def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
     return 0 if position is None else graph.operations[position].duration_ns
 
 
+def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:
+    """Return the bytes that a stage takes beside the plan's because its sums go on beside passes: a second gradient,
+    less the second version where it isn't needed any more, as updates come right before what they make is used."""
+    second = lowered.beside.get(stage, 0)
+    return second and second * (most_versions(lowered.instructions[rank].short(), stage) - 1)
+
+
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
-    """Return the median duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
+    """Return the duration of each activity of each stage, per microbatch, in the settled part; 0 for none."""
     ranks: list[Counter[tuple[Activity, int, int]]] = []
     for x in measurements:
         ranks.append(Counter())
         for t in x.times:  # an update has a part for each chunk of the gradient
             ranks[-1][t.activity, t.stage, t.microbatch] += t.duration_ns
-    return medians(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
+    return typical(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
 
 
 def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:
@@ -312,7 +342,7 @@ def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tu
         marks = {}
         for rank in lowered.ranks_of(0):
             marks |= _marks(measurements, "B", rank)
-        window = -(-lowered.interval // lowered.round) * lowered.round
+        window = lowered.window
         for first, count in lowered.segments:
             begin = first + max(count // 4, min(lowered.filled, count // 2))
             end = first + count - lowered.filled - window  # then the drain begins

@@ -131,22 +131,32 @@ def mean_wait_for_data(lowered: LoweredRun, measurements: Iterable[RankMeasureme
     return round(statistics.fmean(t.duration_ns for t in late)) if late else 0
 
 
-def medians(
+def typical(
     lowered: LoweredRun, kinds: Iterable[Activity], ranks: Iterable[Mapping[tuple[Activity, int, int], int]]
 ) -> dict[tuple[Activity, int], int]:
-    """Return the median of each kind of activity of each stage, per microbatch; 0 where there is none.
+    """Return what each kind of activity of each stage takes, per microbatch; 0 where there is none.
 
-    Each of ``ranks`` has what (activity, stage, microbatch) took there, in ns. Only microbatches of the settled part
-    count, unless a stage has no others; updates always do.
+    Each of ``ranks`` has what (activity, stage, microbatch) took there, in ns. Means over as many microbatches as those
+    of an update, and of these the median, as periods are measured: what now and then takes longer holds the pipeline
+    up, and a single disturbance of the machine doesn't. Only microbatches of the settled part count, unless a stage has
+    no others; of updates, which always do, it is the median.
     """
     first = settled(lowered)
-    samples: dict[tuple[Activity, int], list[int]] = {}
-    early: dict[tuple[Activity, int], list[int]] = {}
+    samples: dict[tuple[Activity, int], dict[int, list[int]]] = {}  # by window
+    early: dict[tuple[Activity, int], dict[int, list[int]]] = {}
     for spent in ranks:
         for (kind, s, m), ns in spent.items():
-            (samples if kind == "UPDATE" or first <= m else early).setdefault((kind, s), []).append(ns)
+            window = m if kind == "UPDATE" else (m - first) // lowered.window
+            of = samples if kind == "UPDATE" or window >= 0 else early
+            of.setdefault((kind, s), {}).setdefault(window, []).append(ns)
     return {
-        (kind, s): median(samples.get((kind, s)) or early.get((kind, s), [])) // covers(lowered, kind)
+        (kind, s): _median_of_means(samples.get((kind, s)) or early.get((kind, s), {})) // covers(lowered, kind)
         for kind in kinds
         for s in range(len(lowered.graph.stages))
     }
+
+
+def _median_of_means(windows: Mapping[int, list[int]]) -> int:
+    """Return the median of the means of those that are full."""
+    full = max(map(len, windows.values()), default=0)
+    return median(round(statistics.fmean(found)) for found in windows.values() if len(found) == full)

@@ -39,6 +39,13 @@ _DRAWS = {
 _FILLS = _DRAWS | {aten.zero_, aten.fill_, aten.copy_}
 
 
+def lacking() -> str | None:
+    """Return what this torch lacks of what is needed for promises, in words; None where it has all."""
+    if hasattr(torch._C, "_swap_tensor_impl"):
+        return None
+    return f"torch {torch.__version__} has no torch._C._swap_tensor_impl"
+
+
 class NotDeferred(Exception):
     """What the program did cannot be done later; it says why."""
 

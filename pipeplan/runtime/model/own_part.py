@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import BadInput, PipeplanError
 from ..device import CPU
-from .deferred import SMALL, Deferred, NotDeferred, parameter
+from .deferred import SMALL, Deferred, NotDeferred, lacking, parameter
 from .loaded import LoadedModel
 from .loading import load_model
 from .spec import ModelSpec
@@ -45,6 +45,9 @@ class OwnPart:
 
     def load(self) -> LoadedModel:
         """Return the model with large tensors promised; whole, with a note, where it cannot be built so."""
+        lacks = lacking() if self._promised.puts_off else None
+        if lacks is not None:
+            return self._whole(lacks)
         try:
             return self._load(self._promised)
         except Exception as error:

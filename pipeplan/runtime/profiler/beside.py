@@ -35,7 +35,8 @@ class Others:
 
         BadInput says why one of them could not, or cannot any more.
         """
-        quiet = replace(options, others=None, clock=None, say=_nothing, hold="one" if one else "all", seconds=None)
+        quiet = replace(options, others=None, clock=None, read=None, hold="one" if one else "all", seconds=None)
+        quiet = replace(quiet, say=_nothing, note=_nothing, begun=_nothing)
         quiet = quiet if one else replace(quiet, steps=FOREVER)
         try:
             work = pickle.dumps((self.train, quiet))
@@ -75,28 +76,28 @@ def _told(pipe: Connection) -> None:
         raise BadInput(f"--beside: a process that trains beside this one failed: {failure}")
 
 
-def _nothing(text: str) -> None:
+def _nothing(*_: str) -> None:
     pass
 
 
 def _train(work: bytes, pipe: Connection) -> None:
-    """Be one of the others: train until the parent ends this process; tell it of the first step, and of a failure."""
+    """Be one of the others: train until the parent ends this process; tell it of the begin, and of a failure."""
     for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     settle_in()
     threading.Thread(target=follow_parent, daemon=True).start()
     told = False
 
-    def say(text: str) -> None:
+    def begun() -> None:
         nonlocal told
-        if not told and not text.startswith(("sizing", "holding")):
+        if not told:
             pipe.send(None)
             told = True
 
     try:
         train, options = pickle.loads(work)
         while True:
-            train(replace(options, say=say))
+            train(replace(options, begun=begun))
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
     os._exit(1)

@@ -28,7 +28,7 @@ class MeasureOptions:
     """How a model is measured: in how many steps of training, with what, on which device."""
 
     steps: int = 10
-    """Measured steps, at least 1; times are their medians."""
+    """Measured steps, at least 1."""
     warmup: int = 3
     """Steps before them."""
     seconds: float | None = None
@@ -49,8 +49,14 @@ class MeasureOptions:
     """None: the device's."""
     others: Others | None = None
     """Processes that compute meanwhile."""
+    read: Callable[[], object] | None = None
+    """What makes a microbatch's data, as those who have the first layer or the loss do; timed in each step."""
     say: Callable[[str], None] = lambda text: None
     """Hears what is being done."""
+    note: Callable[[str], None] = lambda text: None
+    """Hears what was decided."""
+    begun: Callable[[], None] = lambda: None
+    """Hears that the steps begin."""
 
     @property
     def make_optimizer(self) -> MakeOptimizer:
@@ -63,12 +69,16 @@ USUAL = MeasureOptions()
 
 @dataclass
 class Samples:
-    """Times of one layer, one entry for each measured step, and what was asked of an estimated device in the last."""
+    """Times of one layer, one entry for each measured step, and what was asked of an estimated device in the last.
+
+    ``reading_ns`` is what reading took before the first layer.
+    """
 
     forward_ns: list[int] = field(default_factory=list)
     backward_ns: list[int] = field(default_factory=list)
     inputs_only_ns: list[int] = field(default_factory=list)
     optimizer_ns: list[int] = field(default_factory=list)
+    reading_ns: list[int] = field(default_factory=list)
     work: LayerWork | None = None
 
 
@@ -81,6 +91,7 @@ def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, op
     samples = [Samples() for _ in network.layers]
     for warm in _rounds(options, options.seconds):
         options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
+        _read(samples[0], clock, options, warm)
         for inputs_only in (False, True) if options.split_backward else (False,):
             run = _step(network, optimizers, entry, clock, inputs_only)
             if not warm:
@@ -106,6 +117,8 @@ def one_at_a_time(
             alone = Network((layer,), (), (), network.structure, network.chain)
             sample = Samples()
             for warm in _rounds(options, None if options.seconds is None else options.seconds / len(network)):
+                if index == 0:
+                    _read(sample, clock, options, warm)
                 for inputs_only in (False, True) if options.split_backward else (False,):
                     leaves = dict(zip(layer.reads, map(leaf, inputs), strict=True))
                     run = _step(alone, optimizers, entry, clock, inputs_only, leaves)
@@ -119,6 +132,16 @@ def one_at_a_time(
         samples.append(sample)
         drop(values, network, index)
     return samples
+
+
+def _read(sample: Samples, clock: Clock, options: MeasureOptions, warm: bool) -> None:
+    """Make a microbatch's data once more, if they are made at all."""
+    if options.read is not None:
+        start = clock.mark()
+        options.read()
+        end = clock.mark()
+        if not warm:
+            sample.reading_ns.append(clock.between(start, end))
 
 
 def _rounds(options: MeasureOptions, seconds: float | None) -> Iterator[bool]:

@@ -16,8 +16,14 @@ from ..model.randomness import key_of
 
 
 def begin_draws(seed: int, microbatch: int, layer: int) -> None:
-    """Let the random numbers to come, on all devices, be those of ``layer`` (a value that it makes) or of DATA."""
-    torch.manual_seed(key_of(seed, microbatch, layer))
+    """Let the random numbers to come, on all devices in use, be those of ``layer`` (a value that it makes) or of DATA.
+
+    torch.manual_seed does the same, but where no GPU is in use it writes down a traceback for when one will be: 0.2 ms.
+    """
+    key = key_of(seed, microbatch, layer)
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(key)
 
 
 class Draws:

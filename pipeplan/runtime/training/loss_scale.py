@@ -74,13 +74,14 @@ class Scaling:
         self.current = first
         self.used = first.scale
         self.skips = False
+        self.decided = 0  # the last version that was agreed on
         self.skipped: list[int] = []
         self._any_rank = any_rank
 
     def agree(self, version: int, overflow: bool) -> None:
         """Decide with all ranks whether ``version`` is made from the gradients; ``overflow`` is this rank's word."""
         assert self._any_rank is not None, "only then are there instructions to agree"
-        self.skips = self._any_rank(overflow)
+        self.skips, self.decided = self._any_rank(overflow), version
         self.used = self.current.scale
         self.current = self.current.after(self.skips)
         if self.skips:

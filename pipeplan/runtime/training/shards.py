@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..exchange.emulated_link import EmulatedLink
 from ..exchange.replica_sum import Group, shares
 from ..exchange.transport import exchanging
 from .buckets import Bucket, Slice, in_buckets, in_runs
@@ -30,6 +31,7 @@ class Sharing:
     ranks: int
     coarsening: int | None = None
     group: Group = None
+    link: EmulatedLink | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...problem import Chain, connected
+from ..exchange.emulated_link import EmulatedLink
 from ..exchange.replica_sum import ChunkSum, Group
 from ..exchange.transport import exchanging
 from ..lowering.lowered_run import LoweredRun
@@ -152,7 +153,9 @@ class TiedSums:
         groups: Mapping[Stages, Group],
         recorder: Recorder,
         scaling: Scaling | None,
+        link: EmulatedLink | None = None,
     ) -> None:
+        self._link = link
         self._runners, self._groups, self._recorder, self._scaling = runners, groups, recorder, scaling
         self._own: list[tuple[Stages, int, int]] = []  # stages of a tie; the own one, and which of its weights it is
         for tie in ties:
@@ -172,7 +175,7 @@ class TiedSums:
             start = self._recorder.mark()
             total = self._runners[s].versions.tied_gradient(index)
             flat = total.contiguous()
-            chunk = ChunkSum(flat.view(-1), self._groups[holders])
+            chunk = ChunkSum(flat.view(-1), self._groups[holders], link=self._link)
             chunk.begin()
             chunk.turn()
             chunk.end()

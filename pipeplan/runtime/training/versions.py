@@ -414,7 +414,7 @@ class Versions:
         assert self._sharing is not None, "only shares are spread"
         row = torch.empty_like(self._row(chunk))
         chunk.give(weights, row)
-        exchange = ChunkSum(row, self._sharing.group, chunk.first)
+        exchange = ChunkSum(row, self._sharing.group, chunk.first, self._sharing.link)
         exchange.spread()
         exchange.end()
         chunk.take(row, weights)

@@ -42,7 +42,15 @@ def _held(problem: OrderProblem, machine: int) -> int:
     return least
 
 
-def raised(problem: OrderProblem, low: int, value: int, solver: Solver, deadline: Deadline, window: int = 1) -> int:
+def raised(
+    problem: OrderProblem,
+    low: int,
+    value: int,
+    solver: Solver,
+    deadline: Deadline,
+    window: int = 1,
+    each_s: float = SOLVER_S,
+) -> int:
     """Return a lower bound of the value, ``low`` or more, by linear programs; an order of ``value`` is known.
 
     Programs in long slots come first, then, where those say too little, in shorter ones. The first of either asks
@@ -51,20 +59,26 @@ def raised(problem: OrderProblem, low: int, value: int, solver: Solver, deadline
     if not problem.measured:
         return low
     for most in sorted({MOST_COUNTS["cbc"], MOST_COUNTS[solver]}):
-        low = _halved(problem, low, value, solver, deadline, window, most)
+        low = _halved(problem, low, value, solver, deadline, window, most, each_s)
     return low
 
 
 def _halved(
-    problem: OrderProblem, low: int, value: int, solver: Solver, deadline: Deadline, window: int, most: int
+    problem: OrderProblem,
+    low: int,
+    value: int,
+    solver: Solver,
+    deadline: Deadline,
+    window: int,
+    most: int,
+    each_s: float,
 ) -> int:
     grain = problem.grain
     low = min(value, ceil_div(low, grain) * grain)
     asked = value - grain
     while low < value and not deadline.passed:
-        seconds = min(SOLVER_S, deadline.remaining_s())
         slots = slots_of(problem, asked, window, most)
-        if ask(slots, solver, SolverLimits(None, seconds, seconds)).impossible:
+        if ask(slots, solver, SolverLimits(None, each_s, deadline.remaining_s())).impossible:
             low = asked + grain
         else:
             value = asked

@@ -14,7 +14,6 @@ from .problem import OrderProblem, Word
 from .timing import Orders
 
 REACH = 10  # places that a pass moves at most
-SHARE = 0.5  # that the mean of when devices are done has in what an order costs
 LOOK = 64  # moves between two looks at the clock
 
 
@@ -40,8 +39,7 @@ def anneal(
     draw = random.Random(seed).random
     devices = [device for device in problem.devices if len(orders.queues[device]) > 1]
     best, found = orders.value, orders.words()
-    share = SHARE / len(problem.devices)
-    cost = orders.value + share * orders.total
+    cost = orders.cost
     tried = 0
     for move in range(moves):
         if best <= enough or (move % LOOK == 0 and over()):
@@ -61,7 +59,7 @@ def anneal(
         if orders.links and not orders.settle():
             orders.restore(device, before)
             continue
-        now = orders.value + share * orders.total
+        now = orders.cost
         if now > cost + worse:
             orders.restore(device, before)
             continue

@@ -64,7 +64,7 @@ class OrderProblem:
     def head(self) -> tuple[int, ...]:
         """How long a microbatch takes before each kind of pass."""
         found = [0] * len(self.needs)
-        for kind in sorted(range(len(self.needs)), key=self.depth.__getitem__):
+        for kind in self.by_depth:
             needed = self.needs[kind]
             if needed >= 0:
                 found[kind] = found[needed] + self.durations[needed]
@@ -82,10 +82,15 @@ class OrderProblem:
         return tuple(found)
 
     @cached_property
+    def by_depth(self) -> tuple[int, ...]:
+        """All kinds, each behind what it needs."""
+        return tuple(sorted(range(len(self.needs)), key=self.depth.__getitem__))
+
+    @cached_property
     def rests(self) -> tuple[int, ...]:
         """What at least follows on the end of the last pass of each kind until the value is reached."""
         rests = list(self.tail)
-        for kind in sorted(range(len(self.needs)), key=self.depth.__getitem__, reverse=True):
+        for kind in reversed(self.by_depth):
             needed = self.needs[kind]
             if needed >= 0:
                 rests[needed] = max(rests[needed], self.durations[kind] + rests[kind])

@@ -10,6 +10,7 @@ from .problem import OrderProblem, Word
 
 Queue = list[int]  # operations in order: kind * microbatches + microbatch
 NONE = 2**62
+SHARE = 0.5  # that the mean of when devices are done has in what an order costs
 State = tuple[list[Queue], list[int], list[int], int, int, list[list[int]], list[list[int]]]
 
 
@@ -29,6 +30,11 @@ class Orders:
         self.value = self.total = NONE
         self.done = [self._done(queue) for queue in self.queues]
         self.held = [[self._held(store, queue) for queue in self.queues] for store in range(len(problem.stores))]
+
+    @property
+    def cost(self) -> float:
+        """What a search seeks to lessen: of orders of one value those are better whose devices are done sooner."""
+        return self.value + SHARE * self.total / len(self.problem.devices)
 
     def _queue(self, word: Word) -> Queue:
         seen = dict.fromkeys(word, 0)

@@ -77,6 +77,31 @@ def test_the_wait_for_what_was_sent_before_is_not_a_stages_own_work():
     assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {}, {0: 1})])["F", 0] == 110
 
 
+def test_times_are_medians_of_means_over_as_many_microbatches_as_an_update_has():
+    """Every second forward takes 300 instead of 100, which a median alone wouldn't show; one update is disturbed."""
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 10)
+    now, times = 0, []
+    for m in range(20):
+        ns = 10**6 if m == 12 else 100 + m % 2 * 200
+        times.append(OpTime("F", 0, m, now, now + ns))
+        now += ns
+    assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {}, {0: 1})])["F", 0] == 200
+
+
+def test_planned_reading_and_overhead_are_shown_beside_what_they_took_and_not_in_passes(capsys):
+    ms = 10**6
+    about = {"reading_ns": ms // 4}, {"overhead_ns": ms // 2}
+    times = ((ms, 2 * ms), (ms, 2 * ms))
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, times, output=50, about=about)
+    assert [cost.forward_ns for cost in script.graph.stages] == [3 * ms // 2] * 2
+    here, there = replayed(script, 1)
+    report = make_report(script, [replace(here, transfer_ns={("F", 0): 50, ("B", 1): 50}), there])
+    assert [(x.planned_data_ns, x.planned_exchange_ns) for x in report.stages] == [(ms // 4, ms)] * 2
+    assert [(x.planned_forward_ns, x.planned_backward_ns) for x in report.stages] == [(3 * ms // 4, 2 * ms)] * 2
+    print_run(script.plan, report, width=120)
+    assert "stages work 0.000 ms of each microbatch for messages, 1.000 ms planned" in capsys.readouterr().out
+
+
 def with_waits(measurements, agree_ns, reduce_ns, sums=1):
     """Each rank agrees and then sums before its updates, in so many ns; what comes after is so much later."""
     found = []
@@ -109,14 +134,14 @@ def test_a_drained_run_is_charged_what_updates_waited_for(sums):
 def test_without_drains_a_wait_for_a_sum_is_charged_to_backwards():
     script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
     measurements = replayed(script, 1)
-    first = []
+    first, late = [], 0
     for t in measurements[0].times:
-        at = t.start_ns + 50 * (t.microbatch // 2)  # a mini-batch's sum delays the next one
         if t.activity == "F" and t.microbatch % 2 == 0 and t.microbatch:
-            version = t.microbatch // 2
-            first += [OpTime("REDUCE", 0, version, at - 50, at), OpTime("UPDATE", 0, version, at, at)]
-        first.append(replace(t, start_ns=at, end_ns=at + t.duration_ns))
-    measurements[0] = replace(measurements[0], times=tuple(sorted(first, key=lambda t: t.end_ns)))
+            at, version = t.start_ns + late, t.microbatch // 2
+            late += 50  # a mini-batch's sum delays all that follows
+            first += [OpTime("REDUCE", 0, version, at, at + 50), OpTime("UPDATE", 0, version, at + 50, at + 50)]
+        first.append(replace(t, start_ns=t.start_ns + late, end_ns=t.end_ns + late))
+    measurements[0] = replace(measurements[0], times=tuple(first))
     assert make_report(script, measurements).calibrated_period_ns == 300 + 50 / 2
 
 

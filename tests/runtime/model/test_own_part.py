@@ -39,6 +39,13 @@ LLAMA = (
 )
 
 
+def test_a_torch_that_lacks_what_promises_need_builds_the_model_whole(monkeypatch):
+    monkeypatch.delattr(torch._C, "_swap_tensor_impl")
+    model = part_of(MODELS["gpt"], 0, 1)
+    assert model.notes[-1].endswith(f"for all of it: torch {torch.__version__} has no torch._C._swap_tensor_impl")
+    assert not any(isinstance(x, FakeTensor) for layer in model.layers for x in tensors_of([layer.module]))
+
+
 def part_of(spec, start, stop, *, given=False):
     """The model of ``spec`` with its layers ``start`` to ``stop`` made."""
     part = OwnPart(spec, 2, 3, small=0)

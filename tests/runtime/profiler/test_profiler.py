@@ -12,11 +12,13 @@ from torch import nn
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput, CodeFailed
+from pipeplan.files.forms import read_json
+from pipeplan.files.profiles import ProfileFile, chain_of, profile_text
 from pipeplan.problem import SharedWeights
 from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
-from pipeplan.runtime.profiler.clock import ThreadClock
-from pipeplan.runtime.profiler.measure import measure_model, profile_network
+from pipeplan.runtime.profiler.clock import Clock, ThreadClock
+from pipeplan.runtime.profiler.measure import _typical, measure_model, profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
 
@@ -190,6 +192,41 @@ def test_chain_of_a_model():
     assert all(x.optimizer_ns > 0 for x in chain.layers[:-1])
     assert block.saved_bytes > 4 * block.output_bytes
     assert norm.forward_ns < block.forward_ns
+
+
+def test_layers_add_up_to_a_typical_step_and_share_it_by_their_medians():
+    assert _typical([[10, 10, 40], [20, 50, 20]], alone=False) == [17, 33]  # of 50, the mean of 30, 60 and 60
+    assert _typical([[10, 10, 40], [20]], alone=True) == [10, 20]
+    assert _typical([[10] * 9 + [5000], [20] * 9 + [1]], alone=False) == [10, 20]
+    assert _typical([[], [0, 0]], alone=False) == [0, 0]
+
+
+class Ticking(Clock):
+    """Every mark is 1 after the last one."""
+
+    now = 0
+
+    def mark(self):
+        self.now += 1
+        return self.now
+
+
+@pytest.mark.parametrize("hold", ["all", "one"])
+def test_reading_is_part_of_the_forwards_of_the_first_layer_and_of_the_loss(hold):
+    clock = Ticking()
+
+    def read():
+        clock.now += 500
+
+    options = MeasureOptions(steps=2, warmup=1, hold=hold, clock=clock, read=read)
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
+    measured = measure_model(
+        lambda batch: (layers, torch.randn(batch, 4), nn.functional.mse_loss), 3, options, name="m", date="today"
+    )
+    assert measured.chain.reading_ns == 501
+    assert [layer.forward_ns for layer in measured.chain.layers] == [502, 1, 1, 502]
+    assert [layer.backward_ns for layer in measured.chain.layers] == [1] * 4
+    assert chain_of(read_json(profile_text(measured.chain), ProfileFile, "here"), "here") == measured.chain
 
 
 def test_default_optimizer_leaves_the_weights_and_another_moves_them():

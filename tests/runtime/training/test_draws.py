@@ -14,9 +14,10 @@ from pipeplan.plan import Stage
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.network import LayerCode
 from pipeplan.runtime.model.pieces import pieces_of
+from pipeplan.runtime.model.randomness import DATA, key_of
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.draws import Draws
+from pipeplan.runtime.training.draws import Draws, begin_draws
 
 
 def test_a_layer_draws_by_seed_microbatch_and_layer_in_any_order():
@@ -32,6 +33,13 @@ def test_a_layer_draws_by_seed_microbatch_and_layer_in_any_order():
     assert all(torch.equal(draw(other, *key), found[key]) for key in reversed(passes))
     masks = {tuple(mask.tolist()) for mask in found.values()} | {tuple(draw(Draws(4), 0, 0).tolist())}
     assert len(masks) == len(passes) + 1
+
+
+def test_draws_begin_as_torchs_own_seeding_has_them():
+    torch.manual_seed(key_of(3, 7, DATA))
+    expected = torch.rand(5)
+    begin_draws(3, 7, DATA)
+    assert torch.equal(torch.rand(5), expected)
 
 
 def test_layers_that_draw_nothing_are_seeded_once():

@@ -1,0 +1,71 @@
+"""Plans in the best order of passes that is found: checked, bounded, written and run as simulated; and refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from cases.even_profile import LAYERS, PROFILE
+from cases.files import written
+
+import pipeplan as pp
+from pipeplan.errors import BadInput
+from pipeplan.files.schedule_csv import written_schedule
+from pipeplan.planner import best_order
+from pipeplan.planner.ordered import ordered_alike
+from pipeplan.planner.simulation import simulate_plan
+from pipeplan.report.tables import ordering
+from pipeplan.runtime.options import run_otherwise
+from pipeplan.schedule.kinds import plan_program
+
+UNEVEN = [{**layer, "backward_weight_ns": 900_000, "forward_ns": 10**6 + 10**5 * i} for i, layer in enumerate(LAYERS)]
+GIVEN = {"gpus": 2, "mem": "1GB", "bandwidth": "12GB/s", "no_replicas": True, "weights": "flush", "accumulate": 3}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return written(tmp_path, {**PROFILE, "layers": UNEVEN}, "profile.json")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(best_order, "synthesize", partial(best_order.synthesize, moves=300))
+
+
+def test_a_plan_in_the_best_order_is_no_worse_and_runs_as_simulated(path, tmp_path, quick):
+    usual = pp.plan(path, **GIVEN, effort="quick")
+    found = pp.plan(path, **GIVEN, effort="quick", schedule="best")
+    assert found.period_ns < usual.period_ns
+    told = found.plan.provenance.options["order"]
+    assert told["bound_ns"] <= told["value_ns"] == found.evaluation.makespan_ns
+    assert ordering(found.plan)
+    assert not ordering(usual.plan)
+    assert all(bound.period_ns <= found.period_ns for bound in found.plan.lower_bounds)
+    found.save(tmp_path / "plan.json")
+    again = pp.read_plan(tmp_path / "plan.json").plan
+    assert (again.schedule.kind, again.schedule) == ("written", found.plan.schedule)
+    program = plan_program(again, 3)
+    order = tmp_path / "order.csv"
+    order.write_text(written_schedule(program))
+    assert run_otherwise(again, False, str(order), None).schedule == again.schedule
+    alike = ordered_alike(usual.plan)
+    assert (alike.schedule.kind, alike.allocation) == ("written", usual.plan.allocation)
+    best = simulate_plan(usual.plan, 3, "best")
+    assert best.order is not None
+    assert best.makespan_ns == told["value_ns"]
+    assert best.figures()["order"]["lower_bound_ns"] == told["bound_ns"]
+
+
+def test_what_no_order_can_be_sought_for_is_refused(path):
+    for more, said in (
+        (
+            {"weights": "2bw"},
+            "schedule: the best order drains every mini-batch, which is for weights flush; the policy is",
+        ),
+        ({"for_": "torch"}, "--schedule best orders passes for itself; leave out --for"),
+        ({"robust": 0.1}, "--schedule best orders passes for itself; leave out --robust"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            pp.plan(path, **{**GIVEN, **more}, schedule="best")
+    with pytest.raises(BadInput, match="plan: the best order drains every mini-batch"):
+        ordered_alike(pp.plan(path, **{**GIVEN, "weights": "2bw"}, effort="quick").plan)
