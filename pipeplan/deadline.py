@@ -25,8 +25,8 @@ AGAIN_S = 0.5  # what was raised in a destructor, say, is lost
 class OutOfTime(PipeplanError):
     """The time limit came while something was still being searched; nothing is known of what was left."""
 
-    def __init__(self) -> None:
-        super().__init__("the time limit came before there was an answer")
+    def __init__(self, text: str = "the time limit came before there was an answer") -> None:
+        super().__init__(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class Deadline:
     """``remaining_s`` tells how many seconds are left. All deadlines are equal: they are no part of what is asked."""
 
     remaining_s: Callable[[], float] = field(default=lambda: inf, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Callable[[float], Deadline], tuple[float]]:
+        """Another process has the same deadline, by the clock on the wall."""
+        return _until, (time.time() + self.remaining_s(),)
 
     @staticmethod
     def within(seconds: float) -> Deadline:
@@ -88,6 +92,10 @@ class Deadline:
             rest_s = max(1e-3, before_s - (time.monotonic() - began)) if before_s else 0.0
             signal.setitimer(signal.ITIMER_REAL, rest_s, again_s)
             signal.signal(signal.SIGALRM, handler)
+
+
+def _until(end_s: float) -> Deadline:
+    return NEVER if end_s == inf else Deadline.within(end_s - time.time())
 
 
 def _leaving() -> bool:

@@ -54,6 +54,7 @@ def compare(
     effort: Effort | None = None,
     gap: float | None = None,
     solver: Solver = "cbc",
+    jobs: int = 1,
     time_limit: str | Deadline | None = None,
     begins: Callable[[int, int], None] = lambda platforms, searches: None,
     done: Callable[[OnePlatform], None] = lambda row: None,
@@ -62,7 +63,8 @@ def compare(
     """Return what each of ``algorithms`` reaches for ``gpus`` such as ``"2-8"`` and ``mem`` such as ``"3GB,4GB"``.
 
     All update weights equally often: see :func:`..planner.compare.compare`. ``begins`` hears how many platforms and
-    searches there are, ``done`` of each platform. PipeplanError where ``time_limit`` leaves none.
+    searches there are, ``done`` of each platform. ``jobs`` platforms are searched at a time. PipeplanError where
+    ``time_limit`` leaves none.
     """
     refuse_others(effort=effort, solver=solver)
     for name in algorithms:
@@ -85,7 +87,14 @@ def compare(
     settings = Settings(solver, gap=GAP if gap is None else gap)
     rows: list[OnePlatform] = []
     for row in compared(
-        problem, counts, memories, algorithms, clock=time.process_time, settings=settings, effort=effort or "normal"
+        problem,
+        counts,
+        memories,
+        algorithms,
+        clock=time.process_time,
+        settings=settings,
+        effort=effort or "normal",
+        jobs=jobs,
     ):
         if deadline.passed:  # this row may have been cut short
             break

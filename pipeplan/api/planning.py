@@ -47,6 +47,7 @@ def plan(
     gap: float | None = None,
     order: Order = "best",
     solver: Solver = "cbc",
+    jobs: int = 1,
     time_limit: str | Deadline | None = None,
     microbatch: int | None = None,
     robust: float | None = None,
@@ -66,8 +67,9 @@ def plan(
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
     :func:`..planner.ordered.ordered`. With ``robust``, a share (0.05), it is the best where
-    durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``progress`` hears of each improvement,
-    ``status`` says at any time what is going on. BadInput for what contradicts.
+    durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``jobs`` processes search at a time,
+    with the same plan for any number. ``progress`` hears of each improvement, ``status`` says at any time what is going
+    on. BadInput for what contradicts.
     """
     from ..planner.alternatives import with_alternatives
     from ..planner.best_order import OWN, TRIED
@@ -102,7 +104,7 @@ def plan(
     problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=until)
     if schedule == BEST and not problem.policy.drains:
         raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
-    settings = Settings(solver, gap=GAP if gap is None else gap, progress=progress, status=status)
+    settings = Settings(solver, gap=GAP if gap is None else gap, jobs=jobs, progress=progress, status=status)
     effort, began = effort or "normal", time.perf_counter()
     if for_ is not None:
         found = make_target_plan(problem, for_, settings, effort, () if kind is None else (kind,))

@@ -7,6 +7,7 @@ if it has no room for more microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from ..cost import memory_model, time_model
 from ..cost.saved import first_saved
+from ..deadline import OutOfTime
 from ..integers import Ints, ceil_div, smallest
 from ..plan import Bound, ScheduleKind
 from ..problem import Problem
@@ -28,9 +30,9 @@ _BEYOND = 2**61
 Bools = npt.NDArray[np.bool_]
 
 
-def drained_bound(problem: Problem, known_ns: int, kind: ScheduleKind | None = None) -> Bound | None:
-    """Return the bound of class ``contiguous`` on drained plans, with ``kind`` those under that schedule, one of which
-    has a mini-batch of ``known_ns``; None where it would take too long to find.
+def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound | None:
+    """Return the bound of class ``contiguous`` on drained plans, with ``kind`` those under that schedule; None where it
+    would take too long to find, or nothing fits. OutOfTime at the problem's deadline.
 
     A stage on r GPUs, one of which has M microbatches, ``i`` of whose layers come before it, holds at most a of them.
 
@@ -51,19 +53,27 @@ def drained_bound(problem: Problem, known_ns: int, kind: ScheduleKind | None = N
     stages = _Stages(relaxed, microbatches, kind is None or KINDS[kind].splits)
     if count**2 * len(problem.platform) * len(list(_ranges(microbatches))) > _MOST:
         return None
-    grain = max(1, known_ns // _PRECISION)
-    found = smallest(lambda step: stages.enough(step * grain) or None, 1, ceil_div(known_ns, grain))
-    if found is None:
-        return None
-    least = max(1, (found[0] - 1) * grain + 1)
-    period = ceil_div(min(least, known_ns), microbatches)
+    high = low = max(1, stages.shared_ns)
+    while not stages.enough(high):
+        if high >= _BEYOND // 2:
+            return None
+        low, high = high + 1, 2 * high
+    grain = max(1, low // _PRECISION)
+    found = smallest(lambda step: stages.enough(step * grain) or None, max(1, low // grain), ceil_div(high, grain))
+    assert found is not None, "the last is enough"
+    period = ceil_div(max(low, (found[0] - 1) * grain + 1), microbatches)
     return Bound("contiguous", problem.replicas, problem.checkpointing, period, schedule=kind)
 
 
-def drained_bounds(problem: Problem, known_ns: int, kind: ScheduleKind) -> list[Bound]:
-    """Return the bound on all drained plans of class ``contiguous``, and that on those under ``kind``."""
-    found = (drained_bound(problem, known_ns, one) for one in (None, kind))
-    return [bound for bound in found if bound is not None]
+def drained_bounds(problem: Problem, kind: ScheduleKind) -> list[Bound]:
+    """Return the bound on all drained plans of class ``contiguous``, and that on those under ``kind``, as far as there
+    is time for them."""
+    found: list[Bound] = []
+    with suppress(OutOfTime):
+        for one in (None, kind):
+            bound = drained_bound(problem, one)
+            found += [] if bound is None else [bound]
+    return found
 
 
 def _ranges(most: int) -> Iterator[tuple[int, int]]:
@@ -92,6 +102,14 @@ class _Stages:
     def _speed(self) -> tuple[int, int]:
         fastest = max(device.speed for device in self.problem.platform.devices)
         return fastest.denominator, fastest.numerator
+
+    @cached_property
+    def shared_ns(self) -> int:
+        """What the work of all layers takes, evenly shared by as many devices as the fastest."""
+        down, up = self._speed
+        sums = self.problem.chain.sums
+        total = int(sums.forward_ns[-1] + sums.backward_ns[-1]) * self.microbatches
+        return total * down // (up * len(self.problem.platform))
 
     @cached_property
     def _transfer(self) -> Ints:
@@ -174,6 +192,7 @@ class _Stages:
         room, sums = self._room(replicas), self._sums(replicas)
         ends = self._there[:, None] + self._back[:, None]
         for first, last in _ranges(count):
+            self.problem.deadline.check()
             dropped = np.maximum(self._saved - room // first, 0)
             again = np.where(dropped > 0, dropped * np.minimum(self._price, 1e18), 0)
             fits = (room >= 0) & (again < 1e17) & (stop > start)
@@ -192,6 +211,7 @@ class _Stages:
 
     def enough(self, total: int) -> bool:
         """Whether there are as many GPUs as stages need that are all over within ``total`` ns."""
+        self.problem.deadline.check()
         possible: Bools = self._least <= total
         fewest = np.where(possible.any(axis=0), possible.argmax(axis=0) + 1, _BEYOND)
         used = [0]

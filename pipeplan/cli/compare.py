@@ -16,7 +16,18 @@ import click
 from ..units import format_bytes
 from . import completed
 from .grouped import GroupedCommand
-from .options import EFFORT, GAP, JSON, SOLVER, Output, asked_of, problem_options, refuse_two_documents, time_limit
+from .options import (
+    EFFORT,
+    GAP,
+    JOBS,
+    JSON,
+    SOLVER,
+    Output,
+    asked_of,
+    problem_options,
+    refuse_two_documents,
+    time_limit,
+)
 
 if TYPE_CHECKING:
     from ..planner.compare import OnePlatform
@@ -38,6 +49,7 @@ DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 @EFFORT
 @GAP
 @SOLVER
+@JOBS
 @click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
 @time_limit("Stop after this long, such as 600s, with the cases that are done.")
 @JSON

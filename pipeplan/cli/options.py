@@ -135,6 +135,14 @@ SOLVER = click.option(
     help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
 )
 
+JOBS = click.option(
+    "--jobs",
+    type=Count(most=256),
+    default=1,
+    show_default=True,
+    help="Search in so many processes where one search needn't wait for another; results are the same.",
+)
+
 
 def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
     from ..api.asked import deadline_of

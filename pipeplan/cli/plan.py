@@ -15,6 +15,7 @@ from .grouped import GroupedCommand
 from .options import (
     EFFORT,
     GAP,
+    JOBS,
     KNOBS,
     MOST_RUNS,
     SEED,
@@ -82,6 +83,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
     help="Of the layers of a graph: the best for stages that is found, or the profile's.",
 )
 @SOLVER
+@JOBS
 @click.option(
     "--robust",
     type=Share(),
@@ -135,7 +137,7 @@ def command(
         options = _stated_grid(data_parallel, options)
     elif data_parallel is not None:
         _refuse_with_grid(algorithm, schedule, {**options, "for": target, "gap": gap, "O": given or None})
-        for name in (*STATED, "order", "solver", "robust", "seed", "runs"):
+        for name in (*STATED, "order", "solver", "jobs", "robust", "seed", "runs"):
             options.pop(name)
         plan_grid(
             profile=profile,

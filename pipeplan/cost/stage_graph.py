@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
+from typing import Any
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
@@ -70,6 +71,9 @@ class StageCost:
     def total_ns(self) -> int:
         """Forward plus backward."""
         return self.forward_ns + self.backward_ns
+
+
+Known = dict[tuple[Any, ...], StageCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +255,11 @@ def stage_graph(
     *,
     free_sums: bool = False,
     sharing: bool = True,
+    known: Known | None = None,
 ) -> StageGraph:
     """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
+
+    ``known`` remembers what stages cost between graphs of the same chain, platform and policy.
 
     With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
     without ``sharing``: as if servers that share links had one for each pair of their devices and direction, and as if
@@ -264,10 +271,15 @@ def stage_graph(
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
     ends = zip([False, *transfers], [*transfers, False], strict=True)
-    parts = [
-        _stage_cost(chain, platform, policy, stage, groups.index(stage.devices), *two, borrowed)
-        for stage, two, borrowed in zip(stages, ends, borrowed_weights(chain, stages), strict=True)
-    ]
+    known = {} if known is None else known
+    parts = []
+    for stage, two, borrowed in zip(stages, ends, borrowed_weights(chain, stages), strict=True):
+        home = groups.index(stage.devices)
+        key = stage, home, *two, *borrowed
+        part = known.get(key)
+        if part is None:
+            part = known[key] = _stage_cost(chain, platform, policy, stage, home, *two, borrowed)
+        parts.append(part)
     if chain.tied or policy.clip:
         pairs = zip(parts, _waiting_bytes(chain, policy, stages, parts), _lent(chain, policy, stages), strict=True)
         parts = [replace(part, waiting_bytes=size, lent=lent) for part, size, lent in pairs]

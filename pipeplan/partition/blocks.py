@@ -187,6 +187,15 @@ class Pipe:
             moved_ns += int(self.trips[s][1:-1].min(initial=NEVER)) if s < len(self.trips) else 0
         return found
 
+    @cached_property
+    def arrivals(self) -> list[int]:
+        """The least that comes before each stage's first forward."""
+        relaxed = time_model.relative(self.costs.problem)
+        speed = max(device.speed for device in relaxed.platform.devices)
+        forward = relaxed.chain.sums.forward_ns[np.array(self.costs.cuts)] * speed.denominator // speed.numerator
+        moves = [int(trip[1:-1].min(initial=NEVER)) // 2 for trip in self.trips]
+        return [int(forward[min(s, len(forward) - 1)]) + sum(moves[:s]) for s in range(len(self.groups))]
+
     def last_ns(self, stages: int) -> int:
         """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages."""
         table = self.times[-1]

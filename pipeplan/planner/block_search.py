@@ -6,8 +6,9 @@ and the schedules that are run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, takewhile
 
 from ..check.bounds import work_ns
@@ -17,7 +18,6 @@ from ..cost import memory_model, time_model
 from ..cost.stage_graph import stage_graph
 from ..deadline import OutOfTime
 from ..errors import BadInput
-from ..integers import ceil_div
 from ..partition.blocks import Activations, Costs, Pipe, Rule, moved
 from ..partition.cuts import legal_cuts
 from ..plan import Schedule, ScheduleKind, Stage
@@ -25,6 +25,7 @@ from ..problem import Problem
 from ..schedule.interleaved import occupancy
 from ..schedule.kinds import KINDS, too_long
 from ..units import format_bytes, format_ns
+from .dealt_bound import looped_bound, split_bound
 from .incumbent import Settings
 from .placed import homes_of, most_held
 
@@ -135,13 +136,13 @@ class BlockSearch:
                 for config in self.configs:
                     if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
                         break
+                    if config.shape.chunks > 1:
+                        self.bounds[config] = self.chunked_bound(config)
+                        if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
+                            continue
                     if KINDS[config.kind].splits:
                         self._probe_split(config)
                         continue
-                    if config.shape.chunks > 1:
-                        self.bounds[config] = max(config.bound_ns, self._looped_bound(config))
-                        if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
-                            continue
                     self._probe(config)
                 self._improve(moves)
         except OutOfTime:
@@ -151,6 +152,14 @@ class BlockSearch:
                 raise
             return "interrupted"
         return None
+
+    def chunked_bound(self, config: Config) -> int:
+        """Return a time (ns) below which no mini-batch of a configuration with several stages on each GPU is done."""
+        if KINDS[config.kind].splits:
+            found = split_bound(self._pipe(config, Recompute()), config.kind, config.shape)
+        else:
+            found = looped_bound(self._pipes(config), config.shape)
+        return max(config.bound_ns, found)
 
     def bound_ns(self, kind: ScheduleKind | None = None) -> int:
         """Return a time below which no plan of the class runs a mini-batch; with ``kind`` none under that schedule."""
@@ -191,56 +200,6 @@ class BlockSearch:
         pipe = self._pipe(config, Recompute())
         self._try(config, Recompute(), pipe, pipe.even())
 
-    def _looped_bound(self, config: Config) -> int:
-        """Return a time (ns) below which no interleaved stages of a configuration run a mini-batch.
-
-        Rank r begins when the first microbatch has come through the stages before its first one, of a unit at least
-        each, and has done M microbatches in all its stages before the last goes back through those. Summed over p
-        ranks, p times the makespan is at least M times the work of all stages and what is before each of them. And the
-        sums of a rank's gradients begin when the first of its stages is over, with the passes that its order then has
-        left. The last rank has the last unit, and one more in each other stage at least. That is with the least
-        recomputation under which the stages fit the memory of all ranks together, as they hold it when each has most.
-        """
-        shape, count = config.shape, (self.problem.policy.accumulate or 1) // config.shape.pipelines
-        have = occupancy(shape.ranks, shape.chunks, count)
-        room = shape.ranks * max(device.memory_bytes for device in self.problem.platform.devices)
-        shared, steps, sums = self._shared(shape)
-        least: int | None = None
-        enough: str | None = None  # a rule that recomputes more and more, and is enough already
-        for way in self._ways(config):
-            self.problem.deadline.check()
-            if way.rule == enough:
-                continue
-            pipe = self._pipe(config, way)
-            needed = pipe.least_sum(pipe.holding(have.all))  # weights that stages of a GPU share counted once for each
-            if needed is None or needed - shared > room:
-                continue
-            work = pipe.least_sum(pipe.times)
-            summed = pipe.least_sum(pipe.summing(have.left))
-            assert work is not None, "there is a split that fits"
-            assert summed is not None, "there is one"
-            total = max(count * work + sum(pipe.before[: shape.ranks]), summed - sums) - steps
-            last = count * pipe.last_ns(shape.chunks) - steps + pipe.before[shape.ranks - 1]
-            total = max(ceil_div(total, shape.ranks), last)
-            least = total if least is None else min(least, total)
-            if way.rule == "none":
-                break
-            enough = way.rule if way.rule == "first" else None
-        return 2**62 if least is None else least
-
-    def _shared(self, shape: Shape) -> tuple[int, int, int]:
-        """Return the bytes, steps (ns) and sums (ns) of weights of several layers, which one GPU may have once."""
-        problem, platform = self.problem, self.problem.platform
-        paths = {platform.paths[platform.level_of(group)] for group in shape.groups()}
-        size = steps = sums = 0
-        for x in problem.chain.sums.shared:
-            more = int(x.holders[-1]) - 1
-            size += more * int(memory_model.weights_bytes(problem.policy, x.weight_bytes, x.parameters, 1))
-            steps += more * x.optimizer_ns
-            gradient = int(memory_model.gradient_bytes(problem.policy, x.weight_bytes, x.parameters))
-            sums += more * max(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)
-        return size, steps, sums
-
     def _ways(self, config: Config) -> Iterator[Recompute]:
         stages = config.shape.ranks * config.shape.chunks
         ways = self.target.ways(len(self.units) - stages + 1, COUNTS)
@@ -271,6 +230,10 @@ class BlockSearch:
         if KINDS[config.kind].splits:
             held = most_held(config.kind, shape.ranks, shape.chunks, count)
         return Pipe(self._costs, self._activations[way], groups, count, held, share=shape.chunks)
+
+    def _pipes(self, config: Config) -> Iterator[tuple[str, Callable[[], Pipe]]]:
+        """Yield the rules of all ways to recompute, and what makes the pipelines that do."""
+        yield from ((way.rule, partial(self._pipe, config, way)) for way in self._ways(config))
 
     def _try(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> Found | None:
         """Simulate splits; return the last that became the best of its configuration, if one did."""

@@ -20,6 +20,7 @@ from ..schedule.simulate import simulate
 from ..schedule.timeline import flush_makespan_ns
 from .incumbent import Settings
 from .interval import at_interval
+from .jobs import in_order
 from .plan import AUTO, Planned, make_plan, with_interval
 from .simulated import MINI_BATCH_PER_DEVICE
 
@@ -64,22 +65,29 @@ def compare(
     clock: Callable[[], float],
     settings: Settings | None = None,
     effort: str = "normal",
+    jobs: int = 1,
 ) -> Iterator[OnePlatform]:
     """Yield a row for each number of GPUs and memory, as soon as it is done.
 
     The network and its bandwidth come from ``problem``'s platform, which must have one level. Algorithms are the
     planner's and ``gpipe``: balanced stages that run all forwards of a mini-batch and then all backwards, drained.
     All have one interval between updates in a row: the problem's, or the largest that one of them decides on where it
-    is open. ``clock`` gives CPU seconds.
+    is open. ``clock`` gives CPU seconds. ``jobs`` rows are made at a time, each in a process.
     """
+    yield from in_order(jobs, _row, _platforms(problem, gpus, memories, algorithms, clock, settings, effort))
+
+
+def _platforms(
+    problem: Problem, gpus: Sequence[int], memories: Sequence[int], *rest: object
+) -> Iterator[tuple[object, ...]]:
+    """Yield the arguments of :func:`_row` for each number of GPUs and memory."""
     level, reserved = problem.platform.levels[0], problem.platform.reserved_bytes
     for count in gpus:
         for memory in memories:
             platform = replace(
                 problem.platform, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
             )
-            here = replace(problem, platform=platform)
-            yield _row(here, algorithms, clock, settings, effort)
+            yield replace(problem, platform=platform), *rest
 
 
 def _row(

@@ -8,7 +8,6 @@ from functools import partial
 
 from ..check.bounds import bounded, overstated
 from ..check.drained_bound import drained_bound
-from ..check.evaluate import evaluate
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
@@ -37,8 +36,8 @@ def _any_order(problem: Problem) -> int | None:
     return found.allocation.lower_bound_ns if found is not None and found.complete else None
 
 
-def _drained(problem: Problem, known_ns: int, kind: ScheduleKind | None) -> int | None:
-    found = drained_bound(problem, known_ns, kind)
+def _drained(problem: Problem, kind: ScheduleKind | None) -> int | None:
+    found = drained_bound(problem, kind)
     return None if found is None else found.period_ns
 
 
@@ -65,7 +64,7 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     if bound.allocation in TARGETS:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
     elif kind.drains and bound.allocation == "contiguous":
-        prove = partial(_drained, known_ns=evaluate(plan).makespan_ns or 0, kind=bound.schedule)
+        prove = partial(_drained, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     elif bound.any_order:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ..check.validate import structure_violations
 from ..cost.group_bound import group_bound, may_reach
-from ..cost.stage_graph import StageGraph, least_load_ns, stage_graph
+from ..cost.stage_graph import Known, StageGraph, least_load_ns, stage_graph
 from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
@@ -25,6 +25,7 @@ from .limits import LimitSearch
 MARGIN = 1000
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 KEPT = 8  # plans near the best
+MOST_KNOWN = 50_000  # stages whose costs are remembered
 GRACE_S = 2.0  # for simple plans where the time limit left none
 Cost = Callable[[StageGraph, Pattern, Deadline], int]
 
@@ -49,8 +50,9 @@ class Settings:
 
     The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
     there is a plan, the simplest ones are tried. ``near``: the :data:`KEPT` best whose cost is above the best's by no
-    more than this part of it are kept too. ``progress`` receives a line at each
-    improvement; ``status`` says at any time what is going on.
+    more than this part of it are kept too. ``jobs`` processes may search at a
+    time, where one search needn't wait for another: plans are the same with any number. ``progress`` receives a line
+    at each improvement; ``status`` says at any time what is going on.
     """
 
     solver: Solver = "cbc"
@@ -59,6 +61,7 @@ class Settings:
     gap: float = GAP
     simplest: bool = True
     near: float = 0.0
+    jobs: int = 1
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 
@@ -115,6 +118,7 @@ class Incumbent:
         self.bounds: list[Bound] = []
         self.near: list[Scheduled] = []  # by cost
         self.floor_ns: int | None = None
+        self._known: Known = {}
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
     @property
@@ -148,9 +152,16 @@ class Incumbent:
     def lower_bound(self, allocation: Allocation) -> int | None:
         """Return a lower bound on the allocation's period, or None when it was tried or shall not be."""
         self.settings.status.candidates += 1
-        if allocation.stages in self.seen or self._too_slow(allocation) or self._breaks_rules(allocation):
+        if allocation.stages in self.seen or self._too_slow(allocation):
             return None
-        graph = self._graph(allocation)
+        if self.best is None and self._breaks_rules(allocation):
+            return None
+        floor = self._floor(self._graph(allocation))
+        if floor is not None and self.best is not None and self._breaks_rules(allocation):  # few come so far
+            return None
+        return floor
+
+    def _floor(self, graph: StageGraph) -> int | None:
         if self.limits is not None:
             floor = self.limits.floor_ns(graph)
             beaten = self.best is not None and floor >= self._worth(len(graph.stages))
@@ -254,7 +265,9 @@ class Incumbent:
 
     def _graph(self, allocation: Allocation) -> StageGraph:
         problem = self.problem
-        return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
+        if len(self._known) > MOST_KNOWN:
+            self._known.clear()
+        return stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages, known=self._known)
 
     def schedule(self, graph: StageGraph, cutoff: int | None) -> tuple[Pattern | None, IlpStatus | None]:
         """Return the best pattern of a graph, and what the integer program said, which seeks periods below ``cutoff``

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,8 +24,9 @@ from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
 from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
-from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from .incumbent import Incumbent, Propose, Scheduled, Settings, Status, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
+from .jobs import Task
 from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
 from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
@@ -182,7 +184,7 @@ def _refuse_endless(problem: Problem, schedule: Schedule) -> None:
 
 def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     if algorithm == AUTO:
-        return lambda incumbent: search(incumbent, EFFORTS[effort])
+        return partial(search, effort=EFFORTS[effort])
 
     def propose(incumbent: Incumbent) -> None:
         if algorithm == "contiguous":
@@ -211,6 +213,34 @@ def _plan_pattern(
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
+    quick, filled = places(problem) <= MOST_PLACES, 2 * len(problem.platform) - 1
+    elsewhere = None
+    if settings.jobs > 1 and moves and quick and problem.policy.open:  # it may be in vain
+        alone = replace(settings, progress=None, status=Status())
+        elsewhere = Task(_searched, propose, at_interval(problem, filled), alone)
+    try:
+        return _at_best_interval(problem, propose, settings, widen, filled if moves and quick else None, elsewhere)
+    finally:
+        if elsewhere is not None:
+            elsewhere.end()
+
+
+def _searched(propose: Propose, problem: Problem, settings: Settings) -> tuple[Scheduled | None, str | None]:
+    """Return the best that ``propose`` finds of a problem, if anything, and why it stopped early."""
+    incumbent = Incumbent(problem, settings)
+    status = run_search(propose, incumbent, dispensable=True)
+    return incumbent.best, status
+
+
+def _at_best_interval(
+    problem: Problem,
+    propose: Propose,
+    settings: Settings,
+    widen: bool,
+    filled: int | None,
+    elsewhere: Task[tuple[Scheduled | None, str | None]] | None,
+) -> tuple[Incumbent, str | None]:
+    """Do what :func:`_plan_pattern` says, with the search for the interval ``filled``, if any, ``elsewhere``."""
     incumbent = Incumbent(problem, settings)
     status = run_search(propose, incumbent)
     if not problem.policy.open or incumbent.best is None:
@@ -219,12 +249,12 @@ def _plan_pattern(
     widen = widen and quick
     again, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
-    filled = 2 * len(problem.platform) - 1
-    sooner = again.problem.policy.update_interval() <= filled
-    if moves and quick and sooner and not incumbent.near_bound and not _ended(status, incumbent):
-        other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
-        status = run_search(propose, other, dispensable=True) or status
-        best = None if other.best is None else rescheduled(other.problem, other.best, None)
+    sooner = filled is not None and again.problem.policy.update_interval() <= filled
+    if sooner and not incumbent.near_bound and not _ended(status, incumbent):
+        other = at_interval(problem, filled)  # it begins as if the interval were given
+        found, cut = _searched(propose, other, settings) if elsewhere is None else _awaited(elsewhere)
+        status = cut or status
+        best = None if found is None else rescheduled(other, found, None)
         if best is not None and best.cost < incumbent.best.cost:
             incumbent.best = best
             again, cut = _decided(incumbent, widen, _ended(status, incumbent))
@@ -238,6 +268,13 @@ def _plan_pattern(
         if same is not None:
             again.keep(same)
     return again, status
+
+
+def _awaited(task: Task[tuple[Scheduled | None, str | None]]) -> tuple[Scheduled | None, str | None]:
+    try:
+        return task.result()
+    except KeyboardInterrupt:
+        return None, "interrupted"
 
 
 def _ended(status: str | None, incumbent: Incumbent) -> bool:
@@ -288,5 +325,5 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     class."""
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains:
-        found = drained_bounds(problem, scheduled.cost, scheduled.schedule.kind if scheduled.schedule else kind)
+        found = drained_bounds(problem, scheduled.schedule.kind if scheduled.schedule else kind)
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

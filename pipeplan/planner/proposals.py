@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, takewhile
 
 from ..check.bounds import any_bound
@@ -179,20 +180,20 @@ def synced(propose: Propose) -> Propose:
     Partitioners see one stage at a time, but under vertical sync the first one decides how many versions all keep. So
     their split may run only at a long period where others, made for a longer one or with room to spare, fit.
     """
+    return partial(_then_synced, propose)
 
-    def proposed(incumbent: Incumbent) -> None:
-        problem = incumbent.problem
-        propose(incumbent)
-        longest = incumbent.best_ns or longest_period_ns(problem)
-        for period in _longer_periods(any_bound(problem).period_ns, longest, 16):
-            if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
-                return
-            for share in range(16, 8, -2):
-                found = feasible(_on_less_memory(problem, share), period)
-                if found is not None:
-                    incumbent.try_(found)
 
-    return proposed
+def _then_synced(propose: Propose, incumbent: Incumbent) -> None:
+    problem = incumbent.problem
+    propose(incumbent)
+    longest = incumbent.best_ns or longest_period_ns(problem)
+    for period in _longer_periods(any_bound(problem).period_ns, longest, 16):
+        if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
+            return
+        for share in range(16, 8, -2):
+            found = feasible(_on_less_memory(problem, share), period)
+            if found is not None:
+                incumbent.try_(found)
 
 
 def _on_less_memory(problem: Problem, share: int) -> Problem:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ..check.bounds import PARTS, bounded, proof
 from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.replica_sums import exposed_sums
 from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
 from ..cost.memory_model import weights_of
@@ -205,6 +206,9 @@ def print_plan(
     tied = kept_together(chain, plan.policy) if len(platform) > 1 else None
     if tied is not None:
         out.print(f"note        {tied}")
+    waiting = waited_sums(plan, result)
+    if waiting is not None:
+        out.print(f"note        {waiting}")
     unknown = unknown_between(chain) if kind.splits else None
     if unknown is not None:
         out.print(f"note        {unknown}")
@@ -213,6 +217,21 @@ def print_plan(
         out.print(f"note        the search ended early: {status}")
     out.print()
     print_fitted(out, _stage_table(plan, result, out.width))
+
+
+def waited_sums(plan: Plan, result: Evaluation) -> str | None:
+    """Return for which sum over replicas updates wait longest, where that is 1% of the period or more."""
+    exposed = max(exposed_sums(plan, result), key=lambda x: x.waited_ns, default=None)
+    if exposed is None or 100 * exposed.waited_ns < plan.interval * result.period_ns:
+        return None
+    more = exposed.waited_ns / plan.interval
+    text = f"each update of stage {exposed.stage} waits up to {format_ns(exposed.waited_ns)} for its replicas' sum of "
+    text += f"{format_ns(exposed.sum_ns)}, {format_ns(more)} for a microbatch, which the period doesn't count"
+    if exposed.interval is not None:
+        return f"{text}; --accumulate {exposed.interval} leaves passes to hide it"
+    if plan.policy.weights == "2bw" and not plan.chain.tied:
+        return f"{text}; there is no room for a second gradient"
+    return text
 
 
 def unknown_between(chain: Chain) -> str | None:

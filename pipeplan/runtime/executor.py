@@ -123,11 +123,11 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
         match instruction:
             case Forward(s, m, version, lent):
                 stage = work.stages[s]
-                x = arrived("F", s, m) if s > 0 else None
-                target = None
-                if x is None or stage.takes_targets:
-                    entry, target = sample(s, m)
-                    x = entry if x is None else x
+                reads = s == 0 or stage.takes_targets
+                given = sample(s, m) if reads and order is None else None  # what comes may still be on its way
+                x: Any = arrived("F", s, m) if s > 0 else None
+                entry, target = given or (sample(s, m) if reads else (None, None))
+                x = entry if x is None else x
                 start = recorder.mark()
                 target = target if stage.takes_targets else None
                 if work.evaluates:

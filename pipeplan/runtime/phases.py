@@ -182,10 +182,10 @@ def report(
     dist.destroy_process_group()
     if measurements is None:
         return None
-    return replace(make_report(rank.lowered, measurements), notes=(*rank.model.notes, *_of_schedule(rank.lowered)))
+    return replace(make_report(rank.lowered, measurements), notes=(*rank.model.notes, *of_schedule(rank.lowered)))
 
 
-def _of_schedule(lowered: LoweredRun) -> Iterator[str]:
+def of_schedule(lowered: LoweredRun) -> Iterator[str]:
     """Say in what a run is otherwise than its schedule."""
     if lowered.program.fused and not lowered.evaluates:
         yield (

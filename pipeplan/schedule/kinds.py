@@ -35,7 +35,7 @@ from .zbv import no_vee, zbv
 from .zero_bubble import zb1p, zb2p
 
 MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a minute
-MOST_SHOWN = 2**21  # of a run of a pattern whose length nobody says
+MOST_SHOWN = 2**20  # of a run of a pattern whose length nobody says
 
 
 def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:

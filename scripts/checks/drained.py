@@ -1,8 +1,10 @@
 """Is a bound on drained plans ever above the soonest, and how near do it and ``plan`` come?
 
-On random tiny instances, of which every contiguous allocation is run under schedules that drain.
+On random tiny instances, of which every contiguous allocation is run under schedules that drain; and with ``--targets``
+of which every plan is run that a target can express, straight, looped or like a V.
 
     python scripts/checks/drained.py --instances 120
+    python scripts/checks/drained.py --instances 300 --targets
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ from statistics import geometric_mean
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from cases.drained import drained_instance, soonest
+from cases.target_plans import every_plan, target_instance
 
 from pipeplan.check.drained_bound import drained_bound
+from pipeplan.check.targets import TARGETS, Shape
+from pipeplan.plan import ScheduleKind
+from pipeplan.planner.block_search import BlockSearch
 from pipeplan.planner.drained import EFFORTS, DrainedSearch
+from pipeplan.planner.incumbent import Settings
 
 
 def main() -> None:
@@ -25,15 +32,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=120)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--targets", action="store_true")
     options = parser.parse_args()
+    seeds = range(options.first, options.first + options.instances)
+    if options.targets:
+        bound_targets(seeds)
+    else:
+        bound_contiguous(seeds)
+
+
+def bound_targets(seeds: range) -> None:
+    """Hold the bounds on all shapes of pipelines under each schedule of a target to all plans that there are."""
+    ratios: dict[ScheduleKind, list[float]] = {}
+    for seed in seeds:
+        name, problem = target_instance(seed)
+        search = BlockSearch(problem, name, TARGETS[name], TARGETS[name].kinds, Settings())
+        best: dict[tuple[ScheduleKind, Shape], int] = {}
+        for kind, shape, period in every_plan(problem, name):
+            best[kind, shape] = min(period, best.get((kind, shape), period))
+        for config in search.configs:
+            period = best.get((config.kind, config.shape), 0)
+            if not period:
+                continue
+            bound = search.chunked_bound(config) if config.shape.chunks > 1 else config.bound_ns
+            if -(-bound // (problem.policy.accumulate or 1)) > period:
+                print(f"{seed}: {name}, {config}: {bound} is above the soonest, {period} a microbatch")
+            ratios.setdefault(config.kind, []).append(period * (problem.policy.accumulate or 1) / bound)
+    for kind, found in ratios.items():
+        print(f"{kind}: {len(found)} shapes, soonest / bound {geometric_mean(found):.3f} in the geometric mean")
+
+
+def bound_contiguous(seeds: range) -> None:
+    """Hold the bounds of class contiguous, and the search, to all plans that there are."""
     bounds, plans = [], []
-    for seed in range(options.first, options.first + options.instances):
+    for seed in seeds:
         problem, count = drained_instance(seed), drained_instance(seed).policy.accumulate or 1
         times = soonest(problem)
         if not times:
             continue
         best = min(times.values())
-        bound = drained_bound(problem, best)
+        bound = drained_bound(problem)
         assert bound is not None, "these are small"
         if bound.period_ns > -(-best // count):
             print(f"{seed}: the bound {bound.period_ns} is above the soonest, {best} / {count}")

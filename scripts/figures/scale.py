@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pipeplan.files.profiles import profile_text
 from scripts.bench.contiguous import random_chain
+from scripts.bench.many_stages import taken
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,13 @@ class Point:
 
 
 def measured(profile: Path, layers: int, gpus: int, memory: str, options: list[str]) -> Point:
-    """Plan in a new process; Linux tells what it took."""
-    command = [sys.executable, "-m", "pipeplan", "plan", str(profile), "--gpus", str(gpus), "--mem", memory, "--json"]
-    with tempfile.TemporaryFile() as out:
-        process = subprocess.Popen([*command, *options], stdout=out, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        text = out.read()
+    """Plan in a new process."""
+    ran = taken("plan", str(profile), "--gpus", str(gpus), "--mem", memory, "--json", *options)
     gap = None
-    if process.returncode == 0:
-        figures = json.loads(text)
+    if ran.code == 0:
+        figures = json.loads(ran.output)
         gap = figures["pattern"]["period_ns"] / max(bound["period_ns"] for bound in figures["lower_bounds"]) - 1
-    return Point(layers, gpus, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3, gap)
+    return Point(layers, gpus, ran.seconds, ran.megabytes, gap)
 
 
 def drawn(points: list[Point], folder: Path) -> None:

@@ -367,3 +367,27 @@ def test_an_engines_buffers_hold_what_views_of_them_would_keep():
     chain, policy = Chain("c", layers, 10), Policy("flush", 4, engine="torch")
     _, peak, _ = stage_activations(policy, chain, 1, 3, ())
     assert Facts(Problem(chain, Platform.flat(2, 10**6), policy, checkpointing="none")).least_peak[1, 3] <= peak == 0
+
+
+def test_one_device_does_all_layers_of_a_run():
+    """Layers 0 to 2 fit on one device alone, where two microbatches inside layer 1 and one inside layer 2 don't. So
+    what follows layer 1 and comes back to it fits into a period, though layer 0 alone has room for many."""
+    times = ((1, 1), (10, 10), (10, 10), (20, 20), (20, 20))
+    costs = zip(times, (60, 60, 1, 1, 0), (1, 40, 40, 0, 0), strict=True)
+    layers = tuple(Layer(f"{i}", f, b, 0, size, kept) for i, ((f, b), size, kept) in enumerate(costs))
+    problem = Problem(Chain("c", layers, 0), Platform.flat(3, 110, 10**12), replicas=False, checkpointing="none")
+    assert quick_proof(problem).period_ns < 50
+    assert proof(problem) == Proved(122, "runs")
+    assert optimum(problem) == 122
+
+
+def test_one_microbatch_has_to_fit():
+    """Of two layers that keep 60 bytes in 100 one is recomputed by every replica, though on average there is room."""
+    layers = (Layer("0", 10, 10, 0, 1, 60), Layer("1", 10, 10, 0, 0, 60), Layer("2", 1, 1, 0, 0, 1))
+    problem = Problem(Chain("c", layers, 0), Platform.flat(2, 100, 10**12), checkpointing="segments")
+    facts = Facts(problem)
+    assert facts.recomputed[0][0, 3] == facts.recomputed[1][0, 3] == 10
+    assert facts.recomputed[0][0, 1] == 0
+    truth = optimum(problem)
+    assert truth is not None
+    assert proof(problem).period_ns <= truth

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cases.drained import drained_instance, soonest
 
-from pipeplan.check.drained_bound import drained_bound
+from pipeplan.check.drained_bound import drained_bound, drained_bounds
+from pipeplan.deadline import NEVER, Deadline, OutOfTime
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Stage
 from pipeplan.planner.drained_run import drained_run
@@ -22,15 +25,24 @@ def test_no_plan_is_sooner(seed: int) -> None:
     if not times:
         return
     best = min(times.values())
-    found = drained_bound(problem, best)
+    found = drained_bound(problem)
     assert found is not None
     assert found.period_ns <= ceil_div(best, count)
     for kind, ns in times.items():
-        own = drained_bound(problem, ns, kind)
+        own = drained_bound(problem, kind)
         assert own is not None
         assert own.period_ns <= ceil_div(ns, count)
         assert own.schedule == kind
-        assert own.period_ns >= found.period_ns - ceil_div(ns, 4096) or KINDS[kind].splits
+        assert own.period_ns >= found.period_ns - ceil_div(found.period_ns, 2048) or KINDS[kind].splits
+
+
+def test_it_takes_no_longer_than_it_may_and_says_nothing_of_what_cannot_be() -> None:
+    late = replace(drained_instance(0), deadline=Deadline.within(0))
+    with pytest.raises(OutOfTime):
+        drained_bound(late)
+    assert drained_bounds(late, "1f1b") == []
+    heavy = Chain("heavy", (Layer("l", 1, 2, 10, 0), Layer("m", 1, 2, 10, 0)), 0)
+    assert drained_bound(replace(late, chain=heavy, platform=Platform.flat(2, 9, 10**9), deadline=NEVER)) is None
 
 
 def test_it_counts_what_fills_and_drains() -> None:
@@ -41,6 +53,6 @@ def test_it_counts_what_fills_and_drains() -> None:
     run = drained_run(problem, tuple(Stage(i, i + 1, (i,)) for i in range(4)), "1f1b")
     assert run is not None
     assert run.makespan_ns == 11 * 3000
-    found = drained_bound(problem, run.makespan_ns, "1f1b")
+    found = drained_bound(problem, "1f1b")
     assert found is not None
     assert ceil_div(11 * 3000, 8) - 10 <= found.period_ns <= ceil_div(11 * 3000, 8)

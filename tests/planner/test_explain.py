@@ -38,9 +38,9 @@ def test_least_memory_and_fewest_gpus_are_true_and_tight() -> None:
     match = re.search(r"from ([0-9.]+ GB) per GPU, or with (\d+) GPUs", sentence)
     assert match, sentence
     enough = parse_bytes(match[1].replace(" ", ""))
-    make_plan(replace(problem, platform=Platform.flat(2, enough)))
+    make_plan(replace(problem, platform=Platform.flat(2, enough)), "contiguous")
     reason(replace(problem, platform=Platform.flat(2, enough - 2 * 10**7)))
-    make_plan(replace(problem, platform=Platform.flat(int(match[2]), 4 * GB)))
+    make_plan(replace(problem, platform=Platform.flat(int(match[2]), 4 * GB)), "contiguous")
     reason(replace(problem, platform=Platform.flat(int(match[2]) - 1, 4 * GB)))
 
 
@@ -77,7 +77,7 @@ def test_a_heuristic_that_cannot_run_points_to_one_that_can() -> None:
     problem = Problem(published("resnet50"), Platform.flat(4, 16 * GB))
     sentence = reason(problem, "pipedream")
     assert "--algorithm contiguous finds a plan" in sentence
-    make_plan(problem)
+    make_plan(problem, "contiguous")
 
 
 def test_tied_layers_name_the_policies_that_allow_the_cut() -> None:

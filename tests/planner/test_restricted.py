@@ -3,67 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, islice
 
 import pytest
+from cases.target_plans import every_plan, network
 
-from pipeplan.check.evaluate import evaluate_simulated, fits
-from pipeplan.check.targets import TARGETS, Shape, refusals, target_violations, weight_bytes
+from pipeplan.check.targets import target_violations
 from pipeplan.check.validate import check, violations
-from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.partition.cuts import legal_cuts
-from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.block_search import MOST_CHUNKS
+from pipeplan.plan import Schedule
 from pipeplan.planner.derived import derived
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, unrestricted, with_price
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.report.tables import restriction
-from pipeplan.schedule.kinds import KINDS
-
-NAMES = ["embedding", *(f"layers.{i}" for i in range(4)), "norm", "head", "loss"]
-
-
-def network(seed=0, tied=False):
-    """A small decoder, whose layers differ."""
-    layers = [
-        Layer(name, 7 + (5 * i + seed) % 11, 15 + (7 * i + 3 * seed) % 17, 100 + 10 * i, 40, saved_bytes=90)
-        for i, name in enumerate(NAMES)
-    ]
-    layers[-1] = replace(layers[-1], weight_bytes=0)
-    return Chain("decoder", tuple(layers), 30, tied=((0, 6),) if tied else ())
-
-
-def every_plan(problem, name):
-    """Yield the kind and the period of each plan of the class that fits, found by trying all."""
-    target, count = TARGETS[name], problem.policy.accumulate
-    units = target.units(problem.chain)
-    cuts = {unit.stop for unit in units[:-1]} & set(
-        legal_cuts(problem if target.ties else replace(problem, tied="together")).tolist()
-    )
-    weights = weight_bytes(problem.chain)
-    for kind in target.kinds:
-        for ranks in range(1, len(problem.platform) + 1):
-            for pipelines in range(1, len(problem.platform) // ranks + 1):
-                several = {"interleaved": MOST_CHUNKS, "interleaved-zb": MOST_CHUNKS, "zbv": 2}.get(kind, 1)
-                for chunks in range(min(2, several), several + 1) if ranks > 1 or several == 1 else []:
-                    if refusals(target, kind, Shape(ranks, pipelines, chunks), count):
-                        continue
-                    own = [tuple(range(s * pipelines, (s + 1) * pipelines)) for s in range(ranks)]
-                    groups = own + own[::-1] if kind == "zbv" else own * chunks
-                    for inner in combinations(sorted(cuts), len(groups) - 1):
-                        ends = [0, *inner, len(problem.chain)]
-                        ways = target.ways(len(units), range(1, len(units) + 1))
-                        for way in islice(ways, 1) if KINDS[kind].splits else ways:
-                            stages = []
-                            for a, b, group in zip(ends, ends[1:], groups, strict=False):
-                                own = [unit for unit in units if a <= unit.start < b]
-                                stages.append(Stage(a, b, group, way.segments(target, own, weights)))
-                            graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
-                            found = evaluate_simulated(graph, Schedule(kind, count), problem.platform, problem.deadline)
-                            if fits(found):
-                                yield kind, found.period_ns
 
 
 @pytest.mark.parametrize(
@@ -74,10 +26,10 @@ def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound
     chain = network(memory)
     problem = Problem(chain, Platform.flat(3, memory, 10**10), Policy("flush", accumulate=6), checkpointing="segments")
     every = list(every_plan(as_run_by(problem, name), name))
-    best = min((period for _, period in every), default=None)
-    for kind in {kind for kind, _ in every}:
+    best = min((period for *_, period in every), default=None)
+    for kind in {kind for kind, *_ in every}:
         assert (target_bound(as_run_by(problem, name), name, kind) or 0) <= min(
-            x for other, x in every if other == kind
+            x for other, _, x in every if other == kind
         )
     if best is None:
         with pytest.raises(Infeasible, match=f"no plan that {name} can express fits: .* more than there is"):

@@ -19,6 +19,7 @@ from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import PIPEDREAM
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions, run_otherwise
+from pipeplan.runtime.phases import of_schedule
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"
 VEE = [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 3, (1,)), Stage(3, 4, (1,)), Stage(4, 6, (0,))]
@@ -67,6 +68,13 @@ def test_pipedreams_own_schedule_trains_as_its_weight_versions_say(tmp_path):
     losses, state = serial(name, 2, accumulate=1, optimizer="momentum", version=version, cuts=(2, 4), **options)
     assert report.losses == tuple(losses)
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+
+
+def test_a_run_says_that_shared_operations_follow_each_other(chain):
+    plan = run_otherwise(plan_of(chain, VEE, accumulate=3), False, "dualpipev", None)
+    (said,) = of_schedule(lower_run(plan, 1))
+    assert said.startswith("dualpipev: forwards and backwards that share an operation ran one after the other")
+    assert not list(of_schedule(lower_run(run_otherwise(plan, False, "zbv", None), 1)))
 
 
 def test_what_a_plan_cannot_run_under_is_said(chain, tmp_path):

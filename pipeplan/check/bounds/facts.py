@@ -20,6 +20,7 @@ from ...cost.saved import ChainStorages, entering_bytes, first_saved, saved_byte
 from ...integers import IntLike, Ints, most_in_common
 from ...problem import Chain, Problem
 from ...schedule.kinds import KINDS, kinds_for
+from .recomputed import MOST_LAYERS, least_recomputed
 
 Floats = npt.NDArray[np.float64]
 FINEST = 2**40  # ticks of all work, at most, where ticks are finer than a nanosecond
@@ -296,6 +297,14 @@ class Facts:
                 segment = (keeps + np.maximum(held[:, None], rest)).min(axis=0)
                 into[i, i + 1 :] = np.minimum(segment, saved + rest[0])
         return table
+
+    @cached_property
+    def recomputed(self) -> Ints:
+        """Ticks of recomputation that each run needs for one microbatch at least, tables by :attr:`spreads`."""
+        room = self.memories[:, None, None] - self.fixed
+        if not self.recomputes or self.count > MOST_LAYERS:
+            return np.zeros_like(room)
+        return least_recomputed(self.forward, self.kept, self.first_kept, self.input_kept, self.while_recomputed, room)
 
     def _first_part(self, layer: int) -> tuple[int, int]:
         return int(self.input_kept[layer]), int(self.first_kept[layer])

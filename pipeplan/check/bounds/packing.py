@@ -18,8 +18,8 @@ from .runs import ROUNDING, Runs
 PARTS = (1, 2, 3, 4, 5)
 
 
-def needs_more_devices(facts: Facts, runs: Runs) -> bool:
-    """Whether runs, whatever they are, take more devices than there are."""
+def needs_more_devices(facts: Facts, runs: Runs, tau: int | None = None) -> bool:
+    """Whether runs, whatever they are, take more devices than there are, in periods of ``tau`` ticks."""
     possible = runs.possible
     if not possible.any():
         return True
@@ -27,9 +27,19 @@ def needs_more_devices(facts: Facts, runs: Runs) -> bool:
     memory = max(device.memory_bytes for device in facts.problem.platform.devices) - least
     if memory <= 0:
         return False
-    devices = len(facts.problem.platform)
     taken = [runs.always / memory, *(shares(runs.always, memory, parts) for parts in PARTS)]
-    return any(shortest(cheapest(facts, runs, share)) > devices * (1 + ROUNDING) for share in taken)
+    every = len(facts.problem.platform) * (1 + ROUNDING)
+    found = [cheapest(facts, runs, share) for share in taken]
+    if tau is not None:
+        work = busy(facts, runs) / tau
+        found += [work, *((1 - part) * work + part * share for part in (0.25, 0.5, 0.75) for share in found)]
+    return any(shortest(costs) > every for costs in found)
+
+
+def busy(facts: Facts, runs: Runs) -> Floats:
+    """Return the least ticks of work of all replicas of each run, with what it must recompute, (L + 1, L + 1)."""
+    load = facts.behind[:, None] - facts.behind[None, :]
+    return np.asarray(np.where(runs.possible, load + facts.recomputed, np.inf).min(axis=0))
 
 
 def shares(sizes: Ints, room: int, parts: int) -> Floats:

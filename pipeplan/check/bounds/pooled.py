@@ -32,21 +32,21 @@ class Segments:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.added = np.array(ADDED) * float(facts.behind[0])
-        self._known: dict[tuple[int, int], Floats] = {}
+        self._known: dict[tuple[int | None, int], Floats] = {}
         worth = facts.kept.astype(np.float64) * facts.behind[:-1] / np.maximum(facts.forward, 1)
         some = (facts.forward > 0) & (facts.kept > 0)
         self._price = float(np.median(worth[some])) if some.any() else 1.0
 
-    def price(self, step: int) -> float:
-        """Return the price of a step, in bytes: per tick of recomputation, what is held for ticks."""
-        return self._price * 2.0**step
+    def price(self, step: int | None) -> float:
+        """Return the price of a step, in bytes: per tick of recomputation, what is held for ticks. None for nothing."""
+        return 0.0 if step is None else self._price * 2.0**step
 
-    def costs(self, step: int, added: Floats) -> Floats:
+    def costs(self, step: int | None, added: Floats) -> Floats:
         """Return the tables' columns for lives that are longer by ``added`` ticks, (len(added), L + 1, L + 1)."""
         places = np.searchsorted(self.added, added, side="right") - 1
         return np.stack([self._table(step, int(place)) for place in places])
 
-    def _table(self, step: int, place: int) -> Floats:
+    def _table(self, step: int | None, place: int) -> Floats:
         if (step, place) not in self._known:
             self._known[step, place] = self._made(self.price(step), self.added[place])
         return self._known[step, place]
@@ -84,6 +84,7 @@ def pooled_excess(segments: Segments, runs: Runs, tau: int, step: int) -> float:
     fastest = max(device.speed for device in platform.devices)
     idle = float(sum(device.speed for device in platform.devices) / fastest) * tau - float(facts.behind[0])
     fixed = cheapest(facts, runs, facts.fixed_alone) * float(tau)
+    again = np.where(runs.possible, facts.recomputed, NEVER).min(axis=0) * (1 - ROUNDING)
     costs = np.full((count + 1, GROUPS), np.inf)
     added = np.full((count + 1, GROUPS), np.inf)
     costs[count, 0] = added[count, 0] = 0
@@ -93,7 +94,12 @@ def pooled_excess(segments: Segments, runs: Runs, tau: int, step: int) -> float:
         if not len(groups) or runs.turning[end] >= NEVER:
             continue
         more = np.maximum(added[end, groups] + float(facts.hop[end]), runs.turning[end] - int(facts.path_behind[end]))
-        found = costs[end, groups][:, None] + fixed[:end, end] + segments.costs(step, more)[:, :end, end]
+        held = segments.costs(step, more)[:, :end, end]
+        if facts.recomputes:
+            for lower in (None, step - 2):
+                least = segments.costs(lower, more)[:, :end, end]
+                held = np.maximum(held, least + (segments.price(step) - segments.price(lower)) * again[:end, end])
+        found = costs[end, groups][:, None] + fixed[:end, end] + held
         into = np.minimum(GROUPS - 1, more * GROUPS / widest).astype(int)
         for row, group in enumerate(into.tolist()):
             better = np.isfinite(found[row])

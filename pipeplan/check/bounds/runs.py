@@ -13,10 +13,21 @@ The conditions of one run, ``layers[j:k]`` on r devices at period T, each necess
 A layer's *life* is the time from its forward to the end of its backward: the work of all layers from it on, and the way
 over the cuts behind, both as in 1F1B* (what doesn't fit into a period waits for the next). Runs are looked at from
 the last to the first, so the least of what lies behind a cut is known. ALGORITHMS section 11.3, conditions 1 to 4.
+
+Of a run's layers q and i, its last, one device does all. Let microbatches m and m' follow each other by n of its
+periods. Either (a) F_i of m' begins before B_q of m ends, or (b) not, but F_q of m' begins before B_i of m ends, or
+(c) between that B_i and this F_i the device does B_i to B_q of m and F_q to F_i of m', and n periods are at least
+life_i and the work of the layers from q to before i. Where they aren't,
+
+5. at some instant n + 1 microbatches are inside q and the layers before it and one inside i (a: when F_i of m' begins;
+   b: when F_q of m' or F_i of m does, whichever is later), and both have to fit;
+6. the life of q is at least (a) n periods, the forwards from q to i, and B_q, or (b) what the layers would take at
+   once, and all their backwards once more, which m' waits for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +40,7 @@ from .facts import Facts, Floats
 ROUNDING = 1e-9  # relative, of sums of products in floating point
 NEVER = 2**61
 LONGEST = 2**50  # ticks of a period, with replicas far below 2**63
+LEVELS = 6  # numbers of microbatches inside a layer that are looked at, of all
 MUCH = 1e30  # ticks: what can't be recomputed
 
 
@@ -63,7 +75,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
     delay = [NEVER] * count + [0]
     before_cut = [NEVER] * (count + 1)
-    prices = _price_levels(facts, int(devices[-1]) * 4)
+    prices, again = _price_levels(facts, int(devices[-1]) * 4), facts.recomputed
     for end in range(count, 0, -1):
         turning = _before_cut(facts, end, delay[end], tau)
         if turning is None:
@@ -73,7 +85,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
         load = facts.behind[:end] - facts.behind[end] + facts.blocked[:end] + facts.blocked[end]
         idle = devices[:, None] * float(tau) - load
         fixed, memory, peak = facts.fixed[:, :end, end], facts.memories[:, None], facts.least_peak[:end, end]
-        fits = (idle >= 0) & (fixed + peak <= memory)
+        fits = (idle >= again[:, :end, end]) & (fixed + peak <= memory)
         lasting, more = np.zeros(fits.shape, dtype=np.int64), np.broadcast_to(peak, fits.shape)
         if period is not None:
             fits &= facts.sync_ns[:, :end, end] <= period
@@ -100,12 +112,27 @@ def _inside(
     inside, most = life // steps[:, None], ceil_div(life, steps[:, None])
     lasting = inside * first + _least_held(facts, inside, idle, prices)
     more = (most - inside) * first
+    at_once = life[-1] + facts.path_behind[:end] - facts.path_behind[end - 1]
+    beside_one = _arrivals(np.maximum(inside, 1), ceil_div(at_once, steps[:, None]))
+    for there in (*_arrivals(inside, most), *beside_one):
+        more = np.maximum(more, there * first + _least_held(facts, there, idle, prices) - lasting)
     if facts.recomputes:
         there = turning + facts.forward_before[end] - facts.forward_before[:end]
         others = there // steps[:, None]
         rest = others * first + _least_held(facts, others, idle, prices)
         more = np.maximum(more, rest + facts.least_peak[:end, end] - lasting)
     return lasting, more
+
+
+def _arrivals(inside: Ints, most: Ints) -> Iterator[Ints]:
+    """Yield how many microbatches are inside each layer of a run at least at some instants: ``inside`` at all.
+
+    At one as many as ``most`` says are inside a layer and those before it. Of layers with equally many the last counts.
+    """
+    highest = int(most.max(initial=0))
+    levels = range(1, highest + 1) if highest <= LEVELS else np.linspace(1, highest, LEVELS).astype(int).tolist()
+    for level in levels:
+        yield np.where(most >= level, np.maximum(level, inside), inside)
 
 
 def _before_cut(facts: Facts, end: int, delay: int, tau: int) -> int | None:
@@ -123,12 +150,23 @@ def _lives(facts: Facts, end: int, delay: int, tau: int) -> Ints:
         plain: Ints = delay + facts.path_behind[:end] - facts.path_behind[end]
         return plain
     found = np.zeros(end, dtype=np.int64)
+    forward = (facts.forward_before[1 : end + 1] - facts.forward_before[:end]).tolist()
     work = (facts.behind[:end] - facts.behind[1 : end + 1]).tolist()
+    there = back = 0  # through the layers of the run from this one to the last
     for layer in range(end - 1, -1, -1):
         if work[layer] > tau:
             found[: layer + 1] = delay + facts.behind[: layer + 1] - facts.behind[layer + 1]  # no run has it
             break
         delay = extend(delay, work[layer], tau)
+        own = work[layer] - forward[layer]
+        if layer < end - 1:
+            plain_life = int(found[-1]) + there + back - work[-1] + work[layer]
+            there, back = there + forward[layer], back + own
+            periods = ceil_div(plain_life, tau) - 1
+            if periods:
+                delay = max(delay, min(periods * tau + there + own, plain_life + back))
+        else:
+            there, back = forward[layer], own
         found[layer] = delay
     return found
 

@@ -80,7 +80,8 @@ class Refutations:
         runs = runs_at(facts, period)
         if not runs.complete:
             return "runs"
-        return "packing" if needs_more_devices(facts, runs) else None
+        tau = None if period is None else period * facts.ticks
+        return "packing" if needs_more_devices(facts, runs, tau) else None
 
     def pool_refuted(self, period: int) -> Part | None:
         """Return ``pooled`` where averages of all that is held refute ``period`` ns; slower than the others."""

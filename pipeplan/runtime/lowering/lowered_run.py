@@ -5,15 +5,14 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd, lcm
 
 from ...check.evaluate import evaluate
+from ...check.replica_sums import summed_beside
 from ...check.shared_weights import tied_violations
-from ...cost.memory_model import gradient_bytes
 from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
 from ...errors import BadInput
 from ...integers import ceil_div
@@ -247,7 +246,7 @@ def lower_run(
     tied = summed_stages(plan.chain, plan.allocation.stages)
     lenders = lending_stages(plan.chain, plan.allocation.stages)
     lengths = _lengths(first.step, steps, every)
-    beside = {} if evaluates else summed_beside(plan, graph)
+    beside = {} if evaluates else summed_beside(plan)
 
     def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
         # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
@@ -303,36 +302,6 @@ def lower_run(
         evaluates=evaluates,
         beside=beside,
     )
-
-
-def summed_beside(plan: Plan, graph: StageGraph) -> dict[int, int]:
-    """Return the stages whose replicas sum gradients while passes go on, with the bytes of the second gradient that
-    each takes of what the plan leaves free.
-
-    Under 2bw an update has a whole round to be made in: there it is those whose GPUs have room for a second gradient,
-    which clipping has anyway. Where a batch drains it is those that other stages, or the agreement of all ranks, come
-    behind; they need none. Stages of models with shared weights are left alone.
-    """
-    policy, stages = plan.policy, plan.allocation.stages
-    replicated = [s for s, stage in enumerate(stages) if stage.replicas > 1]
-    if plan.chain.tied or not replicated or policy.weights not in ("flush", "2bw"):
-        return {}
-    if policy.drains:
-        held = Counter(stage.devices for stage in stages)
-        several = [s for s in replicated if policy.precision == "mixed" or held[stages[s].devices] > 1]
-        return {} if policy.clip else dict.fromkeys(several, 0)
-    if policy.waits_for_norm:
-        return dict.fromkeys(replicated, 0)
-    uses = evaluate(plan).devices
-    free = {d: uses[d].memory_bytes - uses[d].peak_bytes for stage in stages for d in stage.devices}
-    chosen: dict[int, int] = {}
-    for s in replicated:
-        cost = graph.stages[s]
-        size = int(gradient_bytes(policy, cost.weight_bytes, cost.parameters))
-        if all(free[d] >= size for d in stages[s].devices):
-            chosen[s] = size
-            free |= {d: free[d] - size for d in stages[s].devices}
-    return chosen
 
 
 def _endless(

@@ -1,0 +1,197 @@
+"""How soon can a mini-batch be over on equal pipelines with several stages of whole units on each GPU?
+
+Stages are taken apart: one of n units has the least work, and holds the least, of any n units that it can be. What is
+left is how many units each stage has, looked at in all ways for one GPU, and put together over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..check.targets import Shape
+from ..cost import memory_model, time_model
+from ..integers import Ints, ceil_div
+from ..partition.blocks import Pipe
+from ..plan import ScheduleKind
+from ..problem import Problem
+from ..schedule.interleaved import occupancy
+from .placed import held_at_first
+
+IMPOSSIBLE_NS = 2**62
+_MOST = 2 * 10**6  # ways to have so many units in each of its stages, of one GPU, that are looked at
+_NEVER = 2**58  # several of them fit into an int64
+
+
+def looped_bound(pipes: Iterable[tuple[str, Callable[[], Pipe]]], shape: Shape) -> int:
+    """Return a time (ns) below which no interleaved stages of a shape run a mini-batch, whichever of ``pipes`` they
+    are: the rule of what they recompute, and what makes them, of each rule with more and more work.
+
+    Rank r begins when the first microbatch has come through the stages before its first one, of a unit at least
+    each, and has done M microbatches in all its stages before the last goes back through those. Summed over p
+    ranks, p times the makespan is at least M times the work of all stages and what is before each of them. And the
+    sums of a rank's gradients begin when the first of its stages is over, with the passes that its order then has
+    left. The last rank has the last unit, and one more in each other stage at least. That is with the least
+    recomputation under which whole units fit the memory of the ranks, as they hold them when each has most.
+    """
+    least: int | None = None
+    enough: str | None = None  # a rule whose other ways take no less, whatever the memory
+    for rule, make in pipes:
+        if rule == enough:
+            continue
+        pipe = make()
+        problem, count = pipe.costs.problem, pipe.microbatches
+        problem.deadline.check()
+        have = occupancy(shape.ranks, shape.chunks, count)
+        shared, steps, sums = _shared(problem, shape)
+        before = pipe.before[: shape.ranks]
+        work = pipe.least_sum(pipe.times)
+        assert work is not None, "there is a split"
+        if least is not None and ceil_div(count * work + sum(before) - steps, shape.ranks) >= least:
+            enough = rule
+            continue
+        dealt = least_dealt(pipe, have.all, before, shared, steps)
+        if dealt is None:
+            continue
+        summed = pipe.least_sum(pipe.summing(have.left))
+        assert summed is not None, "there is one"
+        total = max(count * max(work, dealt.work) + sum(before), summed - sums) - steps
+        last = count * pipe.last_ns(shape.chunks) - steps + before[-1]
+        total = max(ceil_div(total, shape.ranks), last, dealt.longest)
+        least = total if least is None else min(least, total)
+    return IMPOSSIBLE_NS if least is None else least
+
+
+def split_bound(pipe: Pipe, kind: ScheduleKind, shape: Shape) -> int:
+    """Return a time (ns) below which no stages of a shape run a mini-batch under a kind with split backwards.
+
+    Rank r begins with its first forward and has the passes of whole units, as many as fit its memory when its first
+    backward begins: forwards and backwards have a fixed order, and no weight part comes before.
+    """
+    shared, steps, _ = _shared(pipe.costs.problem, shape)
+    before = pipe.arrivals[: shape.ranks]
+    dealt = least_dealt(pipe, held_at_first(kind, shape.ranks, shape.chunks, pipe.microbatches), before, shared, steps)
+    if dealt is None:
+        return IMPOSSIBLE_NS
+    return max(ceil_div(pipe.microbatches * dealt.work + sum(before) - steps, shape.ranks), dealt.longest)
+
+
+def _shared(problem: Problem, shape: Shape) -> tuple[int, int, int]:
+    """Return the bytes, steps (ns) and sums (ns) of weights of several layers, which one GPU may have once."""
+    paths = {problem.platform.paths[problem.platform.level_of(group)] for group in shape.groups()}
+    size = steps = sums = 0
+    for x in problem.chain.sums.shared:
+        more = int(x.holders[-1]) - 1
+        size += more * int(memory_model.weights_bytes(problem.policy, x.weight_bytes, x.parameters, 1))
+        steps += more * x.optimizer_ns
+        gradient = int(memory_model.gradient_bytes(problem.policy, x.weight_bytes, x.parameters))
+        sums += more * max(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)
+    return size, steps, sums
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """The least ``work`` (ns) of a microbatch on all GPUs, and of a mini-batch, with what comes before it, on the one
+    that takes ``longest``."""
+
+    work: int
+    longest: int
+
+
+def least_dealt(
+    pipe: Pipe, held: Sequence[int], before: Sequence[int], shared_bytes: int, shared_ns: int
+) -> Dealt | None:
+    """Return what the stages of a pipeline on the same GPUs take at least, None where they fit in no way.
+
+    At an instant stage s is ``held`` so often at least. No GPU begins earlier than ``before`` says, by the order in
+    which they have their first stages. Of each GPU's memory and time layers may share so much.
+    """
+    count = len(pipe.groups)
+    pairs = zip(pipe.times, pipe.holding(held), strict=True)
+    least = [(_least(work, s, count), _least(size, s, count)) for s, (work, size) in enumerate(pairs)]
+    units, platform = len(pipe.costs.cuts) - 1, pipe.costs.problem.platform
+    works = []
+    for group in dict.fromkeys(pipe.groups):
+        own = [least[s] for s, other in enumerate(pipe.groups) if other == group]
+        found = _of_one(own, units, platform.slowest(group).memory_bytes + shared_bytes)
+        if found is None:
+            return Dealt(0, 0)
+        works.append(found)
+    total = works[0]
+    for other in works[1:]:
+        total = _joined(total, other)
+    if total[units] >= _NEVER:
+        return None
+    ends = [
+        np.where(table < _NEVER, pipe.microbatches * table + early - shared_ns, _NEVER)
+        for table, early in zip(works, before, strict=True)
+    ]
+    return Dealt(int(total[units]), _least_longest(ends))
+
+
+def _least(table: Ints, stage: int, stages: int) -> Ints:
+    """Return the least of ``table``, of shape (cuts, cuts), by the number of units of a stage, which leaves one at
+    least to each of the others; the first has the first unit, the last the last."""
+    last, behind = len(table) - 1, stages - 1 - stage
+    found = np.full(last + 1, _NEVER, dtype=np.int64)
+    for count in range(1, last + 1):
+        first = last - count if not behind else stage
+        final = 0 if not stage else last - behind - count
+        if first <= final:
+            starts = np.arange(first, final + 1)
+            found[count] = min(_NEVER, int(table[starts, starts + count].min()))
+    return found
+
+
+def _of_one(stages: Sequence[tuple[Ints, Ints]], units: int, room: int) -> Ints | None:
+    """Return the least work of a GPU's ``stages``, (work, bytes) by their units, by the units in all of them; None
+    where that takes too long."""
+    most = units - len(stages) + 1
+    if most ** len(stages) > _MOST:
+        return None
+    work, size, count = (np.zeros(1, dtype=np.int64) for _ in range(3))
+    for own_work, own_size in stages:
+        more = np.arange(1, most + 1)
+        work = (work[:, None] + own_work[more][None, :]).ravel()
+        size = (size[:, None] + own_size[more][None, :]).ravel()
+        count = (count[:, None] + more[None, :]).ravel()
+    fits = (count <= units) & (size <= room)
+    found = np.full(units + 1, _NEVER, dtype=np.int64)
+    np.minimum.at(found, count[fits], np.minimum(work[fits], _NEVER))
+    return found
+
+
+def _joined(one: Ints, other: Ints) -> Ints:
+    """Return the least of both together, by the units in all."""
+    size = len(one)
+    found = np.full(size, _NEVER, dtype=np.int64)
+    for count in range(size):
+        found[count] = min(_NEVER, int((one[: count + 1] + other[count::-1]).min()))
+    return found
+
+
+def _least_longest(ends: Sequence[Ints]) -> int:
+    """Return the least time within which all GPUs are over and have all units."""
+    units = len(ends[0]) - 1
+    times = sorted({int(x) for end in ends for x in end if x < _NEVER})
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _dealt_within(ends, times[middle], units):
+            high = middle
+        else:
+            low = middle + 1
+    return times[low]
+
+
+def _dealt_within(ends: Sequence[Ints], time: int, units: int) -> bool:
+    """Whether all units can be dealt out to GPUs that are all over within ``time``; a bit stands for a number."""
+    reached = 1
+    for end in ends:
+        more = 0
+        for count in np.flatnonzero(end <= time).tolist():
+            more |= reached << count
+        reached = more & ((1 << (units + 1)) - 1)
+    return bool(reached >> units & 1)
