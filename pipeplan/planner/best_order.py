@@ -87,5 +87,9 @@ def best_orders(
     found.sort(key=lambda one: one.order.value_ns)
     best = found[0]
     if best.order.cut != INTERRUPTED:
-        found[0] = replace(best, order=proved(best.order, deadline=deadline.part(2)))
+        try:
+            order = proved(best.order, deadline=deadline.part(2))
+        except KeyboardInterrupt:
+            order = replace(best.order, cut=INTERRUPTED)
+        found[0] = replace(best, order=order)
     return found

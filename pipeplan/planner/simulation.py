@@ -176,6 +176,7 @@ class Simulation:
                 "gap": self.order.gap,
                 "proved_optimal": self.order.optimal,
                 "moves": self.order.moves,
+                "cut": self.order.cut,
             }
         if self.jitter_ns:
             found["jitter"] = {

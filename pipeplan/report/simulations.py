@@ -98,8 +98,9 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
 def order_bound(order: Synthesis) -> str:
     """Return in words how good an order is at least."""
     what = "makespan" if order.barrier else "longest span"
-    gap = "proved best" if order.optimal else f"gap {order.gap:.1%}"
-    return f"no order of these stages has a {what} below {format_ns(order.bound_ns)}: {gap}"
+    gap = "proved best" if order.optimal else f"gap {order.gap:.2%}"
+    cut = "" if order.cut is None else f"; the search ended early: {order.cut}"
+    return f"no order of these stages has a {what} below {format_ns(order.bound_ns)}: {gap}{cut}"
 
 
 def _rates(simulation: Simulation, figures: Mapping[str, Any]) -> list[str]:

@@ -252,7 +252,9 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
         return []
     lines = [f"for         {target.what}: whole units, equal pipelines, {' or '.join(target.kinds)}"]
     if any(bound.schedule == "interleaved" and bound.period_ns < result.period_ns for bound in plan.lower_bounds):
-        lines.append("leaves out  the bound for interleaved: how evenly whole units fill ranks, and waits between them")
+        lines.append(
+            "leaves out  the bound for interleaved: which units stages have beside how many, and waits between them"
+        )
     if plan.policy.engine is not None:
         most = max(use.buffer_bytes for use in result.devices)
         lines.append(f"holds       buffers for all microbatches of a step: up to {format_bytes(most)} of a GPU")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,9 @@ from torch.nn import functional
 
 from ..errors import BadInput
 from .data import CHARACTERS, text
-from .model import Data, Factory, Loss, Model, chain, token_loss
+from .model import Data, Factory, Loss, Model, chain
 from .sizes import TRANSFORMERS
+from .token_losses import token_loss_named
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class GPTConfig:
     ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
     between tied layers. ``dropout`` is off by default: its masks depend on how a run is split. ``attention`` is
     ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own.
-    ``loss`` is ``same``, in the logits' type, or ``fp32``, as Megatron-LM has it (:class:`ExactLoss`).
+    ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`.
     """
 
     blocks: int
@@ -130,43 +130,7 @@ def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     layers = chain(factories(), seed)
     if config.tied:
         layers.head.weight = layers.embedding.tokens.weight  # type: ignore[union-attr]
-    if config.loss not in ("same", "fp32"):
-        raise BadInput(f"loss: {config.loss!r} is neither same nor fp32")
-    return layers, token_loss if config.loss == "same" else exact_token_loss
-
-
-class ExactLoss(torch.autograd.Function):
-    """The mean cross-entropy in fp32: the softmax is made in the forward, step by step, and kept for the backward.
-
-    Source: Megatron-LM, tensor_parallel/cross_entropy.py, on one GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of logits (tokens, vocabulary)."""
-        exact = logits.float()
-        exact = exact - exact.amax(-1, keepdim=True)
-        chosen = exact.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        softmax = exact.exp()
-        whole = softmax.sum(-1)
-        softmax.div_(whole.unsqueeze(-1))
-        ctx.save_for_backward(softmax, target)
-        ctx.dtype = logits.dtype
-        return (whole.log() - chosen).mean()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the logits, the softmax less one at the target, by one kernel for all of them."""
-        softmax, target = ctx.saved_tensors
-        softmax.scatter_add_(-1, target.unsqueeze(-1), -torch.ones_like(target.unsqueeze(-1), dtype=softmax.dtype))
-        found = torch.empty_like(softmax, dtype=ctx.dtype)
-        return torch.mul(softmax, gradients[0] / len(target), out=found), None
-
-
-def exact_token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and token numbers, in fp32."""
-    loss: Tensor = ExactLoss.apply(output.flatten(0, 1), target.flatten())  # type: ignore[no-untyped-call]  # torch's
-    return loss
+    return layers, token_loss_named(config.loss)
 
 
 def batches(config: GPTConfig, batch: int) -> Data:

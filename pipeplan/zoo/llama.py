@@ -15,13 +15,15 @@ from torch.nn import functional
 
 from ..errors import BadInput
 from .data import CHARACTERS, text
-from .model import Data, Factory, Loss, Model, chain, token_loss
+from .model import Data, Factory, Loss, Model, chain
 from .sizes import TRANSFORMERS, Llama
+from .token_losses import token_loss_named
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama; ``groups`` is the number of key-value heads, which divides ``heads``."""
+    """Sizes of a Llama; ``groups`` is the number of key-value heads, which divides ``heads``; ``loss`` one of
+    :data:`.token_losses.TOKEN_LOSSES`."""
 
     blocks: int
     hidden: int
@@ -33,6 +35,7 @@ class LlamaConfig:
     rotary_base: float = 10_000.0
     epsilon: float = 1e-5
     tied: bool = False
+    loss: str = "same"
 
 
 class Block(nn.Module):
@@ -112,7 +115,7 @@ def network(config: LlamaConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     layers = chain(factories(), seed)
     if config.tied:
         layers.head.weight = layers.embedding.weight  # type: ignore[union-attr]
-    return layers, token_loss
+    return layers, token_loss_named(config.loss)
 
 
 def batches(config: LlamaConfig, batch: int) -> Data:

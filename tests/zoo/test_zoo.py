@@ -5,6 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from pipeplan import zoo
 from pipeplan.errors import BadInput
 from pipeplan.zoo.data import corpus
@@ -257,18 +259,27 @@ def test_the_auxiliary_logits_travel_beside_the_features():
         torch.testing.assert_close(loss(output, target), expected)
 
 
-def test_unfused_attention_and_a_loss_in_fp32_compute_the_same():
+def test_a_microbatch_of_which_only_the_shape_is_asked_takes_no_memory():
+    for name in ("gpt-tiny", "gnmt", "small-cnn"):
+        with FakeTensorMode():
+            x, target = zoo.load(name).data(10**12)(0, 0)
+        small, few = zoo.load(name).data(2)(0, 0)
+        assert (x.shape[1:], x.dtype, len(x)) == (small.shape[1:], small.dtype, 10**12)
+        assert (target.shape[1:], target.dtype) == (few.shape[1:], few.dtype)
+
+
+def test_unfused_attention_and_other_losses_compute_the_same():
     name = "gpt-tiny,blocks=1"
-    one, other = zoo.load(name), zoo.load(f"{name},attention=unfused,loss=fp32")
+    one, others = zoo.load(name), (f"{name},attention=unfused,loss=fp32", f"{name},loss=fused")
     x, target = one.data(2)(0, 0)
     results = []
-    for model in (one, other):
+    for model in (one, *map(zoo.load, others)):
         layers, _, loss = model(2)
         found = loss(layers(x), target)
         found.backward()
         results.append((found, layers.block0.attention.weight.grad, layers.head.weight.grad))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    for wrong in ("attention=flash", "loss=fp64"):
-        with pytest.raises(BadInput, match="is neither"):
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
+    for wrong, message in (("attention=flash", "is neither"), ("loss=fp64", "is none of same, fp32, fused")):
+        with pytest.raises(BadInput, match=message):
             zoo.load(f"{name},{wrong}")(2)

@@ -34,7 +34,6 @@ def long_bound(facts: Facts) -> int:
     rooms = np.array([case.room_bytes for case in possible], dtype=np.float64)
     speeds = np.array([float(case.speed / fastest) for case in possible])
     least = np.array([_alone(facts, case, float(speed)) for case, speed in zip(possible, speeds, strict=True)])
-    best = np.zeros(len(possible), dtype=np.int64)  # the price of each case's longest period
 
     def tried(price: float) -> Floats:
         return (choices.cost(price) + price * float(facts.behind[0])) / (rooms + price * speeds)
@@ -42,7 +41,7 @@ def long_bound(facts: Facts) -> int:
     prices = [choices.usual * 4.0 ** (place - PRICES // 2) for place in range(PRICES)]
     found = [tried(price) for price in prices]
     for finer in range(FINER):
-        best = np.argmax(found, axis=0)
+        best = np.argmax(found, axis=0)  # the price of each case's longest period
         binding = int(np.argmin(np.maximum(np.max(found, axis=0), least)))
         around = prices[int(best[binding])]
         for power in (-(0.5 ** (finer + 1)), 0.5 ** (finer + 1)):

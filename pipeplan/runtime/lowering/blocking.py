@@ -27,7 +27,7 @@ def run_deadlock(plan: Plan) -> list[str]:
 
     [] as well where devices decide on the way what they do next, for a plan that cannot be run, and where following it
     for one update would take more than :data:`MOST_STEPS`. Where updates are too rare for that they are followed as if
-    they came whenever the pipeline is full again; drained mini-batches are :func:`~...schedule.deadlock.shortened`.
+    they came whenever the pipeline is full again; drained mini-batches are :func:`shortened`.
     """
     if kind_of(plan).by_arrival:
         return []

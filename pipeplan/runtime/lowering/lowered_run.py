@@ -26,12 +26,17 @@ from ...schedule.timeline import Timeline, Times, flush_makespan_ns
 from ...schedule.weight_versions import weight_policy
 from .instructions import (
     Agree,
+    Backward,
+    BackwardWeights,
+    Forward,
     Instruction,
     Norm,
     PutAside,
+    Receive,
     Reduce,
     ReduceTied,
     Save,
+    Send,
     Update,
     agreed,
     clipped,
@@ -100,15 +105,15 @@ class LoweredRun:
 
     def minibatch(self, instruction: Instruction) -> int:
         """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
-        match instruction:
+        match instruction:  # what comes most often first: a run asks before each
+            case Forward() | Backward() | Send() | Receive() | BackwardWeights():
+                return self.first.step + (instruction.microbatch - self.first.microbatch) // self.interval
             case PutAside(_, version) | Reduce(_, version) | ReduceTied(_, version) | Update(_, version):
                 return version - 1
             case Norm(version) | Agree(version):
                 return version - 1
             case Save(step):
                 return step - 1
-            case _:
-                return self.first.step + (instruction.microbatch - self.first.microbatch) // self.interval
 
     @property
     def round(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...choices import BEST
 from ...errors import BadInput
 from ...names import shown
 from ...plan import Plan, Schedule
@@ -23,7 +24,7 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
     kind = next((row for known, row in KINDS.items() if known == name and not row.written), None)
     if kind is None:
         known = ", ".join(known for known, row in KINDS.items() if not row.written)
-        raise BadInput(f"--schedule: '{shown(name)}' is not one of {known}, {PIPEDREAM}, nor a .csv file")
+        raise BadInput(f"--schedule: '{shown(name)}' is not one of {known}, {PIPEDREAM}, {BEST}, nor a .csv file")
     if plan.policy.weights not in kind.weights:
         raise BadInput("plan: " + kind.refusal.format(weights=plan.policy.weights))
     if kind.simulated is None and plan.pattern is None:

@@ -193,7 +193,9 @@ def shared_weights(modules: Iterable[nn.Module]) -> tuple[SharedWeights, ...]:
 
 def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
     """Return ``loss(output, target)``, computed in 32 bits where the output has 16: a mean over many terms needs them,
-    and so does the gradient of a scaled loss."""
+    and so does the gradient of a scaled loss. A loss with a true attribute ``takes_half`` sees to that itself."""
+    if getattr(loss, "takes_half", False):
+        return loss(output, target)
     return loss(_widened(output), _widened(target))
 
 

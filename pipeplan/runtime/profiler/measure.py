@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ..device import freed_kept
 from ..model.adapted import compiled_lines, no_reentry, run_uncompiled
 from ..model.contract import built_by, example_of, is_whole
 from ..model.network import (
+    LayerCode,
     Loss,
     Network,
     chain_network,
@@ -53,7 +53,7 @@ FILL = 0.8  # share of the free memory that holding the whole model may need
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasurement:
-    """One layer's costs over the ``steps``, and how wide the middle half of the steps is.
+    """One layer's costs, times as medians over the ``steps``, and how wide the middle half of the steps is.
 
     ``reading_ns`` of its forward is the reading of a microbatch.
     """
@@ -100,7 +100,7 @@ def measure_model(
     network, loss, target = built_network(build, batch, data, options)
     measurements, one = profile_network(network, loss, options, target)
     count = 0 if options.others is None else options.others.count
-    how = f"{min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
+    how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     how += f", beside {count} other process{'es' if count > 1 else ''}" if count else ""
     chain = network_chain(
         network,
@@ -183,11 +183,10 @@ def profile_network(
     With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
     alone, and the difference is the ``backward_weight_ns`` of a layer.
 
-    Times are by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events: those of whole steps,
-    shared out by the medians of the layers' own (:func:`_typical`). Saved bytes and all other sizes are counted in a
-    pass of their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others` compute. What :attr:`MeasureOptions.read`
-    takes is added to the forwards of the first layer and of the loss. BadInput names a layer that doesn't map one
-    tensor to one, works on its input in place, or passes no gradient on.
+    Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
+    and all other sizes are counted in a pass of their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others`
+    compute. What :attr:`MeasureOptions.read` takes is added to the forwards of the first layer and of the loss.
+    BadInput names a layer that doesn't map one tensor to one, works on its input in place, or passes no gradient on.
     """
     if options.steps < 1 or options.warmup < 0:
         raise BadInput(
@@ -222,45 +221,26 @@ def profile_network(
             options.begun()
             samples = measure(network, entry, clock, options)
     reading = _median(samples[0].reading_ns or [0])
-    ends = (0, len(network) - 1)
-    forward, backward, inputs_only, optimizer = (
-        _typical([getattr(x, name) for x in samples], alone=one)
-        for name in ("forward_ns", "backward_ns", "inputs_only_ns", "optimizer_ns")
-    )
-    measured = []
-    for index, (code, size, sample) in enumerate(zip(network.layers, layers, samples, strict=True)):
-        reads = reading if index in ends else 0
-        weights = backward[index] - inputs_only[index] if trained_parameters(code.module) else 0
-        timed = replace(
-            size,
-            forward_ns=forward[index] + reads,
-            backward_ns=backward[index],
-            backward_weight_ns=max(weights, 0) if sample.inputs_only_ns else None,
-            optimizer_ns=optimizer[index],
-            work=sample.work,
-        )
-        measured.append(_measurement(timed, sample, reads))
+    reads = [reading if index in (0, len(network) - 1) else 0 for index in range(len(network))]
+    parts = zip(network.layers, layers, samples, reads, strict=True)
+    measured = [_measurement(code, layer, sample, reading_ns) for code, layer, sample, reading_ns in parts]
     return measured, one
 
 
-def _typical(samples: Sequence[list[int]], alone: bool) -> list[int]:
-    """Return what each layer takes, given its times in the same steps as the others': they add up to a typical step,
-    the mean of all but the shortest and the longest tenth.
-
-    The medians of layers alone would add up to less: in most steps some layer is held up, each in its turn, and those
-    of a stage wait for it. A layer that was measured ``alone`` shares its steps with none.
-    """
-    medians = [_median(times or [0]) for times in samples]
-    total = sum(medians)
-    if alone or not total:
-        return medians
-    whole = sorted(sum(step) for step in zip(*samples, strict=True))
-    outside = len(whole) // 10
-    middle = whole[outside : len(whole) - outside]
-    return [round(Fraction(sum(middle) * x, len(middle) * total)) for x in medians]
-
-
-def _measurement(layer: Layer, samples: Samples, reading_ns: int) -> LayerMeasurement:
+def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: int) -> LayerMeasurement:
+    backward_weight_ns = None
+    if samples.inputs_only_ns:
+        backward = _median(samples.backward_ns)
+        rest = _median(samples.inputs_only_ns) if trained_parameters(code.module) else backward
+        backward_weight_ns = max(backward - rest, 0)
+    layer = replace(
+        sized,
+        forward_ns=_median(samples.forward_ns) + reading_ns,
+        backward_ns=_median(samples.backward_ns),
+        backward_weight_ns=backward_weight_ns,
+        optimizer_ns=_median(samples.optimizer_ns),
+        work=samples.work,
+    )
     return LayerMeasurement(
         layer,
         len(samples.forward_ns),

@@ -18,6 +18,8 @@ _NO_KERNEL = {  # they make a tensor's description or reserve memory
     aten.new_empty_strided, aten._reshape_alias, aten.lift_fresh, aten.set_, aten.resize_,
 }  # fmt: skip
 _GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
+_SCATTERS = {aten.scatter_add_, aten.scatter_, aten.index_add_, aten.index_put_}  # in place: a few numbers of many
+_FOR_ITS_SHAPE = {aten.nll_loss_backward: 1, aten.nll_loss2d_backward: 1}  # arguments whose numbers nothing reads
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward, aten._convolution, aten.cudnn_convolution}
 _KINDS = {  # those that an accelerator may have a rate for; convolutions go by their shape
     "batch-norm": (
@@ -57,12 +59,17 @@ class Kernel(NamedTuple):
 def kernels_of(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Iterator[Kernel]:
     """Yield the kernels of an operation that returned ``out``."""
     made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-    read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    unread = args[_FOR_ITS_SHAPE[packet]] if packet in _FOR_ITS_SHAPE else None
+    filled = kwargs.get("out")
+    given = ([x for x in args if x is not unread], [x for x in kwargs.values() if x is not filled])
+    read = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     if packet is aten.convolution_backward and any(args[10][:2]):
         yield from _convolution_gradients(args)
         return
     written = sum(map(touched, made)) or sum(map(touched, _changed(packet, args)))
-    limit = written if packet in _GATHERS else None  # a look-up reads as much as it puts out
+    if packet in _SCATTERS:
+        written = max(map(touched, read[1:]), default=0)
+    limit = written if packet in _GATHERS | _SCATTERS else None  # a look-up reads as much as it puts out
     moved = written + sum(touched(x) if limit is None else min(touched(x), limit) for x in read)
     flops = _flops(packet, args, kwargs, out)
     dtype = next((x.dtype for x in read if x.is_floating_point()), None)

@@ -28,7 +28,7 @@ class MeasureOptions:
     """How a model is measured: in how many steps of training, with what, on which device."""
 
     steps: int = 10
-    """Measured steps, at least 1."""
+    """Measured steps, at least 1; times are their medians."""
     warmup: int = 3
     """Steps before them."""
     seconds: float | None = None

@@ -352,11 +352,19 @@ def test_a_block_without_fused_attention_saves_what_the_literature_says():
     assert block.saved_bytes == pytest.approx(s * b * h * (34 + 5 * a * s / h), rel=2e-3), "Korthikanti et al. 2022"
 
 
-def test_logits_in_fp32_keep_their_softmax():
-    sizes = "gpt2-small,blocks=1,hidden=64,heads=4,sequence=16,vocabulary=1000,tied=false"
-    same, exact = (
+def test_losses_take_what_their_kernels_read_and_write():
+    """Bytes of each logit: 2 + 4 to widen it, and its gradient back; log-softmax 8, and 12 after 4 of zeros; or step by
+    step maximum 4, difference, exponent and quotient 8 each, sum 4, one product 8; fused 2 + 2, twice."""
+    sizes = "gpt2-small,blocks=1,hidden=64,heads=4,sequence=1024,vocabulary=50000,tied=false"
+    same, exact, fused = (
         estimate(zoo.load(f"{sizes},loss={loss}"), 2, data=zoo.load(sizes).data(2), dtype=torch.bfloat16).layers[-1]
-        for loss in ("same", "fp32")
+        for loss in ("same", "fp32", "fused")
     )
-    assert exact.saved_bytes == pytest.approx(4 * 2 * 16 * 1000, rel=0.01)
-    assert exact.work.forward.operations > same.work.forward.operations
+    logits = 2 * 1024 * 50000
+    assert [x.saved_bytes / logits for x in (same, exact, fused)] == pytest.approx([4, 4, 2], rel=0.01)
+    moved = [
+        [1000 * work.memory_ns / logits for work in (x.work.forward, x.work.backward)] for x in (same, exact, fused)
+    ]
+    assert moved[0] == pytest.approx([6 + 8, 4 + 12 + 6], rel=0.01)
+    assert moved[1] == pytest.approx([6 + 32, 8 + 6], rel=0.01)
+    assert moved[2] == pytest.approx([4, 4], rel=0.01)

@@ -18,7 +18,7 @@ from pipeplan.problem import SharedWeights
 from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
 from pipeplan.runtime.profiler.clock import Clock, ThreadClock
-from pipeplan.runtime.profiler.measure import _typical, measure_model, profile_network
+from pipeplan.runtime.profiler.measure import measure_model, profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
 
@@ -192,13 +192,6 @@ def test_chain_of_a_model():
     assert all(x.optimizer_ns > 0 for x in chain.layers[:-1])
     assert block.saved_bytes > 4 * block.output_bytes
     assert norm.forward_ns < block.forward_ns
-
-
-def test_layers_add_up_to_a_typical_step_and_share_it_by_their_medians():
-    assert _typical([[10, 10, 40], [20, 50, 20]], alone=False) == [17, 33]  # of 50, the mean of 30, 60 and 60
-    assert _typical([[10, 10, 40], [20]], alone=True) == [10, 20]
-    assert _typical([[10] * 9 + [5000], [20] * 9 + [1]], alone=False) == [10, 20]
-    assert _typical([[], [0, 0]], alone=False) == [0, 0]
 
 
 class Ticking(Clock):
