@@ -94,6 +94,7 @@ class Bound:
     """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``.
 
     With ``any_interval`` that holds however often weights are updated, else at the plan's own interval; with
+    ``any_order`` in whatever order the layers of a DAG stand, else in the plan's own; with
     ``schedule`` for plans under that kind alone. ``claimed``
     says that this is the word of a file, which nothing here has derived. It is never written: whoever reads a file
     finds out by themselves.
@@ -106,6 +107,7 @@ class Bound:
     claimed: bool = False
     any_interval: bool = False
     schedule: ScheduleKind | None = None
+    any_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

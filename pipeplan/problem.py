@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -119,7 +119,8 @@ class Chain:
     ``edges`` makes it a DAG: pairs ``(i, j)``, i < j, mean that layer j reads the output of layer i; without edges each
     layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
-    have in common counts where it must be summed, and nothing where it is held once. The other fields say where the
+    have in common counts where it must be summed, and nothing where it is held once. ``order`` has the place of each
+    layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
     microbatch's data takes a process that reads for itself: part of the forward times of the first layer and the last.
@@ -138,6 +139,7 @@ class Chain:
     worth: str = ""
     beside: int = 1
     reading_ns: int = 0
+    order: tuple[int, ...] | None = None
 
     @property
     def of_cpu(self) -> bool:
@@ -199,6 +201,40 @@ class Chain:
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
         return Sums.of(self)
+
+    def is_range(self, start: IntLike, stop: IntLike) -> Any:
+        """Whether a stage may have what stands from position ``start`` to ``stop``: any layers at all."""
+        return np.asarray(stop) > start
+
+    def reordered(self, order: Sequence[int]) -> Chain:
+        """Return the same network with its layers in another order that they may stand in: ``order[i]`` is layer i."""
+        if list(order) == list(range(len(self))):
+            return self
+        place = {old: new for new, old in enumerate(order)} | {-1: -1}
+
+        def moved(layers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted(place[i] for i in layers))
+
+        layers = []
+        for layer in (self.layers[i] for i in order):
+            saves = None if layer.saves is None else moved(layer.saves)
+            view = None if layer.view_of is None else place[layer.view_of]
+            needs = layer.weight_needs and replace(layer.weight_needs, saves=moved(layer.weight_needs.saves))
+            layers.append(replace(layer, saves=saves, view_of=view, weight_needs=needs))
+        own = tuple(order if self.order is None else (self.order[i] for i in order))
+        return replace(
+            self,
+            layers=tuple(layers),
+            edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
+            tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),
+            shared=self.shared and tuple(replace(x, layers=moved(x.layers)) for x in self.shared),
+            order=None if own == tuple(range(len(self))) else own,
+        )
+
+    def in_own_order(self) -> Chain:
+        """Return the same network with its layers in the model's own order."""
+        order = self.order
+        return self if order is None else self.reordered(sorted(range(len(self)), key=order.__getitem__))
 
     def timed(self, times: LayerTimes | None) -> Chain:
         """Return the same network with the times of a device's own profile; None: with its own."""

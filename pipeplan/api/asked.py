@@ -34,6 +34,7 @@ from .profiles import Profile
 RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
 WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
 Effort = Literal["quick", "normal", "high"]
+Order = Literal["best", "given"]
 CHOICES = {
     "weights": get_args(Weights),
     "optimizer": get_args(Optimizer),
@@ -41,6 +42,7 @@ CHOICES = {
     "checkpointing": get_args(Checkpointing),
     "zero": get_args(Zero),
     "effort": get_args(Effort),
+    "order": get_args(Order),
     "solver": get_args(Solver),
 }
 

@@ -24,7 +24,7 @@ from ..problem import Chain
 from ..schedule.kinds import KINDS
 from ..schedule.periodic.ilp import Solver
 from ..units import parse_time
-from .asked import Asked, Effort, deadline_of, problem_of, refuse_others
+from .asked import Asked, Effort, Order, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 
@@ -45,6 +45,7 @@ def plan(
     recompute: str | None = None,
     effort: Effort | None = None,
     gap: float | None = None,
+    order: Order = "best",
     solver: Solver = "cbc",
     jobs: int = 1,
     time_limit: str | Deadline | None = None,
@@ -61,7 +62,8 @@ def plan(
     ``profile`` is one, its file, or the name of a model, which is estimated for ``gpu`` in microbatches of
     ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.asked.problem_of`.
     ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
-    ``time_limit`` (``"30s"``) has passed; with ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
+    ``time_limit`` (``"30s"``) has passed; the layers of a DAG in the best ``order`` that is found, or as they are
+    ``given``. With ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
     :func:`..planner.ordered.ordered`. With ``robust``, a share (0.05), it is the best where
@@ -71,6 +73,7 @@ def plan(
     """
     from ..planner.alternatives import with_alternatives
     from ..planner.best_order import OWN, TRIED
+    from ..planner.layer_order import InOrder, in_best_order
     from ..planner.ordered import WHY_NOT, ordered
     from ..planner.plan import make_plan
     from ..planner.restricted import make_target_plan, unrestricted, with_price
@@ -78,7 +81,7 @@ def plan(
     from ..planner.stated import STATED
 
     deadline = deadline_of(time_limit)
-    refuse_others(effort=effort, solver=solver)
+    refuse_others(effort=effort, solver=solver, order=order)
     stated = _stated(algorithm, effort, gap, split=split, replicas=replicas, on=on, recompute=recompute)
     options = _known(algorithm, options or {})
     if schedule is not None and schedule not in (*KINDS, BEST):
@@ -110,8 +113,10 @@ def plan(
     elif stated is not None:  # other stages than the stated ones are no alternatives
         found = make_plan(problem, STATED, stated, settings, effort, kind, limit, jitter)
     else:
-        found = make_plan(problem, algorithm, options, settings, effort, kind, limit, jitter)
-        found = with_alternatives(found, problem)
+        searched = order == "best" and algorithm in (AUTO, "contiguous")
+        arranged = in_best_order(problem, settings, effort, kind) if searched else InOrder(problem)
+        found = arranged.told(make_plan(arranged.problem, algorithm, options, settings, effort, kind, limit, jitter))
+        found = with_alternatives(found, arranged.problem)
     if schedule == BEST:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if stated is None else (OWN,))

@@ -16,7 +16,8 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Training": "weights accumulate batch tokens optimizer no-decay groups lr scheduler warmup clip-norm clipped "
     "precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
     "checkpointing no-checkpointing ac bucket-size coarsening",
-    "Search": "for data-parallel overlap algorithm algorithms option effort gap solver jobs schedule limit time-limit",
+    "Search": "for data-parallel overlap algorithm algorithms option effort gap order solver jobs schedule limit "
+    "time-limit",
     "A plan that is stated": "split split-at replicas on recompute",
     "Measuring": "host-time",
     "Simulation": "",

@@ -75,6 +75,13 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
     type=click.Choice(get_args(TargetName)),
     help="The best plan that this framework can express and run, and what the restriction costs; weights are flush.",
 )
+@click.option(
+    "--order",
+    type=click.Choice(["best", "given"]),
+    default="best",
+    show_default=True,
+    help="Of the layers of a graph: the best for stages that is found, or the profile's.",
+)
 @SOLVER
 @JOBS
 @click.option(
@@ -130,7 +137,7 @@ def command(
         options = _stated_grid(data_parallel, options)
     elif data_parallel is not None:
         _refuse_with_grid(algorithm, schedule, {**options, "for": target, "gap": gap, "O": given or None})
-        for name in (*STATED, "solver", "jobs", "robust", "seed", "runs"):
+        for name in (*STATED, "order", "solver", "jobs", "robust", "seed", "runs"):
             options.pop(name)
         plan_grid(
             profile=profile,

@@ -66,6 +66,8 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
     _check_pairs(f"{place}: $.edges", chain.edges or (), len(chain))
     _check_pairs(f"{place}: $.tied", chain.tied, len(chain))
     _check_shared(f"{place}: $.shared", chain, of_layer)
+    if chain.order is not None and sorted(chain.order) != list(range(len(chain))):
+        raise BadInput(f"{place}: $.order: is not each number from 0 to {len(chain) - 1} once")
     read = sum(size * max(len(r), 1) for size, r in zip(chain.tensor_bytes, chain.readers, strict=True))
     if read > LARGEST_TOTAL:
         raise BadInput(f"{place}: the tensors that layers read sum up to {read} bytes, more than 1e15")

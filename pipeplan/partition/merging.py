@@ -22,13 +22,13 @@ def merging(text: str, blocks: str | None = None) -> Callable[[Chain], Chain]:
 
     if text == "block" or (blocks is not None and text == "node"):
         lists = [name for name in (blocks or "").split(",") if name]
-        return lambda chain: merge_blocks(chain, lists)
+        return lambda chain: merge_blocks(chain.in_own_order(), lists)
     if blocks is not None:
         raise BadInput(f"--blocks means --granularity block, not {text[:40]}")
     if text == "articulation":
-        return merge_articulation
+        return lambda chain: merge_articulation(chain.in_own_order())
     match = re.fullmatch(r"([0-9]{1,60}(?:\.[0-9]{1,60})?)%", text)
     if match is None or not 0 < Fraction(match[1]) < 100:
         raise BadInput(f"--granularity: {text[:40]!r} is not node, block, articulation or a share such as 1%")
     share = Fraction(match[1]) / 100
-    return lambda chain: merge_share(chain, share)
+    return lambda chain: merge_share(chain.in_own_order(), share)

@@ -82,9 +82,12 @@ def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | No
 
 
 def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:
-    """Return ``other`` at the granularity at which ``plan`` was made from ``one``; BadInput if it wasn't."""
-    for merge in (lambda chain: chain, merge_articulation):
-        if plan.chain.layers == merge(one).layers:
+    """Return ``other`` at the granularity at which ``plan`` was made from ``one``, its layers in the plan's order;
+    BadInput if it wasn't."""
+    own = plan.chain.in_own_order().layers
+    for merge in (Chain.in_own_order, lambda chain: merge_articulation(chain.in_own_order())):
+        if own == merge(one).layers:
             found: Chain = merge(other)
-            return found
+            order = plan.chain.order
+            return found if order is None or len(found) != len(own) else found.reordered(order)
     raise BadInput(f"the plan was made from another profile than {shown(one.name)}: its layers differ")

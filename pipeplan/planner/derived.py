@@ -11,9 +11,11 @@ from ..check.drained_bound import drained_bound
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
+from ..partition.layer_order import best_ordered, orders_matter
 from ..plan import Bound, Plan, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import kind_of
+from .layer_order import MOST
 from .portfolio import proved_special
 from .restricted import target_bound
 
@@ -26,6 +28,12 @@ def _contiguous(problem: Problem) -> int | None:
 def _one_special(problem: Problem) -> int | None:
     plain = not problem.replicas and problem.checkpointing == "none"
     return proved_special(problem) if plain else None
+
+
+def _any_order(problem: Problem) -> int | None:
+    """Return what is proved of contiguous stages in any order of the layers, where their ideals are few enough."""
+    found = best_ordered(problem, MOST["high"], 0) if orders_matter(problem) else None
+    return found.allocation.lower_bound_ns if found is not None and found.complete else None
 
 
 def _drained(problem: Problem, kind: ScheduleKind | None) -> int | None:
@@ -59,6 +67,8 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
         prove = partial(_drained, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
+    elif bound.any_order:
+        prove = _any_order
     assert prove is not None, "bounds of class any are never claimed"
     proved = prove(replace(bounded(plan, bound), deadline=deadline))
     if proved is None:

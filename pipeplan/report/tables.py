@@ -52,7 +52,8 @@ def bound_class(bound: Bound) -> str:
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
     under = f" under {bound.schedule}" if bound.schedule else ""
-    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval"
+    order = ", any order" if bound.any_order else ""
+    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval{order}"
 
 
 def orders_sentence(plan: Plan, bound: Bound) -> str | None:
@@ -69,6 +70,16 @@ def coarse_sentence(plan: Plan) -> str | None:
     return coarseness(bounded(plan, plan.lower_bounds[0])) if searched else None
 
 
+def layer_order(plan: Plan) -> str | None:
+    """Return in which order the layers of a DAG stand, and what that was chosen from, in words; None for the own."""
+    about = plan.provenance.options.get("order")
+    if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
+        return None if plan.chain.order is None else "in another order than the model's own"
+    whose = "in the profile's order" if plan.chain.order is None else "in another order than the model's own"
+    which = f"all {about['ideals']} cuts of all" if about.get("all") else f"{about['ideals']} cuts of some"
+    return f"{whose}; contiguous stages were tried at {which} orders"
+
+
 def distance(bound: Bound, period_ns: int) -> str:
     """Return how far a period is above a bound, in words; of a bound that was only claimed, that nobody checked it."""
     return "claimed, not checked" if bound.claimed else f"gap {gap(period_ns, bound):.2%}"
@@ -83,6 +94,7 @@ def bound_figures(plan: Plan) -> list[dict[str, Any]]:
             "replicas": bound.replicas,
             "checkpointing": bound.checkpointing,
             "any_interval": bound.any_interval,
+            "any_order": bound.any_order,
             "schedule": bound.schedule,
             "period_ns": bound.period_ns,
             "checked": not bound.claimed,
@@ -166,13 +178,16 @@ def print_plan(
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
         if verbose and bound.allocation == "any":
-            out.print(f"because     {PARTS[proof(bounded(plan, bound)).part]}")
+            out.print(f"because     {PARTS[proof(bounded(plan, bound), bound.any_order).part]}")
         orders = orders_sentence(plan, bound)
         if orders is not None:
             out.print(f"devices     {orders}")
     coarse = coarse_sentence(plan)
     if coarse is not None:
         out.print(f"searched    {coarse}")
+    chosen = layer_order(plan)
+    if chosen is not None:
+        out.print(f"layers      {chosen}")
     for line in [*restriction(plan, result), *robustness(plan), *ordering(plan)]:
         out.print(line)
     claimed = plan.provenance.claimed_period_ns

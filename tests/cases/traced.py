@@ -47,6 +47,28 @@ def residual(batch):
     return Residual(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
 
 
+class Branches(nn.Module):
+    """Two branches side by side, of which a pipeline may run either first."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        self.enter = nn.Conv2d(1, channels, 3, padding=1)
+        self.left, self.left_norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.right = nn.Conv2d(channels, channels, 1)
+        self.leave = nn.Linear(2 * channels, 3)
+
+    def forward(self, x):
+        x = self.enter(x)
+        left = self.left_norm(self.left(x))
+        right = torch.tanh(self.right(x))
+        return self.leave(torch.cat((left, right), dim=1).mean(dim=(2, 3)))
+
+
+def branches(batch):
+    torch.manual_seed(5)
+    return Branches(), torch.zeros(batch, 1, 6, 6), functional.cross_entropy
+
+
 def other_residual(batch):
     """The same but for its second block, which is wider in the middle."""
     module, x, loss = residual(batch)
@@ -302,6 +324,7 @@ def sequences(index, seed):
 DATA = {
     attending: sequences,
     averaging: labelled,
+    branches: images,
     residual: images,
     noisy: images,
     widening: images,

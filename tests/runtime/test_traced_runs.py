@@ -14,11 +14,14 @@ from cases.half import halved_serial
 from cases.runtime import chain_cut, chain_of, largest_difference, plan_of, simulated_version
 from cases.traced import DATA, serial
 
+from pipeplan.check.bounds import any_bound
 from pipeplan.check.validate import check
 from pipeplan.cli import group
 from pipeplan.errors import BadInput
+from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
+from pipeplan.problem import Problem
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.fitting import check_model, fitted
@@ -88,6 +91,25 @@ def test_a_traced_model_trains_as_the_module_does(build, shape, tmp_path):
         state, expected = without_statistics(state), without_statistics(expected)
     assert largest_difference(state, expected) < 1e-6
     assert planned_bytes_are_held(report)
+
+
+def test_layers_in_another_order_than_the_models_train_as_the_module_does(tmp_path):
+    """The plan has the second branch on the first device, and the first on the second; it is read from its file."""
+    build = traced_cases.branches
+    profile = chain(build)
+    names = [layer.name for layer in profile.layers]
+    order = [0, *(names.index(x) for x in ("right", "tanh", "left", "left_norm")), *range(5, len(names))]
+    assert order != sorted(order)
+    plan = plan_of(profile.reordered(order), [(0, 3, (0,)), (3, len(names), (1,))], weights="flush", accumulate=4)
+    model = fitted(load_model(spec_of(build), 4, 0), plan.chain)
+    assert [layer.name for layer in model.layers][:5] == ["enter", "right", "tanh", "left", "left_norm"]
+    assert [str(x) for x in model.cut(3).specs] == ["float32 (4, 4, 6, 6)"] * 2
+    bounded = replace(plan, lower_bounds=(any_bound(Problem(plan.chain, plan.platform, plan.policy)),))
+    (tmp_path / "plan.json").write_text(plan_text(bounded))
+    report, state = run(load_plan(str(tmp_path / "plan.json")), build, tmp_path)
+    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    assert list(report.losses) == losses
+    assert largest_difference(state, expected) == 0
 
 
 def test_several_values_cross_the_cuts_and_some_are_only_passed_on():

@@ -14,8 +14,9 @@ said in words (:data:`PARTS`):
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
 link. Schedules that are no patterns (drained ones, nF1B) are bounded by averages alone, as counts of microbatches
-inside needn't be the same in every period. Bounds of narrower classes come from exact algorithms (``contiguous`` is its
-own bound); the planner assembles them.
+inside needn't be the same in every period. Where the layers of a DAG may stand in several orders, all that is said of
+runs holds for the problem's own, and ``every_order`` has what holds for all. Bounds of narrower classes come from exact
+algorithms (``contiguous`` is its own bound); the planner assembles them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...cost import time_model
+from ...cost.layer_orders import several_orders
 from ...plan import Bound, Plan
 from ...problem import Problem
 from .averages import layer_bound, load_bound, memory_bound, work_ns
+from .every_order import every_order_proof
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, strong_bound
 
 __all__ = [
@@ -48,23 +51,32 @@ __all__ = [
 def any_bound(problem: Problem) -> Bound:
     """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows.
 
-    Where the policy leaves the update interval open it holds for every interval.
+    Where the policy leaves the update interval open it holds for every interval. Where the layers may stand in several
+    orders it holds for all.
     """
-    period = proof(problem).period_ns
-    return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
+    free = several_orders(problem.chain)
+    period = proof(problem, free).period_ns
+    return Bound(
+        "any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open, any_order=free
+    )
 
 
-def proof(problem: Problem) -> Proved:
-    """Return the best lower bound for class ``any`` and what it follows from, or that no plan fits at all."""
+def proof(problem: Problem, any_order: bool = False) -> Proved:
+    """Return the best lower bound for class ``any`` and what it follows from, or that no plan fits at all.
+
+    It is that of plans whose layers stand in the problem's order, or with ``any_order`` in whatever order.
+    """
     known: dict[object, Proved] = problem.chain.__dict__.setdefault("_proofs", {})
-    key = (problem.platform, problem.policy, problem.replicas, problem.checkpointing)
+    key = (problem.platform, problem.policy, problem.replicas, problem.checkpointing, any_order)
     if key not in known:
-        known[key] = strong_bound(problem, quick_proof(problem))
+        known[key] = every_order_proof(problem) if any_order else strong_bound(problem, quick_proof(problem))
     return known[key]
 
 
-def derived_up_to(problem: Problem, period: int) -> int:
+def derived_up_to(problem: Problem, period: int, any_order: bool = False) -> int:
     """Return a lower bound (ns) for class ``any``: the quick one where that reaches ``period``, else the best."""
+    if any_order:
+        return proof(problem, any_order).period_ns
     quick = quick_proof(problem).period_ns
     return quick if quick >= period else proof(problem).period_ns
 

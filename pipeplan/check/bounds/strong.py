@@ -104,8 +104,8 @@ def strong_bound(problem: Problem, quick: Proved) -> Proved:
     part = conditions.refuted(None)
     if part is not None:
         return Proved(quick.period_ns, part, infeasible=True)
-    found = _longest_refuted(conditions.refuted, quick, conditions.tests)
-    found = _longest_refuted(conditions.pool_refuted, found, conditions.tests // 3)
+    found = longest_refuted(conditions.refuted, quick, conditions.tests)
+    found = longest_refuted(conditions.pool_refuted, found, conditions.tests // 3)
     small = len(problem.chain) <= MOST_PLACED and len(problem.platform) <= MOST_PLACED
     if conditions.facts.periodic and small:
         placed = placement_bound(problem, found.period_ns, NODES)
@@ -122,7 +122,7 @@ def _longer(facts: Facts, quick: Proved) -> Proved:
     return Proved(found, "pooled") if found > quick.period_ns else quick
 
 
-def _longest_refuted(refuted: Callable[[int], Part | None], low: Proved, tests: int) -> Proved:
+def longest_refuted(refuted: Callable[[int], Part | None], low: Proved, tests: int) -> Proved:
     """Return the longest period that is refuted in so many ``tests``, by steps that grow and then by bisection."""
     best, period, step = low, low.period_ns, 1.02 if tests > 12 else 1.1
     met: int | None = None

@@ -168,6 +168,11 @@ def torch_stages(asked: Asked) -> str:
 
 
 def _traced(asked: Asked) -> str:
+    if asked.plan.chain.order is not None:
+        raise CannotExpress(
+            "torch-split: pipeline() runs a model's layers in the model's own order, and the plan's stand in another; "
+            "plan with --order given"
+        )
     names = [asked.plan.chain.layers[stage.start].name for stage in asked.stages[1:]]
     if asked.renames:
         names = [asked.renamed("torch-split", name) for name in names]

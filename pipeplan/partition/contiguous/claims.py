@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...cost import memory_model, time_model
 from ...cost.group_bound import group_bound
+from ...cost.ideal_chain import IdealChain
 from ...cost.stage_graph import stage_graph
 from ...plan import Allocation, Stage
 from ...problem import Platform, Problem
@@ -48,6 +49,10 @@ def claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
 
 def claimed(problem: Problem, stages: Sequence[Stage]) -> Allocation | None:
     """Return ``stages`` with their smallest period by the rules of decisions, None where they have none."""
+    if isinstance(problem.chain, IdealChain):
+        order, ranges = problem.chain.placed(stages)
+        found = claimed(replace(problem, chain=problem.chain.whole.reordered(order)), ranges)
+        return None if found is None else replace(found, stages=on_lowest_devices(problem.platform, stages))
     policy = memory_model.without_vertical_sync(problem.policy)
     free = problem.tied == "free"
     graph = stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free, sharing=False)

@@ -146,7 +146,7 @@ def stage_times(problem: Problem, cuts: Ints, device: Device) -> tuple[tuple[Int
         for replicas in counts:
             problem.deadline.check()
             table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, device.speed)
-            idle = (stop <= start) | (table == 0)  # a stage without work would leave orders ambiguous
+            idle = ~chain.is_range(start, stop) | (table == 0)  # a stage without work would leave orders ambiguous
             table += waits[:, None] + waits[None, :]
             table[idle] = NEVER
             tables.append(table)
@@ -183,7 +183,7 @@ def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints,
         for replicas in memory_counts(problem):
             problem.deadline.check()
             limit = in_flight_limit(problem, start, stop, kept, peak, memory, replicas)
-            limit[stop <= start] = 0
+            limit[~problem.chain.is_range(start, stop)] = 0
             limits.append(limit)
         options.append(tuple(limits))
     return tuple(options)

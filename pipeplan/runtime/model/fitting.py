@@ -15,11 +15,13 @@ from .network import LOSS, LOSS_NAME, LayerCode
 
 
 def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
-    """Return ``model`` with the layers of ``chain``; BadInput when it has others."""
+    """Return ``model``, as it was loaded, with the layers of ``chain`` in their order; BadInput when it has others."""
     if not model.chain:
         from .traced import grouped
 
-        return grouped(model, _merged(model, chain) if model.training else _evaluated(model, chain))
+        own = chain.in_own_order()
+        groups = _merged(model, own) if model.training else _evaluated(model, own)
+        return grouped(model, [groups[i] for i in chain.order or range(len(chain))])
     count = len(model.layers) - 1
     if chain.edges is not None:
         raise BadInput(
