@@ -47,7 +47,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
 MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
 Row = dict[str, str]
-TWO_HOSTS = FREEDOMS[2]
+ONE_HOST, TWO_HOSTS = FREEDOMS[1:3]
 
 
 def size(row: Row, name: str) -> int:
@@ -194,10 +194,9 @@ def judge(name: str, source: Source) -> None:
         said("time, fitted on one half and judged on the other", source.error(folds))
         for part, what in zip(source.parts(lambda row: row["hidden"]), _names(source, "hidden"), strict=True):
             rest = [i for i in range(len(source.runs)) if i not in set(part)]
-            constants = source.fit(rest, TWO_HOSTS, start)
-            said(
-                f"time, hidden {what}, fitted on the other width", source.error(source.predicted(constants, part), part)
-            )
+            for freedom, fitted_too in ((TWO_HOSTS, "two host times"), (ONE_HOST, "one factor for both")):
+                predicted = source.predicted(source.fit(rest, freedom, start), part)
+                said(f"time, hidden {what}, fitted on the other width, {fitted_too}", source.error(predicted, part))
         for label, found in (("usual constants", usual), ("the other half's constants", folds)):
             regret, best, groups = source.regret(found, without("microbatch"))
             said(f"regret of the microbatch, {label}", regret, f"   best in {best} of {groups}")
