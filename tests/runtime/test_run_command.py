@@ -201,7 +201,7 @@ def test_mixed_precision_with_offloading(tmp_path):
     assert 0 < first["measured_bytes"] - first["planned_bytes"] <= 2 * 200 * 2  # what is summed twice, two chunks
     assert figures["loss_scale"] == 4096
     assert "2R1" not in run(path, *model, "--dry-run").stdout
-    assert "A1 0R1 0U1" in run(path, *model, "--dry-run").stdout
+    assert "0R1 A1 0U1" in run(path, *model, "--dry-run").stdout
     for wrong in (["--coarsening", "0"], ["--coarsening", "some"], ["--bucket-size", "0"], ["--half", "fp8"]):
         failed = CliRunner().invoke(group, ["run", str(path), *model, *wrong])
         assert failed.exit_code == 2, failed.output
