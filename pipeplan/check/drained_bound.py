@@ -120,6 +120,13 @@ class _Stages:
         return np.array([0, *inner, 0], dtype=np.int64)
 
     @cached_property
+    def _held(self) -> Ints:
+        """The least for which a microbatch's messages over each cut keep the devices at its ends from computing."""
+        platform, cut_bytes = self.problem.platform, self.problem.chain.cut_bytes
+        inner = [2 * min(platform.held_ns(size, k) for k in range(len(platform.levels))) for size in cut_bytes[1:-1]]
+        return np.array([0, *inner, 0], dtype=np.int64)
+
+    @cached_property
     def _there(self) -> Ints:
         """What comes before a forward behind each cut."""
         down, up = self._speed
@@ -186,6 +193,7 @@ class _Stages:
         fastest = max(device.speed for device in problem.platform.devices)
         count = ceil_div(self.microbatches, replicas)
         work = np.asarray(time_model.work_ns(problem.chain, problem.policy, start, stop, 0, replicas, fastest))
+        work = work + self._held[:, None] + self._held[None, :]
         later = 0
         if self.splits:
             later = time_model.backward_weight_ns(problem.chain, problem.policy, start, stop, replicas, fastest)

@@ -32,6 +32,7 @@ from .model.loader_workers import Entry, Read
 from .model.network import TensorSpec
 from .model.randomness import DATA
 from .model.structure import mapped, tensors_in
+from .model.user_code import user_code
 from .own_processes import ENDING, follow_parent
 from .training.draws import begin_draws
 from .training.rank import Rank
@@ -208,12 +209,13 @@ def reader_of(job: Job, rank: Rank) -> Reader:
 def repeatedly(data: Callable[[int, int], Any]) -> Callable[[], object] | None:
     """Return what reads a microbatch of ``data`` each time that it is called, as ranks do between their passes.
 
-    None for a loader whose workers read.
+    None for a loader whose workers read. What is returned raises CodeFailed where the data do.
     """
 
     def call() -> Any:
         begin_draws(0, 0, DATA)
-        return data(0, 0)
+        with user_code("data"):
+            return data(0, 0)
 
     if not isinstance(data, Loader):
         return call

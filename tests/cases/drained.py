@@ -26,6 +26,7 @@ def drained_instance(seed: int) -> Problem:
         layers = (replace(x, backward_weight_ns=rng.randint(0, x.backward_ns)) for x in chain.layers)
         chain = replace(chain, layers=tuple(layers))
     platform = random_platform(rng, 3, memory=(60, 160), levels=seed % 5 == 0, duplex=True, latency=True, speeds=True)
+    platform = replace(platform, blocking=seed % 9 == 4, overhead_ns=2 * (seed % 4 == 1))
     count = rng.randint(1, 5)
     if seed % 7 == 6:
         devices = tuple(replace(x, times=_times_of_its_own(rng, len(chain))) for x in platform.devices)

@@ -56,3 +56,16 @@ def test_it_counts_what_fills_and_drains() -> None:
     found = drained_bound(problem, "1f1b")
     assert found is not None
     assert ceil_div(11 * 3000, 8) - 10 <= found.period_ns <= ceil_div(11 * 3000, 8)
+
+
+def test_it_counts_what_messages_take_of_gpus() -> None:
+    """Two layers of 1 + 2 on GPUs that a message takes 0.5: 8 times 4 at the first one, with the second's own between
+    its first forward and its last backward."""
+    layers = tuple(Layer(f"l{i}", 1000, 2000, 0, 1) for i in range(2))
+    platform = replace(Platform.flat(2, 10**9, 10**18), overhead_ns=500)
+    problem = Problem(Chain("two", layers, 0), platform, Policy("flush", 8), replicas=False, checkpointing="none")
+    found = drained_bound(problem, "1f1b")
+    run = drained_run(problem, tuple(Stage(i, i + 1, (i,)) for i in range(2)), "1f1b")
+    assert found is not None
+    assert run is not None
+    assert 4 * 1000 <= found.period_ns <= ceil_div(run.makespan_ns, 8)

@@ -15,14 +15,14 @@ from cases import runtime as runtime_cases
 from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 
-from pipeplan.errors import BadInput, RunFailed
+from pipeplan.errors import BadInput, CodeFailed, RunFailed
 from pipeplan.report.run import print_run
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.model.loader import Loader, Span
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions, in_epochs
 from pipeplan.runtime.own_processes import has_gone
-from pipeplan.runtime.reading import _Feed, differing
+from pipeplan.runtime.reading import _Feed, differing, repeatedly
 from pipeplan.runtime.training.checkpoint import folder_of
 
 MODEL = "cases.runtime:healthy"
@@ -117,3 +117,13 @@ def test_workers_end_with_who_reads_whatever_they_do():
 def test_ranks_that_read_otherwise_are_named():
     assert differing([(0, "a"), (1, "b"), None, (0, "a")]) is None
     assert "ranks 1 and 3 read different samples for microbatch 1" in differing([None, (1, "b"), (0, "a"), (1, "c")])
+
+
+def test_data_that_fail_when_they_are_read_again_are_told_of_in_one_sentence():
+    def data(index, seed):
+        raise ValueError("read twice")
+
+    read = repeatedly(data)
+    assert read is not None
+    with pytest.raises(CodeFailed, match=r"^data: ValueError: read twice \("):
+        read()
