@@ -197,12 +197,13 @@ class Pipe:
         return [int(forward[min(s, len(forward) - 1)]) + sum(moves[:s]) for s in range(len(self.groups))]
 
     def last_ns(self, stages: int) -> int:
-        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages."""
+        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages.
+
+        More units may take less than one of them, which waits for transfers that are none within a stage.
+        """
         table = self.times[-1]
-        units = np.diagonal(table, 1)
-        least = int(units.min())
-        own = int(units[-1]) if units[-1] < NEVER else 0
-        return own + (stages - 1) * least * (least < NEVER)
+        own, least = int(table[:, -1].min()), int(table.min())
+        return own * (own < NEVER) + (stages - 1) * least * (least < NEVER)
 
     def summing(self, left: Sequence[tuple[int, int]]) -> list[Ints]:
         """Return the time of each stage's microbatches and the sum of its gradients, without the forwards and backwards

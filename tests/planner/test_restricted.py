@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from cases.target_plans import every_plan, network
 
-from pipeplan.check.targets import target_violations
+from pipeplan.check.targets import TARGETS, target_violations
 from pipeplan.check.validate import check, violations
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.plan import Schedule
+from pipeplan.planner.block_search import BlockSearch
 from pipeplan.planner.derived import derived
+from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, unrestricted, with_price
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
@@ -43,6 +45,19 @@ def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound
     assert best <= found.evaluation.period_ns <= best * 1.02
     claims = tuple(replace(bound, claimed=bound.allocation == name) for bound in plan.lower_bounds)
     assert derived(replace(plan, lower_bounds=claims))[1] == []
+
+
+def test_the_last_unit_may_share_a_stage_with_what_it_would_wait_for():
+    chain = network()
+    layers = tuple(replace(x, output_bytes=50 if x.name == "norm" else 0) for x in chain.layers)
+    platform = replace(Platform.flat(2, 10**6, 10**9), blocking=True)
+    problem = Problem(replace(chain, layers=layers), platform, Policy("flush", accumulate=4), checkpointing="none")
+    problem = as_run_by(problem, "torchtitan")
+    search = BlockSearch(problem, "torchtitan", TARGETS["torchtitan"], ("interleaved",), Settings())
+    every = list(every_plan(problem, "torchtitan"))
+    for config in search.configs:
+        soonest = min(period for kind, shape, period in every if (kind, shape) == (config.kind, config.shape))
+        assert 0 < search.chunked_bound(config) <= 4 * soonest
 
 
 def test_a_bound_on_a_class_is_checked_like_others():
