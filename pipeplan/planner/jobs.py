@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from ..errors import PipeplanError
@@ -37,15 +38,16 @@ class Task(Generic[Result]):
             start_new_session=True,  # Ctrl-C is this process's affair
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(asked)
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(asked)
+            self._process.stdin.flush()
 
     def result(self) -> Result:
         """Wait for the task and return its result, or raise what it raised."""
         assert self._process.stdout is not None
         try:
             error, found = pickle.load(self._process.stdout)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):
             raise PipeplanError("a process of the search has ended before its answer") from None
         finally:
             self.end()
@@ -60,7 +62,8 @@ class Task(Generic[Result]):
             self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
+            with suppress(BrokenPipeError):
+                stream.close()
 
 
 def in_order(jobs: int, function: Callable[..., Result], every: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
@@ -99,5 +102,6 @@ def serve() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not through the buffer, whose lock the interpreter wants when it ends
+        pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

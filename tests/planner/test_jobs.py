@@ -1,4 +1,5 @@
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.deadline import Deadline
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, PipeplanError
 from pipeplan.planner.compare import compare
 from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.jobs import Task, in_order
@@ -56,6 +57,27 @@ def test_no_process_is_left():
     assert task._process.returncode == -signal.SIGKILL
     parent = subprocess.run([sys.executable, "-c", PARENT], stderr=subprocess.PIPE, check=False)
     assert parent.returncode == -signal.SIGKILL  # and whoever else had its standard error is gone, too
+
+
+def test_a_process_that_is_done_before_it_is_asked_ends_in_peace(capfd):
+    task = Task(bytes, 9)
+    assert task._process.wait() == 0
+    assert task.result() == bytes(9)
+    assert capfd.readouterr().err == ""
+
+
+def half_an_answer():
+    os.write(3, pickle.dumps((None, bytes(99)))[:50])  # the first that serve opens
+    os._exit(1)
+
+
+def test_a_process_that_cannot_answer_is_told_of(monkeypatch):
+    with pytest.raises(PipeplanError, match="ended before its answer"):
+        Task(half_an_answer).result()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    task = Task(len, bytes(10**6))  # more than a pipe holds
+    with pytest.raises(PipeplanError, match="ended before its answer"):
+        task.result()
 
 
 def test_plans_and_tables_are_the_same():
