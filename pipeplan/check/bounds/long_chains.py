@@ -28,7 +28,7 @@ def long_bound(facts: Facts) -> int:
     if not facts.recomputes:
         return 0
     choices, fastest = Choices(facts), max(device.speed for device in facts.problem.platform.devices)
-    possible = [case for case in cases(facts.problem) if case.room_bytes > 0]
+    possible = [case for case in cases(facts.problem) if case.room_bytes >= 0]
     if not possible:
         return 0
     rooms = np.array([case.room_bytes for case in possible], dtype=np.float64)
