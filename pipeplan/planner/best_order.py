@@ -11,6 +11,7 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput, PipeplanError
 from ..plan import Plan
 from ..schedule.registry import drained_programs
+from ..schedule.synthesis.problem import NoRoom
 from ..schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
 from .other_schedules import schedule_graph
 
@@ -61,7 +62,7 @@ def best_orders(
     """Return the best order that is found on each placement of stages on the plan's GPUs, the least of them first, with
     a bound on the orders of its stages.
 
-    A deadline is shared out. BadInput says why no stages have any order.
+    A deadline is shared out. BadInput says why no stages have any order, NoRoom that the first have none.
     """
     found: list[Found] = []
     why: list[PipeplanError] = []
@@ -83,7 +84,7 @@ def best_orders(
         if order.cut == INTERRUPTED:
             break
     if not found:
-        raise BadInput(f"no order: {why[0]}")
+        raise (NoRoom if isinstance(why[0], NoRoom) else BadInput)(f"no order: {why[0]}")
     found.sort(key=lambda one: one.order.value_ns)
     best = found[0]
     if best.order.cut != INTERRUPTED:

@@ -9,6 +9,7 @@ from ..check.validate import check, class_violations
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput, InvalidPlan
 from ..plan import Allocation, Plan, Schedule
+from ..schedule.synthesis.problem import NoRoom
 from ..schedule.synthesis.synthesize import INTERRUPTED
 from ..schedule.written_program import order_of_program
 from .best_order import OWN, PLACEMENTS, TRIED, Found, best_orders
@@ -63,6 +64,8 @@ def ordered(planned: Planned, deadline: Deadline = NEVER, placements: Sequence[s
         found = best_orders(plan, plan.schedule.mini_batch, placements=placements, deadline=deadline)
     except KeyboardInterrupt:
         return replace(planned, plan=_cut(plan, INTERRUPTED))
+    except NoRoom:  # for backwards in two parts, which hold more
+        return planned
     for one in found:
         other = in_order(plan, one)
         if one.order.cut is not None:

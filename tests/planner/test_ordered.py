@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,11 +10,15 @@ from cases.even_profile import LAYERS, PROFILE
 from cases.files import written
 
 import pipeplan as pp
+from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import written_schedule
+from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner import best_order
-from pipeplan.planner.ordered import ordered_alike
+from pipeplan.planner.ordered import ordered, ordered_alike
+from pipeplan.planner.plan import Planned
 from pipeplan.planner.simulation import simulate_plan
+from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.report.tables import ordering
 from pipeplan.runtime.options import run_otherwise
 from pipeplan.schedule.kinds import plan_program
@@ -69,3 +74,22 @@ def test_what_no_order_can_be_sought_for_is_refused(path):
             pp.plan(path, **{**GIVEN, **more}, schedule="best")
     with pytest.raises(BadInput, match="plan: the best order drains every mini-batch"):
         ordered_alike(pp.plan(path, **{**GIVEN, "weights": "2bw"}, effort="quick").plan)
+
+
+def test_a_plan_stays_where_backwards_in_two_parts_do_not_fit():
+    """What a segment recomputes is free before the one in front of it begins, unless second parts need it."""
+    times = [(7, 2, 0, 4, 2), (6, 3, 0, 13, 3), (7, 5, 0, 8, 5), (4, 7, 1, 6, 6)]
+    layers = tuple(Layer(f"l{i}", f, b, w, o, backward_weight_ns=k) for i, (f, b, w, o, k) in enumerate(times))
+    plan = Plan(
+        chain=Chain("four", layers, 12),
+        platform=Platform.flat(1, 10**6, 10**9),
+        policy=Policy("flush", accumulate=3),
+        allocation=Allocation((Stage(0, 4, (0,), ((0, 2), (2, 4))),)),
+        pattern=None,
+        lower_bounds=(),
+        provenance=Provenance("test"),
+        schedule=Schedule("1f1b", 3),
+    )
+    plan = replace(plan, platform=Platform.flat(1, evaluate(plan).devices[0].peak_bytes, 10**9))
+    planned = Planned(plan, evaluate(plan))
+    assert ordered(planned, placements=("own",)) == planned

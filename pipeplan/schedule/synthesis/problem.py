@@ -22,6 +22,10 @@ NEVER_COUNTS = -(2**50)  # the tail of what has no part in the value
 Word = tuple[int, ...]  # kinds of passes of one machine, in order
 
 
+class NoRoom(BadInput):
+    """A device cannot hold what one microbatch takes, in whatever order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """What devices hold, in any unit: by how much a kind of pass changes it as it ``starts`` and as it ``ends``, and
@@ -168,7 +172,7 @@ def order_problem(
     """Return the problem of one pipeline: memory of its devices in bytes, and at most ``limit`` activations on each.
 
     An activation counts, in ``limit``, as one from the start of its forward, and as ``weight_keeps`` of one from the
-    end of its backward's first part to the end of its second. BadInput where a device cannot hold what one microbatch
+    end of its backward's first part to the end of its second. NoRoom where a device cannot hold what one microbatch
     takes.
     """
     works = operations_of(graph, 1, split)
@@ -193,7 +197,7 @@ def order_problem(
     for device in devices:
         if not problem.holds(device, problem.one_by_one(device)):
             where, said = graph.resources[device].name, "" if limit is None else f", of {limit} activations at most,"
-            raise BadInput(f"{where} has no room{said} for the passes of even one microbatch at a time")
+            raise NoRoom(f"{where} has no room{said} for the passes of even one microbatch at a time")
     return problem
 
 
