@@ -38,7 +38,7 @@ def placed_graph(plan: Plan, placement: str, microbatches: int, chunks: int = 2)
 
 
 def best_order(graph: StageGraph, microbatches: int, **options: Any) -> Synthesis:
-    """Return the best order that is found on ``graph``, no worse than under any schedule that can run its stages.
+    """Return the best order that is found on ``graph``, no worse than under schedules that split its backwards.
 
     ``options`` are those of :func:`..schedule.synthesis.synthesize.synthesize`.
     """
