@@ -182,7 +182,6 @@ def profile(
     from ..runtime.profiler.live import builder_of_live, samples_in
     from ..runtime.profiler.measure import measure_model, measured_again
     from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of, optimizer_of
-    from ..runtime.reading import repeatedly
 
     merge = merging(granularity, blocks)
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
@@ -208,7 +207,7 @@ def profile(
         dtype=None if dtype is None else dtype_of(dtype),
         optimizer=optimizer_of(optimizer, foreach=None if gpu is None else True),
         device=where,
-        read=None if batches is None or gpu is not None or where != "cpu" else repeatedly(batches),
+        read=None if batches is None or gpu is not None or where != "cpu" else _read_beside(batches),
         others=None if beside == 1 else Others(beside - 1, partial(measured_again, builder, batch)),
         **{"steps": STEPS, "seconds": SECONDS} | measuring,
     )
@@ -230,3 +229,10 @@ def profile(
         blocked = granularity == "block" or blocks is not None
         chain = merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
     return Profile(chain, measured=measured)
+
+
+def _read_beside(batches: Any) -> Any:
+    """Return what reads ``batches`` again and again; imported only where something is measured."""
+    from ..runtime.reading import repeatedly
+
+    return repeatedly(batches)

@@ -214,7 +214,8 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     "weights": click.option(
         "--weights",
         type=click.Choice(["2bw", "stash", "flush", "latest"]),
-        help="How weight versions are kept.  [default: 2bw; in grids and with --for flush]",
+        help="How weight versions are kept.  [default: 2bw; flush in grids, with --for and with a "
+        "--schedule that drains]",
     ),
     "accumulate": click.option(
         "--accumulate",

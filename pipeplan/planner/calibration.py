@@ -4,6 +4,11 @@ An iteration's time is that of its critical path: so many passes of each layer, 
 a sum of what passes take, and each pass takes the longer of two sums that are linear in the constants
 (:mod:`pipeplan.cost.roofline`). So a fit needs few simulations: one of each run for the paths, which are found again
 with the constants fitted. Errors are relative. How many constants are fitted is decided by the error on runs left out.
+
+Runs of one model often say what its host takes, but hardly in which pass: a forward that waits for its host looks like
+one with slow kernels. Constants of a kind (the host's times, the device's shares) therefore keep to the ratio that they
+had as far as the runs let them. How much that weighs grows with the number of runs: what an estimate gets wrong it gets
+wrong in all of them, and doesn't average out.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ Floats = NDArray[np.float64]
 PATHS = 3  # times that critical paths are looked for
 STARTS = (1.0, 3.0, 8.0)  # times the host's first guess, from which fits begin
 STEPS = 30  # of a fit
-PRIOR = 0.01  # relative error for which a constant moves by a factor e from where it was
+PRIOR = 0.01  # relative error of one run, that a factor of e between a constant and its start counts as
+TOGETHER = 0.02  # of every run, that a factor of e between two constants of a kind does
 FOLDS = 10  # of more runs than twice that
 GAIN = 0.95  # of the error on runs left out, that a further constant has to leave at most
 LEAST_HOST_NS = 5000.0  # where none was said, from which the host's fit begins
@@ -68,10 +74,11 @@ class Passes:
 @dataclass(frozen=True, slots=True)
 class Freedom:
     """A set of constants that are fitted together: for each the fields of :class:`Constants` that it scales, by the
-    factor or, for shares, by its inverse."""
+    factor or, for shares, by its inverse; and pairs of a kind, by their indices."""
 
     names: tuple[str, ...]
     fields: tuple[tuple[str, ...], ...]
+    pairs: tuple[tuple[int, int], ...] = ()
 
     def moved(self, start: Constants, factors: Sequence[float]) -> Constants:
         """Return ``start`` with each constant ``factors`` times as long; shares stay within 1."""
@@ -82,13 +89,23 @@ class Freedom:
                 values[name] = min(1.0, value / factor) if name.endswith("share") else value * factor
         return replace(start, **values)
 
+    def prior(self, runs: int) -> Floats:
+        """Return the matrix that makes errors of the logarithms of the factors, where ``runs`` are fitted."""
+        every = np.eye(len(self.names))
+        pairs = [TOGETHER * np.sqrt(runs) * (every[i] - every[j]) for i, j in self.pairs]
+        return np.stack([*(PRIOR * every), *pairs])
+
 
 _SHARES, _HOST = ("compute_share", "bandwidth_share"), ("forward_host_ns", "backward_host_ns")
 FREEDOMS = (
     Freedom(("scale",), ((*_SHARES, "kernel_ns"),)),
     Freedom(("scale", "host"), ((*_SHARES, "kernel_ns"), _HOST)),
-    Freedom(("scale", "host forward", "host backward"), ((*_SHARES, "kernel_ns"), *((x,) for x in _HOST))),
-    Freedom(("compute", "bandwidth", "host forward", "host backward"), tuple((x,) for x in (*_SHARES, *_HOST))),
+    Freedom(("scale", "host forward", "host backward"), ((*_SHARES, "kernel_ns"), *((x,) for x in _HOST)), ((1, 2),)),
+    Freedom(
+        ("compute", "bandwidth", "host forward", "host backward"),
+        tuple((x,) for x in (*_SHARES, *_HOST)),
+        ((0, 1), (2, 3)),
+    ),
 )
 
 
@@ -203,15 +220,6 @@ def calibrate(runs: Sequence[Run], start: Constants, passes: Sequence[Passes] = 
     return Calibration(chosen, tuple(tried), start, before, names, measured)
 
 
-def fitted(runs: Sequence[Run], start: Constants, freedom: Freedom) -> Constants:
-    """Return the constants of ``freedom`` that fit ``runs`` best, without asking what error they leave."""
-    constants = start
-    for _ in range(PATHS):
-        observed = _Observed([critical_passes(run, constants) for run in runs])
-        constants = _least_squares(observed, np.arange(len(runs)), freedom, start)
-    return constants
-
-
 def _fit(runs: Sequence[Run], passes: Sequence[Passes], freedom: Freedom, start: Constants) -> Fit:
     constants = start
     for _ in range(PATHS):
@@ -247,16 +255,20 @@ def _least_squares(observed: _Observed, rows: NDArray[np.int64], freedom: Freedo
     best: tuple[float, Constants] | None = None
     for first in STARTS if any(hosts) else STARTS[:1]:
         begin = np.log([first if host else 1.0 for host in hosts])
-        found = _descend(lambda x: observed.ratios(freedom.moved(start, np.exp(x).tolist()))[rows] - 1, begin)
+        found = _descend(
+            lambda x: observed.ratios(freedom.moved(start, np.exp(x).tolist()))[rows] - 1,
+            begin,
+            freedom.prior(len(rows)),
+        )
         if best is None or found[0] < best[0] - 1e-12:
             best = found[0], freedom.moved(start, np.exp(found[1]).tolist())
     assert best is not None
     return best[1]
 
 
-def _descend(errors: Callable[[Floats], Floats], begin: Floats) -> tuple[float, Floats]:
-    """Return the least sum of squares found, and where; constants that errors say nothing of stay where they began."""
-    prior = PRIOR * np.eye(len(begin))
+def _descend(errors: Callable[[Floats], Floats], begin: Floats, prior: Floats) -> tuple[float, Floats]:
+    """Return the least sum of squares found, and where; constants that errors say nothing of stay where ``prior``, a
+    matrix that makes errors of them, has them."""
 
     def every(x: Floats) -> Floats:
         return np.concatenate([errors(x), prior @ x])

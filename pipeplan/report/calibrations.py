@@ -26,7 +26,8 @@ def print_calibration(found: Calibration, memory: Sequence[Memory] = ()) -> None
         mark = "chosen" if fit is chosen else ""
         table.add_row(", ".join(fit.freedom.names), f"{fit.error:.1%}", left_out, mark)
     out.print(table)
-    out.print("left out: of each run, predicted by constants that were fitted to the others")
+    if chosen.left_out is not None:
+        out.print("left out: of each run, predicted by constants that were fitted to the others")
     out.print(f"before  {said(found.start)}")
     out.print(f"fitted  {said(chosen.constants)}")
     out.print()

@@ -18,7 +18,7 @@ from pipeplan.report.tables import print_plan
 
 OPTIONS = {
     "nf1b": ["--weights", "latest", "--accumulate", "2"],
-    "message-driven": ["--weights", "flush", "--schedule", "message-driven", "--accumulate", "8"],
+    "message-driven": ["--schedule", "message-driven", "--accumulate", "8"],
 }
 
 
@@ -49,6 +49,7 @@ def test_plan_says_the_kind_and_its_limit(profile: str, pipeplan: Command) -> No
     assert "vertical sync" in out
     code, out, _ = pipeplan(*common, *OPTIONS["message-driven"], "--limit", "5")
     assert "message-driven, at most 5 microbatches in a pipeline" in out
+    assert "weights     flush: one version" in out, "as the schedule drains"
     assert "8 microbatches, drained" in out
 
 

@@ -8,7 +8,8 @@ import pytest
 from pipeplan.cost.roofline import Constants, timed
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.planner.calibration import FREEDOMS, Run, calibrate, critical_passes, fitted, stage_passes
+from pipeplan.planner import calibration
+from pipeplan.planner.calibration import Run, calibrate, critical_passes, stage_passes
 from pipeplan.planner.costed import Configuration, costed
 from pipeplan.problem import Chain, Layer, LayerWork, PassWork, Platform, Policy
 
@@ -57,12 +58,30 @@ def test_each_run_is_judged_by_constants_fitted_to_the_others() -> None:
     wrong = [*given[:-1], replace(given[-1], measured_ns=3 * given[-1].measured_ns)]
     found = calibrate(wrong, START)
     scale = found.tried[0]
-    others = fitted(wrong[:-1], START, FREEDOMS[0])
+    others = calibrate(wrong[:-1], START).tried[0].constants
     alone = wrong[-1].costed(others).iteration_ns
     assert scale.predicted_ns[-1] == pytest.approx(alone, rel=1e-3)
     assert scale.left_out is not None
     assert scale.left_out > scale.error
     assert len(found.tried) == 2, "five times bear no three constants"
+
+
+def test_host_times_keep_to_their_ratio_where_little_speaks_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    for run in runs():
+        off = 0.97 if run.configuration.recompute == "each" else 1.03
+        if run.chain.microbatch <= 2:
+            given += 10 * [replace(critical_passes(run, TRUE), measured_ns=off * run.measured_ns)]
+
+    def ratio(weight: float) -> float:
+        monkeypatch.setattr(calibration, "TOGETHER", weight)
+        found = calibrate([], START, given).tried[2]
+        assert found.freedom.names == ("scale", "host forward", "host backward")
+        return found.constants.backward_host_ns / found.constants.forward_host_ns
+
+    free, kept, tied = ratio(0.0), ratio(0.1), ratio(2.0)
+    assert free > 1.05 * kept > 1.05 * tied
+    assert tied == pytest.approx(START.backward_host_ns / START.forward_host_ns, rel=0.01)
 
 
 @pytest.mark.parametrize("barrier", [True, False])

@@ -33,7 +33,7 @@ import torch
 from pipeplan import zoo
 from pipeplan.cost.roofline import Constants
 from pipeplan.files.accelerators import accelerator
-from pipeplan.planner.calibration import FREEDOMS, Freedom, Run, calibrate, critical_passes, fitted
+from pipeplan.planner.calibration import Fit, Run, calibrate, critical_passes
 from pipeplan.planner.costed import Configuration, Costed
 from pipeplan.problem import Chain, Device, Level, Platform, Policy
 from pipeplan.runtime.profiler.estimate import estimate_model
@@ -47,7 +47,6 @@ SETTINGS = {  # source -> options of the zoo's GPT
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
 MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
 Row = dict[str, str]
-ONE_HOST, TWO_HOSTS = FREEDOMS[1:3]
 
 
 def size(row: Row, name: str) -> int:
@@ -125,8 +124,9 @@ class Source:
         measured = self.measured if which is None else self.measured[list(which)]
         return float(np.mean(np.abs(predicted / measured - 1)))
 
-    def fit(self, which: Sequence[int], freedom: Freedom, start: Constants) -> Constants:
-        return fitted([self.runs[i] for i in which], start, freedom)
+    def fit(self, which: Sequence[int], start: Constants) -> Fit:
+        """Return what ``pipeplan calibrate`` makes of some of the rows."""
+        return calibrate([self.runs[i] for i in which], start).chosen
 
     def parts(self, key: Callable[[Row], Hashable]) -> list[list[int]]:
         found: dict[Hashable, list[int]] = defaultdict(list)
@@ -134,12 +134,12 @@ class Source:
             found[key(row)].append(i)
         return list(found.values())
 
-    def held_out(self, parts: Sequence[Sequence[int]], freedom: Freedom, start: Constants) -> np.ndarray:
+    def held_out(self, parts: Sequence[Sequence[int]], start: Constants) -> np.ndarray:
         """Return each part predicted by constants fitted to the others."""
         found = np.zeros(len(self.runs))
         for part in parts:
             others = [i for i in range(len(self.runs)) if i not in set(part)]
-            found[list(part)] = self.predicted(self.fit(others, freedom, start), part)
+            found[list(part)] = self.predicted(self.fit(others, start).constants, part)
         return found
 
     def regret(self, predicted: np.ndarray, key: Callable[[Row], Hashable]) -> tuple[float, int, int]:
@@ -184,25 +184,31 @@ def said(label: str, value: float, more: str = "") -> None:
     print(f"  {label:66} {value:7.1%}{more}")
 
 
+def fitted(fit: Fit) -> str:
+    found = fit.constants
+    host = f"host {found.forward_host_ns / 1e3:.0f} and {found.backward_host_ns / 1e3:.0f} us"
+    return f"   {', '.join(fit.freedom.names)}: {found.compute_share:.2f}, {found.bandwidth_share:.2f}, {host}"
+
+
 def judge(name: str, source: Source) -> None:
     start = accelerator("a100").constants()
     print(f"{name}: {len(source.runs)} rows")
     usual = source.predicted(start)
     said("time, the usual constants", source.error(usual))
     if name == "vtrain":
-        folds = source.held_out(halves(len(source.runs)), TWO_HOSTS, start)
+        folds = source.held_out(halves(len(source.runs)), start)
         said("time, fitted on one half and judged on the other", source.error(folds))
         for part, what in zip(source.parts(lambda row: row["hidden"]), _names(source, "hidden"), strict=True):
             rest = [i for i in range(len(source.runs)) if i not in set(part)]
-            for freedom, fitted_too in ((TWO_HOSTS, "two host times"), (ONE_HOST, "one factor for both")):
-                predicted = source.predicted(source.fit(rest, freedom, start), part)
-                said(f"time, hidden {what}, fitted on the other width, {fitted_too}", source.error(predicted, part))
+            fit = source.fit(rest, start)
+            error = source.error(source.predicted(fit.constants, part), part)
+            said(f"time, hidden {what}, fitted on the other width", error, fitted(fit))
         for label, found in (("usual constants", usual), ("the other half's constants", folds)):
             regret, best, groups = source.regret(found, without("microbatch"))
             said(f"regret of the microbatch, {label}", regret, f"   best in {best} of {groups}")
         return
     chosen = calibrate([], start, [critical_passes(run, start) for run in source.runs]).chosen
-    said("time, fitted on all rows but one", chosen.left_out or 0.0, f"   {', '.join(chosen.freedom.names)}")
+    said("time, fitted on all rows but one", chosen.left_out or 0.0, fitted(chosen))
     if name == "zero-bubble":
         regret, best, groups = source.regret(usual, without("schedule"))
         said("regret of the schedule, usual constants", regret, f"   best in {best} of {groups}")
