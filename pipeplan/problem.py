@@ -414,8 +414,8 @@ class Level:
 class Platform:
     """Devices in a fixed order, joined by levels, the lowest (inside a server) first (PipeDream section 3.1).
 
-    At most one level has ``links``. ``blocking`` transfers keep the devices at both their ends from computing. Others
-    take each of them ``overhead_ns`` of work, to send a message or to receive it, beside what the link takes.
+    At most one level has ``links``. A message takes the devices at both its ends ``overhead_ns`` of work, to send it or
+    to receive it, beside what the link takes, which keeps them from computing where transfers are ``blocking``.
     ``reserved_bytes`` of each device are for others: its ``memory_bytes`` are without them.
     """
 
@@ -499,9 +499,9 @@ class Platform:
 
     def held_ns(self, size: int, level: int) -> int:
         """For how long such a transfer keeps the device at either of its ends from computing."""
-        if self.blocking:
-            return self.transfer_ns(size, level)
-        return self.overhead_ns if size else 0
+        if not size:
+            return 0
+        return self.overhead_ns + (self.transfer_ns(size, level) if self.blocking else 0)
 
     @cached_property
     def spans(self) -> Ints:

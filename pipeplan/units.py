@@ -27,6 +27,7 @@ _QUANTITY = re.compile(
     r"\s*(?P<number>(?:[0-9]{1,60}(?:\.[0-9]{0,60})?|\.[0-9]{1,60})(?:[eE][+-]?[0-9]{1,3})?)\s*(?P<unit>[A-Za-z/]*)\s*"
 )
 MOST_COUNT = 4096  # GPUs that any command plans for
+LONGEST_WAIT = 10**12  # of a message, in ns: a quarter of an hour
 LARGEST = 10**18  # above it, sums of int64 would overflow; an exabyte and thirty years are enough
 
 
@@ -46,6 +47,14 @@ def parse_bandwidth(text: str, place: str = "bandwidth") -> int:
 def parse_time(text: str, place: str = "time") -> int:
     """Return the nanoseconds that ``text`` such as ``3.2ms`` or ``5us`` names, rounded half to even."""
     return _parse(text, TIMES, place, "3.2ms or 5us")
+
+
+def parse_wait(text: str, place: str) -> int:
+    """Return the nanoseconds that ``text`` names, of what every message takes; BadInput for hours, too."""
+    found = parse_time(text, place)
+    if found > LONGEST_WAIT:
+        raise BadInput(f"{place}: {text!r} is longer than a message takes (at most {LONGEST_WAIT // 10**9}s)")
+    return found
 
 
 def parse_counts(text: str, where: str, most: int = MOST_COUNT) -> list[int]:

@@ -28,7 +28,7 @@ from ..problem import (
     Zero,
 )
 from ..schedule.periodic.ilp import Solver
-from ..units import gpu_counts, parse_time
+from ..units import gpu_counts, parse_time, parse_wait
 from .profiles import Profile
 
 RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
@@ -165,7 +165,7 @@ def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
     where = replace(where, blocking=where.blocking or asked.get("blocking_transfers", False))
     overhead = asked.get("overhead")
     if overhead is not None:
-        where = replace(where, overhead_ns=parse_time(overhead, "--overhead"))
+        where = replace(where, overhead_ns=parse_wait(overhead, "--overhead"))
     reserve = asked.get("reserve")
     if reserve == "auto":
         reserve = None if chain.of_cpu else RESERVE

@@ -67,9 +67,9 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
 
 def drained_bounds(problem: Problem, kind: ScheduleKind) -> list[Bound]:
     """Return the bound on all drained plans of class ``contiguous``, and that on those under ``kind``, as far as there
-    is time for them."""
+    is time for them: an interrupt ends them, too, as there is a plan already."""
     found: list[Bound] = []
-    with suppress(OutOfTime):
+    with suppress(OutOfTime, KeyboardInterrupt):
         for one in (None, kind):
             bound = drained_bound(problem, one)
             found += [] if bound is None else [bound]

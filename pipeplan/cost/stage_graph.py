@@ -29,7 +29,7 @@ BOTH_WAYS, ONE_WAY = " - ", " -> "  # between the ends of a link, in its name
 class StageCost:
     """What one stage costs on each of its replicas; times in ns per microbatch, sizes in bytes.
 
-    Blocking transfers, and the overhead of others, are part of ``forward_ns`` and ``backward_ns``.
+    Blocking transfers, and the overhead of messages, are part of ``forward_ns`` and ``backward_ns``.
 
     What several stages of one group of devices share, as far as that is known, counts in the first of them alone.
     ``waiting_bytes`` are of gradients that wait for those of other stages; ``lent`` are (stage,
@@ -266,7 +266,7 @@ def stage_graph(
     blocking transfers stayed on the lowest level.
 
     Blocking transfers are part of the passes at both their ends: a forward receives, computes and sends. So there are
-    no links; a microbatch alone is charged each of them twice. Of others the overhead is part of these passes.
+    no links; a microbatch alone is charged each of them twice. The overhead of messages is part of passes, too.
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]

@@ -6,7 +6,7 @@ from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Device, Level, Platform
-from ..units import format_bandwidth, format_bytes, parse_bandwidth, parse_bytes, parse_time
+from ..units import format_bandwidth, format_bytes, parse_bandwidth, parse_bytes, parse_wait
 from .accelerators import Accelerator, accelerator, accelerators
 
 
@@ -48,7 +48,7 @@ def platform_of_gpus(
         inside = parse_bandwidth(DEFAULT_BANDWIDTH)
         where = "" if len(counts) == 1 else " of a server"
         assumptions.append(f"bandwidth {format_bandwidth(inside)} between any two GPUs{where} (PCIe 3 x16)")
-    wait = parse_time(latency or "0", "--latency")
+    wait = parse_wait(latency or "0", "--latency")
     levels = [Level(counts[0], inside, wait)]
     if len(counts) > 1:
         across = parse_bandwidth(network or DEFAULT_NETWORK, "--network")

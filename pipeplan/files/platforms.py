@@ -12,7 +12,7 @@ import msgspec
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Device, LayerTimes, Level, Platform
-from ..units import exact_bandwidth, exact_bytes, exact_time, format_bytes, parse_bandwidth, parse_bytes, parse_time
+from ..units import exact_bandwidth, exact_bytes, exact_time, format_bytes, parse_bandwidth, parse_bytes, parse_wait
 from .forms import Count, Text, converted, form, read_json
 from .profile_rules import check_chain
 from .profiles import read_profile
@@ -83,7 +83,7 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         if not 1 <= level.count <= MOST_DEVICES:
             raise BadInput(f"{here}.count: {level.count} is not between 1 and {MOST_DEVICES}")
         count *= level.count
-        latency = parse_time(level.latency, f"{here}.latency") if level.latency is not None else 0
+        latency = parse_wait(level.latency, f"{here}.latency") if level.latency is not None else 0
         if level.links is not None and not 1 <= level.links <= MOST_DEVICES:
             raise BadInput(f"{here}.links: {level.links} is not between 1 and {MOST_DEVICES}")
         before = next((i for i, other in enumerate(levels) if other.links is not None), None)
@@ -116,7 +116,7 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         devices.append(Device(memory, speed))
     own = _own_times(form, entries, place, chain, folder)
     devices = [replace(device, times=times) for device, times in zip(devices, own, strict=True)]
-    overhead = parse_time(form.overhead, f"{place}: $.overhead") if form.overhead is not None else 0
+    overhead = parse_wait(form.overhead, f"{place}: $.overhead") if form.overhead is not None else 0
     platform = Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers, overhead_ns=overhead)
     return platform if form.reserve is None else reserving(platform, form.reserve, f"{place}: $.reserve")
 

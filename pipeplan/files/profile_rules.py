@@ -20,9 +20,10 @@ LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it ti
 def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] | None = None) -> None:
     """Raise BadInput unless the values of ``chain`` make sense; every function on chains relies on it.
 
-    Counts are not negative, times and sizes sum up to at most :data:`LARGEST_TOTAL`, something takes time, edges and
-    ties are pairs of layers in order, and layers save what they read or make. Errors begin with ``place``, those about
-    a layer with ``place_of_layer`` of it where that is given: ``p.json: $.layers[3].forward_ns: -2 is negative``.
+    Counts are not negative, times and sizes sum up to at most :data:`LARGEST_TOTAL`, something takes time, reading is
+    part of the forwards that include it, edges and ties are pairs of layers in order, and layers save what they read or
+    make. Errors begin with ``place``, those about a layer with ``place_of_layer`` of it where that is given:
+    ``p.json: $.layers[3].forward_ns: -2 is negative``.
     """
 
     def of_layer(i: int) -> str:
@@ -56,6 +57,14 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
             raise BadInput(
                 f"{of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "
                 f"{layer.backward_ns}, which includes it"
+            )
+    if chain.reading_ns < 0:
+        raise BadInput(f"{place}: $.reading_ns: {chain.reading_ns} is negative")
+    for i in (0, len(chain) - 1):
+        if chain.reading_ns > chain.layers[i].forward_ns:
+            raise BadInput(
+                f"{place}: $.reading_ns: {chain.reading_ns} is more than layers[{i}].forward_ns, "
+                f"{chain.layers[i].forward_ns}, which includes it"
             )
     if not any(layer.forward_ns + layer.backward_ns for layer in chain.layers):
         raise BadInput(f"{place}: all forward and backward times are 0; there is nothing to plan")

@@ -17,7 +17,7 @@ import numpy as np
 from ..cost import memory_model, time_model
 from ..integers import Ints, ceil_div, smallest
 from ..plan import Stage
-from ..problem import Device, Problem
+from ..problem import Chain, Device, Problem
 from .contiguous.options import NEVER
 from .contiguous.split_paths import first_split, least_longest, shortest_split, up_to, walked
 from .cuts import crossing_bytes, waits_ns
@@ -31,25 +31,34 @@ Rule = Callable[[int, int], Ranges]  # what is recomputed of ``layers[start:stop
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a stage between two cuts keeps of a microbatch, holds at its peak, and the forwards (ns) that it
-    runs again, each of shape (cuts, cuts); of what isn't a stage they are 0."""
+    """Bytes that a stage between two cuts keeps of a microbatch, and holds at its peak, each of shape (cuts, cuts); of
+    what isn't a stage they are 0. ``segments`` are rows of (first cut, last cut, start, stop) of layers that run again.
+    """
 
     kept: Ints
     peak: Ints
-    again: Ints
+    segments: Ints
 
     @staticmethod
     def of(problem: Problem, cuts: Sequence[int], rule: Rule | None) -> Activations:
         """Return those of stages that recompute what ``rule`` says, None: nothing."""
-        size = len(cuts)
-        kept, peak, again = (np.zeros((size, size), dtype=np.int64) for _ in range(3))
+        size, rows = len(cuts), []
+        kept, peak = (np.zeros((size, size), dtype=np.int64) for _ in range(2))
         for i in range(size):
             problem.deadline.check()
             for j in range(i + 1, size):
                 segments = () if rule is None else rule(cuts[i], cuts[j])
                 found = memory_model.stage_activations(problem.policy, problem.chain, cuts[i], cuts[j], segments)
-                kept[i, j], peak[i, j], again[i, j] = found
-        return Activations(kept, peak, again)
+                kept[i, j], peak[i, j], _ = found
+                rows += [(i, j, start, stop) for start, stop in segments]
+        return Activations(kept, peak, np.array(rows, dtype=np.int64).reshape(-1, 4))
+
+    def again(self, chain: Chain) -> Ints:
+        """Return the forwards (ns) that a stage runs again, (cuts, cuts), as long as they are in ``chain``."""
+        first, last, start, stop = self.segments.T
+        found, forward = np.zeros_like(self.kept), chain.sums.forward_ns
+        np.add.at(found, (first, last), forward[stop] - forward[start])
+        return found
 
 
 @dataclass(frozen=True)
@@ -139,15 +148,20 @@ class Pipe:
         """U, shape (cuts, cuts), of each stage; NEVER where it is none."""
         problem, (start, stop), waits = self.costs.problem, self.costs.ends, self.costs.waits
         known: dict[tuple[Device, int], Ints] = {}
-        for group in self.groups:
+        found = []
+        for s, group in enumerate(self.groups):
             device = problem.platform.slowest(group)
             if (device, len(group)) not in known:
-                timed, again = problem.chain.timed(device.times), self.activations.again
+                timed = problem.chain.timed(device.times)
+                again = self.activations.again(timed)
                 work = time_model.work_ns(timed, problem.policy, start, stop, again, len(group), device.speed)
                 table = np.asarray(work)
-                stages = (stop > start) & (table > 0)
-                known[device, len(group)] = np.where(stages, table + waits[:, None] + waits[None, :], NEVER)
-        return [known[problem.platform.slowest(group), len(group)] for group in self.groups]
+                known[device, len(group)] = np.where((stop > start) & (table > 0), table, NEVER)
+            enters, leaves = (other != (group,) for other in (self.groups[s - 1 : s], self.groups[s + 1 : s + 2]))
+            found.append(
+                np.minimum(known[device, len(group)] + waits[:, None] * enters + waits[None, :] * leaves, NEVER)
+            )
+        return found
 
     @cached_property
     def fitting(self) -> list[Ints]:
@@ -197,12 +211,13 @@ class Pipe:
         return [int(forward[min(s, len(forward) - 1)]) + sum(moves[:s]) for s in range(len(self.groups))]
 
     def last_ns(self, stages: int) -> int:
-        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages."""
+        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages.
+
+        More units may take less than one of them, which waits for transfers that are none within a stage.
+        """
         table = self.times[-1]
-        units = np.diagonal(table, 1)
-        least = int(units.min())
-        own = int(units[-1]) if units[-1] < NEVER else 0
-        return own + (stages - 1) * least * (least < NEVER)
+        own, least = int(table[:, -1].min()), int(table.min())
+        return own * (own < NEVER) + (stages - 1) * least * (least < NEVER)
 
     def summing(self, left: Sequence[tuple[int, int]]) -> list[Ints]:
         """Return the time of each stage's microbatches and the sum of its gradients, without the forwards and backwards

@@ -79,16 +79,27 @@ def split_bound(pipe: Pipe, kind: ScheduleKind, shape: Shape) -> int:
 
 
 def _shared(problem: Problem, shape: Shape) -> tuple[int, int, int]:
-    """Return the bytes, steps (ns) and sums (ns) of weights of several layers, which one GPU may have once."""
-    paths = {problem.platform.paths[problem.platform.level_of(group)] for group in shape.groups()}
+    """Return the bytes, steps (ns) of a mini-batch and sums (ns) of weights of several layers, which one GPU may have
+    once."""
+    policy, groups, replicas = problem.policy, shape.groups(), shape.pipelines
+    paths = {problem.platform.paths[problem.platform.level_of(group)] for group in groups}
+    count = (policy.accumulate or 1) // replicas
     size = steps = sums = 0
-    for x in problem.chain.sums.shared:
+    for n, x in enumerate(problem.chain.sums.shared):
         more = int(x.holders[-1]) - 1
-        size += more * int(memory_model.weights_bytes(problem.policy, x.weight_bytes, x.parameters, 1))
-        steps += more * x.optimizer_ns
-        gradient = int(memory_model.gradient_bytes(problem.policy, x.weight_bytes, x.parameters))
-        sums += more * max(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)
+        size += more * int(memory_model.weights_bytes(policy, x.weight_bytes, x.parameters, 1))
+        steps += more * count * max(_step_share_ns(problem, n, group) for group in set(groups))
+        gradient = int(memory_model.gradient_bytes(policy, x.weight_bytes, x.parameters))
+        sums += more * max(int(time_model.ring_all_reduce_ns(gradient, replicas, *path)) for path in paths)
     return size, steps, sums
+
+
+def _step_share_ns(problem: Problem, shared: int, group: tuple[int, ...]) -> int:
+    """Return what a microbatch's backward on a group is charged at most of a step of weights that layers share."""
+    device, policy, replicas = problem.platform.slowest(group), problem.policy, len(group)
+    step_ns = problem.chain.timed(device.times).sums.shared[shared].optimizer_ns
+    share = time_model.update_share_ns(policy, step_ns, replicas, policy.sharers(replicas))
+    return int(time_model.scaled(share, device.speed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..check.evaluate import evaluate
 from ..cost.time_model import step_ns
 from ..plan import Plan
-from ..runtime.measure.report import planned_transfer_ns
+from ..runtime.measure.planned import planned_times, planned_transfer_ns
 from ..runtime.measure.trace_file import MeasuredRun
 from ..units import format_bytes, format_ns
 from .looks import console, make_table, print_fitted
@@ -54,20 +54,24 @@ class Comparison:
 def comparison(plan: Plan, run: MeasuredRun) -> Comparison:
     """Return what was planned beside what was measured.
 
-    A backward is without its share of the update on both sides. Activations are the pattern's in the steady state.
+    A backward is without its share of the update on both sides, and passes are without the reading of data and the
+    overhead of messages, which are named where they were planned. Activations are the pattern's in the steady state.
     """
     result = evaluate(plan)
     graph = result.graph
     operations = []
-    for s, (stage, cost, found) in enumerate(zip(plan.allocation.stages, graph.stages, run.stages, strict=True)):
+    planned_stages = planned_times(plan, graph)
+    for s, (stage, expected, found) in enumerate(zip(plan.allocation.stages, planned_stages, run.stages, strict=True)):
         device = plan.platform.slowest(stage.devices)
         timed = plan.chain.timed(device.times)
         step = int(step_ns(timed, plan.policy, stage.start, stage.stop, stage.replicas, device.speed))
         operations += [
-            _operation("F", s, cost.forward_ns, found.forward_ns),
-            _operation("B", s, cost.backward_ns - cost.update_share_ns, found.backward_ns),
+            _operation("F", s, expected.forward_ns, found.forward_ns),
+            _operation("B", s, expected.backward_ns, found.backward_ns),
             _operation("update", s, step, found.update_ns),
         ]
+        beside = {"reading": (expected.data_ns, found.data_ns), "messages": (expected.exchange_ns, found.exchange_ns)}
+        operations += [_operation(kind, s, *both) for kind, both in beside.items() if both[0]]
     for transfer in run.transfers:
         planned = planned_transfer_ns(graph, transfer.kind, transfer.stage)
         operations.append(_operation(f"SEND_{transfer.kind}", transfer.stage, planned, transfer.measured_ns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +99,10 @@ class RunOptions:
             check_writable(str(self.save.absolute()))
         if self.keep is not None and self.keep < 1:
             raise BadInput(f"keep: {self.keep} is not a positive number of checkpoints")
+        if self.link_rate is not None and self.link_rate < 1:
+            raise BadInput(f"link rate: {self.link_rate} is not a positive number of bytes per second")
+        if not 0 <= self.link_delay_s < inf:
+            raise BadInput(f"link delay: {self.link_delay_s} is no time from 0 seconds on")
         writes = self.every is not None or self.keep is not None
         if self.checkpoint is None and (self.resume or writes):
             raise BadInput("checkpoint: no folder is named to resume from or to write to")

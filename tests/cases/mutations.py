@@ -89,7 +89,9 @@ def _placed(platform: Platform, kind: ScheduleKind, on: str) -> Plan:
 def _written(platform: Platform) -> Plan:
     """Return a plan with the order of another under 1F1B."""
     plan = make_plan(Problem(CHAIN, platform, Policy("flush", 2)), "balance", schedule="1f1b").plan
-    return replace(plan, schedule=Schedule("written", 2, order=("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")))
+    bounds = tuple(bound for bound in plan.lower_bounds if bound.schedule is None)
+    order = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
+    return replace(plan, schedule=Schedule("written", 2, order=order), lower_bounds=bounds)
 
 
 def _drained(platform: Platform) -> Problem:

@@ -199,6 +199,8 @@ BAD_OPTIONS = {
     "no bandwidth": ([*SMALL, "--bandwidth", "0GB/s"], "must be positive"),
     "bandwidth in bytes": ([*SMALL, "--bandwidth", "12GB"], "write 12GB/s or 10Gbps"),
     "latency without unit": ([*SMALL, "--latency", "5"], "'5' has no unit"),
+    "years of latency": ([*SMALL, "--latency", "9e8s"], "--latency: '9e8s' is longer than a message takes (at most"),
+    "years of overhead": ([*SMALL, "--overhead", "9e8s"], "--overhead: '9e8s' is longer than a message takes"),
     "unknown algorithm": ([*SMALL, "--algorithm", "magic"], "'magic' is not one of"),
     "an option of another algorithm": ([*SMALL, "--straight"], "-O straight is not an option of --algorithm"),
     "no such profile": ([*SMALL, "--platform", "x.json"], "--platform already says"),

@@ -112,6 +112,10 @@ def test_the_overhead_of_messages_is_part_of_the_passes_that_send_and_receive_th
         )
     links = [[op for op in found.operations if op.kind.startswith("SEND")] for found in (graph, plain)]
     assert links[0] == links[1]
+    blocked = stage_graph(CHAIN, replace(platform, blocking=True), Policy(), stages)
+    waits = [0, 2 + 15, 2 + 15 + 2 + 21, 2 + 21]  # cuts of 12 and 18 bytes
+    for with_it, alone, wait in zip(blocked.stages, plain.stages, waits, strict=True):
+        assert (with_it.forward_ns, with_it.backward_ns) == (alone.forward_ns + wait, alone.backward_ns + wait)
 
 
 def test_levels_set_the_pace_of_transfers_and_of_synchronisation():

@@ -104,6 +104,7 @@ BAD_PLATFORMS = {
     "no bandwidth": (("levels", 0, "bandwidth"), "0GB/s", "$.levels[0].bandwidth: '0GB/s' must be positive"),
     "negative bandwidth": (("levels", 0, "bandwidth"), "-1GB/s", "levels[0].bandwidth: '-1GB/s' is not a non-neg"),
     "bare latency": (("levels", 1, "latency"), "5", "$.levels[1].latency: '5' has no unit; write 3.2ms or 5us"),
+    "years of overhead": (("overhead",), "9e8s", "$.overhead: '9e8s' is longer than a message takes"),
     "zero speed": (("devices", 1, "speed"), 0, "$.devices[1].speed: 0 is not between 0.001 and 1000"),
     "negative speed": (("devices", 1, "speed"), -1, "$.devices[1].speed: -1 is not between"),
     "huge speed": (("devices", 1, "speed"), 10**40, "is not between 0.001 and 1000"),

@@ -132,6 +132,12 @@ GOOD = Chain("good", (Layer("a", 1, 2, 3, 4), Layer("b", 1, 2, 3, 4)), 5)
         (replace(GOOD, layers=(Layer("a", 1, 1, 1, 1, saved_bytes=-1),)), "layers[0].saved_bytes: -1 is negative"),
         (replace(GOOD, layers=(Layer("a", 1, 1, 1, 1, optimizer_ns=-9),)), "layers[0].optimizer_ns: -9 is negative"),
         (replace(GOOD, layers=(Layer("a", 1, 1, 1, 1, parameters=-9),)), "layers[0].parameters: -9 is negative"),
+        (replace(GOOD, reading_ns=-1), "$.reading_ns: -1 is negative"),
+        (replace(GOOD, reading_ns=2), "$.reading_ns: 2 is more than layers[0].forward_ns, 1, which includes it"),
+        (
+            replace(GOOD, layers=(Layer("a", 3, 2, 3, 4), GOOD.layers[1]), reading_ns=2),
+            "$.reading_ns: 2 is more than layers[1].forward_ns, 1, which includes it",
+        ),
         (
             replace(GOOD, layers=(Layer("a", 1, 5, 1, 1, backward_weight_ns=6),)),
             "layers[0].backward_weight_ns: 6 is more than backward_ns, 5",

@@ -261,8 +261,7 @@ class ContiguousJudge:
         inner = [chain.cut_bytes[cut] for cut in (i, j) if 0 < cut < len(chain)]  # each end receives and sends
         if platform.blocking:
             work += sum(2 * platform.transfer_ns(size, 0) for size in inner)
-        else:
-            work += sum(2 * platform.overhead_ns for size in inner if size)
+        work += sum(2 * platform.overhead_ns for size in inner if size)
         weights = sum(layer.weight_bytes for layer in chain.layers[i:j])
         parameters = sum(layer.parameter_count for layer in chain.layers[i:j])
         for known in chain.shared or ():

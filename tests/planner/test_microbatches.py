@@ -49,6 +49,17 @@ def test_one_profile_scales_in_proportion_and_weights_stay():
     assert profiles([chain_at(4, 10)]).at(3).layers[0].forward_ns == 8  # 7.5 up
 
 
+def test_reading_is_scaled_like_the_forwards_that_it_is_part_of():
+    read = replace(chain_at(4, 100), reading_ns=40)
+    assert profiles([read]).at(2).reading_ns == 20
+    assert profiles([read], fixed_ns=20).at(8).reading_ns == 20 + 2 * 20
+    assert profiles([read], fixed_ns=100).at(8).reading_ns == 40
+    between = profiles([read, replace(chain_at(8, 180), reading_ns=60)])
+    assert [between.at(size).reading_ns for size in (4, 6, 8)] == [40, 50, 60]
+    steep = profiles([replace(chain_at(4, 100), reading_ns=100), replace(chain_at(8, 300), reading_ns=100)]).at(2)
+    assert steep.reading_ns <= steep.layers[0].forward_ns
+
+
 def test_a_fixed_part_of_each_pass_stays():
     given = profiles([chain_at(4, 100)], fixed_ns=20)
     assert given.at(1).layers[0].forward_ns == 20 + 80 // 4

@@ -34,7 +34,7 @@ from pipeplan.schedule.simulate import simulate
 )
 def test_endless_runs_are_refused_before_they_begin(schedule, microbatches, options):
     plan = straight()
-    with pytest.raises(BadInput, match=r"would take \d+ steps; up to 4000000 are simulated"):
+    with pytest.raises(BadInput, match=r"would take \d+ steps; up to 4194304 are simulated"):
         simulate_plan(plan, microbatches, schedule, options)
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from cases.target_plans import every_plan, network
 
-from pipeplan.check.targets import target_violations
+from pipeplan.check.targets import TARGETS, target_violations
 from pipeplan.check.validate import check, violations
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.plan import Schedule
+from pipeplan.planner.block_search import BlockSearch
 from pipeplan.planner.derived import derived
+from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, unrestricted, with_price
-from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.report.tables import restriction
 
 
@@ -43,6 +46,53 @@ def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound
     assert best <= found.evaluation.period_ns <= best * 1.02
     claims = tuple(replace(bound, claimed=bound.allocation == name) for bound in plan.lower_bounds)
     assert derived(replace(plan, lower_bounds=claims))[1] == []
+
+
+def bounds_and_soonest(chain, platform, name, kind="interleaved", checkpointing="none"):
+    """Yield the bound on mini-batches of 4 of each shape with several stages on a GPU, and the least of all plans."""
+    problem = as_run_by(Problem(chain, platform, Policy("flush", accumulate=4), checkpointing=checkpointing), name)
+    search = BlockSearch(problem, name, TARGETS[name], (kind,), Settings())
+    every = list(every_plan(problem, name))
+    for config in search.configs:
+        periods = [period for kind, shape, period in every if (kind, shape) == (config.kind, config.shape)]
+        if periods:
+            yield search.chunked_bound(config), 4 * min(periods)
+
+
+def test_the_last_unit_may_share_a_stage_with_what_it_would_wait_for():
+    chain = network()
+    layers = tuple(replace(x, output_bytes=50 if x.name == "norm" else 0) for x in chain.layers)
+    platform = replace(Platform.flat(2, 10**6, 10**9), blocking=True)
+    found = list(bounds_and_soonest(replace(chain, layers=layers), platform, "torchtitan"))
+    assert len(found) == 2
+    assert all(bound <= soonest for bound, soonest in found)
+
+
+def test_a_slow_gpu_saves_more_where_it_steps_shared_weights_once():
+    layers = [replace(x, forward_ns=10, backward_ns=20, weight_bytes=100, output_bytes=0) for x in network().layers]
+    layers[-1] = replace(layers[-1], forward_ns=1, backward_ns=1, weight_bytes=0)
+    for i in (1, 3):
+        layers[i] = replace(layers[i], optimizer_ns=40, parameters=25)
+    chain = Chain("decoder", tuple(layers), 30, tied=((1, 3),), shared=(SharedWeights((1, 3), 100, 25),))
+    platform = Platform((Device(10**6, Fraction(1, 2)),) * 2, (Level(2, 10**9),))
+    assert [bound <= soonest for bound, soonest in bounds_and_soonest(chain, platform, "megatron")] == [True, True]
+
+
+def test_stages_around_a_turn_wait_for_nothing_there():
+    chain = network()
+    layers = tuple(replace(x, output_bytes=50, saved_bytes=0) for x in chain.layers)
+    platform = replace(Platform.flat(2, 10**6, 10**9), blocking=True)
+    found = list(bounds_and_soonest(replace(chain, layers=layers), platform, "torchtitan", "zbv"))
+    assert len(found) == 1
+    assert all(bound <= soonest for bound, soonest in found)
+
+
+def test_a_gpu_recomputes_in_times_of_its_own():
+    own = LayerTimes("", (2,) * 8, (2,) * 8, (0,) * 8, (0,) * 8)
+    platform = Platform((Device(1700, times=own),) * 2, (Level(2, 10**12),))
+    found = list(bounds_and_soonest(network(), platform, "megatron", checkpointing="segments"))
+    assert len(found) == 1
+    assert all(bound <= soonest for bound, soonest in found)
 
 
 def test_a_bound_on_a_class_is_checked_like_others():

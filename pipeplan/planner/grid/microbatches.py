@@ -51,7 +51,12 @@ class Profiles:
             for i, layer in enumerate(base.layers)
         )
         size = ceil(Fraction(base.input_bytes * microbatch, base.microbatch))
-        return _saving_enough(replace(base, layers=layers, input_bytes=size, microbatch=microbatch))
+        if other is None:
+            reading = _in_proportion(base.reading_ns, base.microbatch, microbatch, self.fixed_ns)
+        else:
+            reading = _on_the_line(base.reading_ns, base.microbatch, other.reading_ns, other.microbatch, microbatch)
+        reading = min(reading, layers[0].forward_ns, layers[-1].forward_ns)
+        return _saving_enough(replace(base, layers=layers, input_bytes=size, microbatch=microbatch, reading_ns=reading))
 
     def assumption(self, microbatches: Sequence[int]) -> str | None:
         """Return in words how sizes that were not profiled got their numbers; None when all were profiled."""
@@ -91,13 +96,23 @@ def profiles(chains: Sequence[Chain], fixed_ns: int = 0) -> Profiles:
     return Profiles(measured, fixed_ns)
 
 
+def _in_proportion(value: int, size: int, wanted: int, most_fixed: int) -> int:
+    fixed = min(value, most_fixed)
+    return fixed + ceil(Fraction((value - fixed) * wanted, size))
+
+
+def _on_the_line(value: int, size: int, far: int, far_size: int, wanted: int) -> int:
+    proportional = Fraction(value * wanted, size)
+    low, high = min(proportional, Fraction(value)), max(proportional, Fraction(value))
+    return ceil(min(high, max(low, value + Fraction(far - value, far_size - size) * (wanted - size))))
+
+
 def _scaled(layer: Layer, size: int, wanted: int, fixed_ns: int) -> Layer:
     def number(name: str) -> int | None:
         value: int | None = getattr(layer, name)
         if value is None:
             return None
-        fixed = min(value, fixed_ns) if name in _TIMES else 0
-        return fixed + ceil(Fraction((value - fixed) * wanted, size))
+        return _in_proportion(value, size, wanted, fixed_ns if name in _TIMES else 0)
 
     return _with(layer, {name: number(name) for name in _SCALED}, Fraction(wanted, size))
 
@@ -108,9 +123,7 @@ def _between(layer: Layer, size: int, other: Layer, other_size: int, wanted: int
         far: int | None = getattr(other, name)
         if value is None or far is None:
             return None
-        proportional = Fraction(value * wanted, size)
-        low, high = min(proportional, Fraction(value)), max(proportional, Fraction(value))
-        return ceil(min(high, max(low, value + Fraction(far - value, other_size - size) * (wanted - size))))
+        return _on_the_line(value, size, far, other_size, wanted)
 
     return _with(layer, {name: number(name) for name in _SCALED}, Fraction(wanted, size))
 

@@ -152,17 +152,19 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
 def sums_ns(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:
     """Return how long the sum of an update takes over each stage's replicas, 0 without any (medians in ns).
 
-    That is from its begin to its end on the replica that came last, and so waited for nobody.
+    That is while any of its exchanges goes on, on the replica that came last, and so waited for nobody.
     """
     took: dict[tuple[int, int], list[int]] = {}
     for x in measurements:
-        spans: dict[tuple[int, int], tuple[int, int]] = {}
-        for t in x.times:
-            if t.activity == "REDUCE":
-                begin, end = spans.get((t.stage, t.microbatch), (t.start_ns, t.end_ns))
-                spans[t.stage, t.microbatch] = min(begin, t.start_ns), max(end, t.end_ns)
-        for key, (begin, end) in spans.items():
-            took.setdefault(key, []).append(end - begin)
+        spent: Counter[tuple[int, int]] = Counter()
+        over: dict[tuple[int, int], int] = {}
+        for t in sorted((t for t in x.times if t.activity == "REDUCE"), key=lambda t: t.start_ns):
+            key = t.stage, t.microbatch
+            begin = max(t.start_ns, over.get(key, t.start_ns))
+            spent[key] += max(0, t.end_ns - begin)
+            over[key] = max(begin, t.end_ns)
+        for key, ns in spent.items():
+            took.setdefault(key, []).append(ns)
     return [
         median(min(found) for (stage, _), found in took.items() if stage == s) for s in range(len(lowered.graph.stages))
     ]

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...cost.stage_graph import StageGraph
 from ...schedule.memory import run_uses
 from ...schedule.simulate import simulate
-from ..lowering.instructions import Forward, Pass, most_versions
+from ..lowering.instructions import Forward, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
+from .planned import planned_times, planned_transfer_ns
 from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, typical
 
 
@@ -191,16 +191,11 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
     kept_waiting, summing = waits_at_updates(lowered, measurements), sums_ns(lowered, measurements)
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
-    reads = [plan.chain.reading_ns * ((s == 0) + (s == len(graph.stages) - 1)) for s in range(len(graph.stages))]
-    sends = [planned_transfer_ns(graph, "F", s) > 0 for s in range(len(graph.stages))]
-    held = [
-        plan.platform.overhead_ns * (sends[s] + (s > 0 and sends[s - 1])) for s in range(len(graph.stages))
-    ]  # in a forward, and in a backward
     stages = tuple(
         StageTimes(
             stage=s,
-            planned_forward_ns=max(0, cost.forward_ns - reads[s] - held[s]),
-            planned_backward_ns=cost.backward_ns - cost.update_share_ns - held[s],
+            planned_forward_ns=planned.forward_ns,
+            planned_backward_ns=planned.backward_ns,
             forward_ns=durations["F", s],
             backward_ns=durations["B", s] + durations["W", s],
             update_ns=durations["UPDATE", s],
@@ -209,12 +204,12 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
-            planned_data_ns=reads[s],
-            planned_exchange_ns=2 * held[s],
+            planned_data_ns=planned.data_ns,
+            planned_exchange_ns=planned.exchange_ns,
             sum_ns=summing[s],
             sum_wait_ns=min(summing[s], kept_waiting[s]),
         )
-        for s, cost in enumerate(graph.stages)
+        for s, planned in enumerate(planned_times(plan, graph))
     )
     uses = run_uses(lowered.timeline, plan.platform)
     measured, mean = _periods(lowered, measurements)
@@ -297,12 +292,6 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         ),
         gradient_norms=tuple(norms.get(lowered.first.step + 1 + step) for step in range(steps if norms else 0)),
     )
-
-
-def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
-    """Return how long what ``stage`` sends after its pass ``kind`` takes as planned, 0 where a cut has no bytes."""
-    position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
-    return 0 if position is None else graph.operations[position].duration_ns
 
 
 def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:

@@ -217,10 +217,14 @@ def recalibrated(plan: Plan, run: MeasuredRun, place: str) -> Chain:
 
     What a stage's forward, backward (without recomputation) and update took is shared among its layers as in the
     profile, or evenly where the profile says 0; sums are exact. The new profile has the times of layers that run
-    beside each other, and of the plan's own cuts.
+    beside each other, and of the plan's own cuts. Reading is part of its first layer's forward and of its last one's,
+    as it was measured on the two stages; of one that has both, halves are.
     """
     chain = plan.chain
     layers = list(chain.layers)
+    ends = sorted({0, len(chain) - 1})
+    for i in ends:
+        layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns - chain.reading_ns)
     for stage, found in zip(plan.allocation.stages, run.stages, strict=True):
         own = range(stage.start, stage.stop)
         forward = _shares([layers[i].forward_ns for i in own], found.forward_ns)
@@ -232,8 +236,13 @@ def recalibrated(plan: Plan, run: MeasuredRun, place: str) -> Chain:
             if part is not None:
                 part = part * b // layers[i].backward_ns if layers[i].backward_ns else 0
             layers[i] = replace(layers[i], forward_ns=f, backward_ns=b, optimizer_ns=u, backward_weight_ns=part)
+    read = [run.stages[0].data_ns, run.stages[-1].data_ns]
+    if len(run.stages) == 1:
+        read = [read[0] // 2, read[0] - read[0] // 2] if len(ends) > 1 else read[:1]
+    for i, ns in zip(ends, read, strict=True):
+        layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns + ns)
     source = f"{chain.source}; scaled to the stages of a run".removeprefix("; ")
-    scaled = replace(chain, layers=tuple(layers), source=source)
+    scaled = replace(chain, layers=tuple(layers), source=source, reading_ns=min(read))
     check_chain(scaled, f"{place}: makes no profile")
     return scaled
 

@@ -78,6 +78,11 @@ class Scaling:
         self.skipped: list[int] = []
         self._any_rank = any_rank
 
+    @property
+    def agrees(self) -> bool:
+        """Whether all ranks decide on each update together."""
+        return self._any_rank is not None
+
     def agree(self, version: int, overflow: bool) -> None:
         """Decide with all ranks whether ``version`` is made from the gradients; ``overflow`` is this rank's word."""
         assert self._any_rank is not None, "only then are there instructions to agree"
@@ -97,7 +102,7 @@ class Scaling:
 
         That is before anything is saved of what has been made from it.
         """
-        found = None if self._any_rank is not None else overflow(gradients, replicas)
+        found = None if self.agrees else overflow(gradients, replicas)
         if found is None:
             return
         flag, scale = on_host(found), self.used

@@ -69,7 +69,7 @@ class StageUpdate:
             if self._scaling.decided == version and self._scaling.skips:
                 return
             self._scaling.check(version, self._versions.gradients(), self._added, self._recorder.later)
-            if self._scaling.decided < version:
+            if self._scaling.agrees and self._scaling.decided < version:
                 self._overflows = self.overflows()
         self._exchange.begin(version)
 

@@ -10,7 +10,7 @@ from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.run import print_run
 from pipeplan.report.traces import measured_trace
-from pipeplan.runtime.measure.calibrate import occupied
+from pipeplan.runtime.measure.calibrate import occupied, sums_ns
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime, RankMeasurement
 
@@ -86,6 +86,13 @@ def test_times_are_medians_of_means_over_as_many_microbatches_as_an_update_has()
         times.append(OpTime("F", 0, m, now, now + ns))
         now += ns
     assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {}, {0: 1})])["F", 0] == 200
+
+
+def test_a_sum_takes_as_long_as_its_exchanges_and_not_what_is_between_them():
+    """Replicas that share steps sum beside passes, and gather the new weights when these are needed."""
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
+    notes = [OpTime("REDUCE", 0, 1, *span) for span in ((0, 100), (50, 150), (900, 930), (920, 950))]
+    assert sums_ns(script, [RankMeasurement(0, tuple(notes), {}, 0, {}, {0: 1})]) == [200, 0]
 
 
 def test_planned_reading_and_overhead_are_shown_beside_what_they_took_and_not_in_passes(capsys):

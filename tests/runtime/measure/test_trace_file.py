@@ -25,9 +25,9 @@ from pipeplan.runtime.measure.trace_file import (
 )
 
 
-def run_of(factor, update=0, transfers=None):
+def run_of(factor, update=0, transfers=None, about=({}, {})):
     """A plan with 50 bytes across its cut, and the report of a run that took ``factor`` times as long."""
-    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50, about=about)
     measurements = replayed(script, factor)
     updates = range(10**9, 10**9 + 20)  # after everything else
     if update:
@@ -103,6 +103,20 @@ def test_the_comparison_takes_the_share_of_the_update_off_planned_backwards_that
     assert rows == {key: ns for s in (0, 1) for key, ns in ((("F", s), 100), (("B", s), 400), (("update", s), 800))}
 
 
+def test_the_comparison_has_reading_and_overhead_beside_passes_as_the_report_has():
+    plan, report = run_of(1, about=({"reading_ns": 30}, {"overhead_ns": 10}))
+    figures = comparison(plan, measured_of(plan, report))
+    rows = {(x.kind, x.stage): x.planned_ns for x in figures.operations}
+    assert rows == {
+        (kind, s): ns
+        for s, x in enumerate(report.stages)
+        for kind, ns in (
+            ("F", x.planned_forward_ns), ("B", x.planned_backward_ns), ("update", 0), ("reading", 30), ("messages", 20),
+        )
+    }  # fmt: skip
+    assert rows["F", 0] == 100 - 30
+
+
 def test_the_comparison_is_printed(capsys):
     plan, report = run_of(3)
     print_comparison(plan, measured_of(plan, report), width=100)
@@ -123,6 +137,15 @@ def test_a_recalibrated_profile_has_the_measured_times(factor):
         assert backward_ns(chain, policy, stage.start, stage.stop) == 200 * factor + 1
         assert chain.sums.optimizer_ns[stage.stop] - chain.sums.optimizer_ns[stage.start] == 40
     assert [x.saved_bytes for x in chain.layers] == [x.saved_bytes for x in plan.chain.layers]
+
+
+def test_a_recalibrated_profile_has_the_measured_reading():
+    plan, report = run_of(2, about=({"reading_ns": 30}, {}))
+    first, last = report.stages
+    stages = replace(first, forward_ns=150, data_ns=50), replace(last, forward_ns=140, data_ns=40)
+    chain = recalibrated(plan, measured_of(plan, replace(report, stages=stages)), "t")
+    assert [x.forward_ns for x in chain.layers] == [200, 180]
+    assert chain.reading_ns == 40
 
 
 def test_layers_share_a_stages_time_and_recomputation_is_taken_off():

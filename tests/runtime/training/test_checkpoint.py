@@ -183,7 +183,12 @@ def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
     folder, plan = tmp_path / "c", healthy_plan()
     run_plan(plan, VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, every=1, keep=2))
     assert names(folder) == ["step-00000004", "step-00000005"]
-    for options, words in [({"checkpoint": folder, "keep": 0}, "keep: 0 is not"), ({"keep": 1}, "no folder is named")]:
+    for options, words in [
+        ({"checkpoint": folder, "keep": 0}, "keep: 0 is not"),
+        ({"keep": 1}, "no folder is named"),
+        ({"link_rate": 0}, "link rate: 0 is not a positive number of bytes per second"),
+        ({"link_delay_s": float("nan")}, "link delay: nan is no time"),
+    ]:
         with pytest.raises(BadInput, match=words):
             run_plan(plan, VECTORS, RunOptions(steps=9, lr=0.01, **options))
 
