@@ -16,7 +16,7 @@ from .options import DEBUG, JSON, Output
 
 if TYPE_CHECKING:
     from ..files.measured_runs import MeasuredRow
-    from ..planner.calibration import Passes, Run
+    from ..planner.critical_path import Passes, Run
     from ..problem import Chain
 
 
@@ -77,7 +77,8 @@ def command(
     from ..files.measured_runs import read_rows
     from ..files.profiles import read_profile
     from ..files.text import write_text
-    from ..planner.calibration import Run, calibrate
+    from ..planner.calibration import calibrate
+    from ..planner.critical_path import Run
     from ..planner.stated import gpus_needed
     from ..problem import Platform, Policy
     from ..report.calibrations import calibration_figures, print_calibration
@@ -154,7 +155,7 @@ def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # importe
 def _traced(plan: str, trace: str) -> list[Passes]:
     """Return what a run measured of each stage of its plan."""
     from ..files.plans import load_plan
-    from ..planner.calibration import stage_passes
+    from ..planner.critical_path import stage_passes
     from ..runtime.measure.trace_file import read_run_of
 
     loaded = load_plan(plan)

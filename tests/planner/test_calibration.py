@@ -9,8 +9,9 @@ from pipeplan.cost.roofline import Constants, timed
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.planner import calibration
-from pipeplan.planner.calibration import Run, calibrate, critical_passes, stage_passes
+from pipeplan.planner.calibration import calibrate
 from pipeplan.planner.costed import Configuration, costed
+from pipeplan.planner.critical_path import Passes, Run, critical_passes, stage_passes
 from pipeplan.problem import Chain, Layer, LayerWork, PassWork, Platform, Policy
 
 START = Constants(0.75, 0.9, 5000, 20_000, 10_000)
@@ -67,7 +68,7 @@ def test_each_run_is_judged_by_constants_fitted_to_the_others() -> None:
 
 
 def test_host_times_keep_to_their_ratio_where_little_speaks_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
+    given: list[Passes] = []
     for run in runs():
         off = 0.97 if run.configuration.recompute == "each" else 1.03
         if run.chain.microbatch <= 2:

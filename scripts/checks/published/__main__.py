@@ -33,8 +33,9 @@ import torch
 from pipeplan import zoo
 from pipeplan.cost.roofline import Constants
 from pipeplan.files.accelerators import accelerator
-from pipeplan.planner.calibration import Fit, Run, calibrate, critical_passes
+from pipeplan.planner.calibration import Fit, calibrate
 from pipeplan.planner.costed import Configuration, Costed
+from pipeplan.planner.critical_path import Run, critical_passes
 from pipeplan.problem import Chain, Device, Level, Platform, Policy
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions, optimizer_of
