@@ -6,6 +6,7 @@ program and simulated run whatever its kind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 
@@ -95,6 +96,19 @@ _SPLIT = ("weight_keeps",)
 def _ordered(simulated: ProgramSchedule, words: str) -> Kind:
     """Return a drained kind whose order is fixed, with its headline."""
     return _drained(simulated=simulated, headline=lambda schedule: ("order", f"{words}, drained"))
+
+
+def _within(name: ScheduleKind, program: Callable[..., Program], called: str, memory: str) -> Kind:
+    """Return a drained kind with stages placed like a V that holds no more than ``memory``, in words."""
+    simulated = ProgramSchedule(
+        program,
+        f"split backward, two chunks per GPU placed like a V, {memory}",
+        "Controllable Memory (Qi et al. 2024)",
+        homes=vee,
+        refuses=lambda graph: no_vee(graph, name),
+        options=_SPLIT,
+    )
+    return _ordered(simulated, f"{called}: stages d and 2p - 1 - d on GPU d, weight gradients later, {memory}")
 
 
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
@@ -210,28 +224,8 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
         "ZBV: stages d and 2p - 1 - d on GPU d, weight gradients later",
     ),
-    "v-half": _ordered(
-        ProgramSchedule(
-            v_half,
-            "split backward, two chunks per GPU placed like a V, half of 1F1B's activations",
-            "Controllable Memory (Qi et al. 2024)",
-            homes=vee,
-            refuses=lambda graph: no_vee(graph, "v-half"),
-            options=_SPLIT,
-        ),
-        "V-Half: stages d and 2p - 1 - d on GPU d, weight gradients later, half of 1F1B's activations",
-    ),
-    "v-min": _ordered(
-        ProgramSchedule(
-            v_min,
-            "split backward, two chunks per GPU placed like a V, a third of 1F1B's activations",
-            "Controllable Memory (Qi et al. 2024)",
-            homes=vee,
-            refuses=lambda graph: no_vee(graph, "v-min"),
-            options=_SPLIT,
-        ),
-        "V-Min: stages d and 2p - 1 - d on GPU d, weight gradients later, a third of 1F1B's activations",
-    ),
+    "v-half": _within("v-half", v_half, "V-Half", "half of 1F1B's activations"),
+    "v-min": _within("v-min", v_min, "V-Min", "a third of 1F1B's activations"),
     "v-limit": _drained(
         simulated=ProgramSchedule(
             v_limit,
