@@ -34,7 +34,7 @@ class InOrder:
             return planned
         plan, bound = planned.plan, self.bound
         about = {"ideals": self.found.ideals, "all": self.found.complete}
-        provenance = replace(plan.provenance, options={**plan.provenance.options, "order": about})
+        provenance = replace(plan.provenance, options={**plan.provenance.options, "layer_order": about})
         bounds = plan.lower_bounds
         if bound is not None and not class_violations(bound, plan.allocation, plan.platform):
             bounds = (bound, *(x for x in bounds if x.allocation != bound.allocation))

@@ -72,7 +72,7 @@ def coarse_sentence(plan: Plan) -> str | None:
 
 def layer_order(plan: Plan) -> str | None:
     """Return in which order the layers of a DAG stand, and what that was chosen from, in words; None for the own."""
-    about = plan.provenance.options.get("order")
+    about = plan.provenance.options.get("layer_order")
     if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
         return None if plan.chain.order is None else "in another order than the model's own"
     whose = "in the profile's order" if plan.chain.order is None else "in another order than the model's own"

@@ -36,7 +36,7 @@ def test_the_better_order_is_planned_and_told(plans, capsys):
     chain, given, best = plans
     assert best.period_ns < given.period_ns
     assert best.plan.chain.in_own_order() == chain == given.plan.chain
-    about = best.plan.provenance.options["order"]
+    about = best.plan.provenance.options["layer_order"]
     assert about == {"ideals": 11, "all": True}
     assert [layer.name for layer in best.plan.chain.layers[1:5]] == ["right", "right again", "left", "left again"]
     assert (best.plan.allocation.stages[0].stop, given.period_ns, best.period_ns) == (3, 80, 46)
