@@ -409,9 +409,8 @@ def _check_versions(stage: int, uses: Sequence[Use], policy: WeightPolicy, inter
 
 def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return one mini-batch of a drained schedule, with all updates at the end, behind one agreement on them."""
-    updates = [x for x in instructions if isinstance(x, Update)]
-    others = [x for x in instructions if not isinstance(x, Update)]
-    return [*others, Agree(updates[0].version), *updates]
+    version = next(x.version for x in instructions if isinstance(x, Update))
+    return with_updates_last([*instructions, Agree(version)])
 
 
 def with_updates_last(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -420,8 +419,7 @@ def with_updates_last(instructions: Sequence[Instruction]) -> list[Instruction]:
     Sums over replicas stay where they begin, so they go on beside other stages' passes. Updates keep their order, which
     is the same on all ranks.
     """
-    others = [x for x in instructions if not isinstance(x, Update)]
-    return [*others, *(x for x in instructions if isinstance(x, Update))]
+    return sorted(instructions, key=lambda x: isinstance(x, Update))
 
 
 def clipped(instructions: Sequence[Instruction]) -> list[Instruction]:

@@ -123,7 +123,7 @@ class LoweredRun:
     @property
     def window(self) -> int:
         """Microbatches over which times are averaged: whole updates, and whole rounds of the replicas."""
-        return -(-self.interval // self.round) * self.round
+        return ceil_div(self.interval, self.round) * self.round
 
     def period_of(self, timeline: Timeline) -> float | None:
         """Return ns per microbatch in the steady state of ``timeline``, None where the run is too short to have one."""
