@@ -85,7 +85,7 @@ def test_a_process_killed_anywhere_ends_the_run_which_can_be_resumed(place, rank
         ("reduce", 1, "flush", "the gradient sum over the replicas of stage 0 for update 5"),
         ("gather", 0, "flush", "update 5 of stage 0"),
         ("gather", 1, "flush", "update 5 of stage 0"),
-        ("gather", 1, "2bw", r"[\w ]+ stage \d[\w ]*"),  # whatever goes on beside the sum
+        ("gather", 1, "2bw", r".*\bstage 0\b.*"),  # whatever goes on beside the sum
     ],
 )
 def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, rank, weights, words, tmp_path):
