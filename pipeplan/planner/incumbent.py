@@ -20,9 +20,12 @@ from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
 from ..problem import Checkpointing, Problem
 from ..schedule.periodic.ilp import IlpStatus, Solver, SolverLimits, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from ..schedule.periodic.turns import settle
+from ..schedule.pattern import one_at_a_time
 from .limits import LimitSearch
 
 MARGIN = 1000
+SPLITS = 2000
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 KEPT = 8  # plans near the best
 MOST_KNOWN = 50_000  # stages whose costs are remembered
@@ -279,6 +282,9 @@ class Incumbent:
             return None, "infeasible"
         if cutoff is not None and bound >= cutoff:
             return None, "cutoff"
+        settled = settle(graph, bound, (cutoff or one_at_a_time(graph).period_ns + 1) - 1, SPLITS)
+        if settled.proved:
+            return settled.pattern, "cutoff" if settled.pattern is None else "optimal"
         result = schedule_ilp(
             graph,
             solver=self.settings.solver,
