@@ -330,6 +330,12 @@ class Sums:
             shared=tuple(SharedSums.of(x, layers) for x in chain.shared or ()),
         )
 
+    @cached_property
+    def passes_ns(self) -> list[int]:
+        """Forward and backward together, as Python's integers: quicker to read one by one."""
+        found: list[int] = (self.forward_ns + self.backward_ns).tolist()
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:

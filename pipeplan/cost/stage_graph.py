@@ -73,7 +73,7 @@ class StageCost:
         return self.forward_ns + self.backward_ns
 
 
-Known = dict[tuple[Any, ...], StageCost]
+Known = dict[tuple[Any, ...], Any]  # what is the same in many graphs: costs of stages, groups, links, transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def stage_graph(
 ) -> StageGraph:
     """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
 
-    ``known`` remembers what stages cost between graphs of the same chain, platform and policy.
+    ``known`` remembers what stages, groups and links are between graphs of the same chain, platform and policy.
 
     With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
     without ``sharing``: as if servers that share links had one for each pair of their devices and direction, and as if
@@ -283,13 +283,13 @@ def stage_graph(
     if chain.tied or policy.clip:
         pairs = zip(parts, _waiting_bytes(chain, policy, stages, parts), _lent(chain, policy, stages), strict=True)
         parts = [replace(part, waiting_bytes=size, lent=lent) for part, size, lent in pairs]
-    resources = [_group(platform, devices) for devices in groups]
+    resources = [_once(known, _group, platform, devices) for devices in groups]
     if platform.blocking or platform.overhead_ns:
         parts = _held(chain, platform, stages, parts, transfers, sharing)
     if platform.blocking:
         transfers = [False] * len(transfers)
     levels = [
-        platform.level_between(one.devices, other.devices) if transfer else 0
+        _once(known, Platform.level_between, platform, one.devices, other.devices) if transfer else 0
         for (one, other), transfer in zip(pairwise(stages), transfers, strict=True)
     ]
     outgoing: dict[tuple[int, ...], Resource] = {}
@@ -304,7 +304,8 @@ def stage_graph(
         key: object = shared or one_way
         if key not in links:
             links[key] = len(resources)
-            resources.append(shared or _link(platform.both_ways(level), *(groups[i] for i in one_way)))
+            ends = (groups[i] for i in one_way)
+            resources.append(shared or _once(known, _link, platform, level, *ends))
         return links[key]
 
     forward: list[Operation] = []
@@ -314,7 +315,7 @@ def stage_graph(
         backward.append(Operation("B", s, part.backward_ns, part.resource))
         if s < len(transfers) and transfers[s]:
             here, there = part.resource, parts[s + 1].resource
-            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], levels[s])
+            duration = _once(known, Platform.transfer_ns, platform, chain.cut_bytes[stage.stop], levels[s])
             forward.append(Operation("SEND_F", s, duration, link(here, there, levels[s])))
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here, levels[s])))
     if not free_sums:
@@ -349,6 +350,8 @@ def _held(
 
 def borrowed_weights(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
     """Return for each stage which of ``chain.shared`` it uses and an earlier stage on the same devices holds."""
+    if not chain.sums.shared:
+        return [[] for _ in stages]
     held: dict[tuple[int, ...], set[int]] = {}
     found = []
     for stage in stages:
@@ -460,9 +463,8 @@ def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> 
     slowest = {devices: platform.slowest(devices) for devices in {stage.devices for stage in stages}}
     loads = dict.fromkeys(slowest, 0)
     for stage in stages:
-        sums, start, stop = chain.timed(slowest[stage.devices].times).sums, stage.start, stage.stop
-        forward, backward = sums.forward_ns, sums.backward_ns
-        loads[stage.devices] += int(forward[stop] - forward[start] + backward[stop] - backward[start])
+        passes = chain.timed(slowest[stage.devices].times).sums.passes_ns
+        loads[stage.devices] += passes[stage.stop] - passes[stage.start]
     floor = 0
     for devices, work in loads.items():
         floor = max(floor, ceil_div(time_model.scaled(work, slowest[devices].speed), len(devices)))
@@ -581,13 +583,22 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
     return max(ends) + graph.norm_ns + max(steps)
 
 
+def _once(known: Known, make: Callable[..., Any], platform: Platform, *arguments: Any) -> Any:
+    """Return what ``make`` makes of the platform and the arguments, remembered in ``known``."""
+    key = make, *arguments
+    if key not in known:
+        known[key] = make(platform, *arguments)
+    return known[key]
+
+
 def _group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     memory = platform.slowest(devices).memory_bytes
     name = f"{'device' if len(devices) == 1 else 'devices'} {format_devices(devices)}"
     return Resource(name, devices, len(devices), memory)
 
 
-def _link(one_way: bool, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
+def _link(platform: Platform, level: int, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:
+    one_way = platform.both_ways(level)
     arrow = ONE_WAY if one_way else BOTH_WAYS
     name = "link " + arrow.join(map(format_devices, (one, other)))
     return Resource(name, one + other, lcm(len(one), len(other)), ends=(one, other), arrow=arrow)

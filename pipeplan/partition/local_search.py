@@ -115,8 +115,7 @@ def _changed(problem: Problem, stages: Stages, rng: random.Random, parts: bool =
 
 def _work(problem: Problem) -> list[int]:
     """Return the time of the layers before each position."""
-    total: list[int] = (problem.chain.sums.forward_ns + problem.chain.sums.backward_ns).tolist()
-    return total
+    return problem.chain.sums.passes_ns
 
 
 def _whole(stage: Stage, start: int, stop: int) -> Stage:
