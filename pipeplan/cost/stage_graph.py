@@ -278,7 +278,7 @@ def stage_graph(
         key = stage, home, *two, *borrowed
         part = known.get(key)
         if part is None:
-            part = known[key] = _stage_cost(chain, platform, policy, stage, home, *two, borrowed)
+            part = known[key] = stage_cost(chain, platform, policy, stage, home, *two, borrowed)
         parts.append(part)
     if chain.tied or policy.clip:
         pairs = zip(parts, _waiting_bytes(chain, policy, stages, parts), _lent(chain, policy, stages), strict=True)
@@ -398,7 +398,7 @@ def _lent(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[tuple[t
     return found
 
 
-def _stage_cost(
+def stage_cost(
     chain: Chain,
     platform: Platform,
     policy: Policy,
