@@ -7,6 +7,7 @@ a stage graph, which takes several times as long to make, wherever stages cost t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import lcm
 
 from ..integers import ceil_div, extend
@@ -50,12 +51,9 @@ class Misfits:
         groups: dict[tuple[int, ...], list[int]] = {}
         for s, stage in enumerate(stages):
             groups.setdefault(stage.devices, []).append(s)
-        moved = [
-            0 if one.devices == other.devices else chain.cut_bytes[one.stop]
-            for one, other in zip(stages, stages[1:], strict=False)
-        ]
+        moved = [0 if one.devices == other.devices else chain.cut_bytes[one.stop] for one, other in pairwise(stages)]
         costs, trips = [], []
-        links: dict[tuple[tuple[int, ...], ...], int] = {}
+        links: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for s, stage in enumerate(stages):
             costs.append(self._cost(stage, s > 0 and moved[s - 1] > 0, s < len(moved) and moved[s] > 0))
             if s < len(moved) and moved[s]:
@@ -64,7 +62,7 @@ class Misfits:
                 one_way = self.problem.platform.transfer_ns(moved[s], level)
                 trips.append((one_way, both, lcm(len(here), len(there))))
                 for ends in ((here, there), (there, here)):
-                    key = ends if both else (min(ends), max(ends))
+                    key = ends if both else (min(here, there), max(here, there))
                     links[key] = links.get(key, 0) + one_way
             else:
                 trips.append((0, True, 1))

@@ -20,6 +20,7 @@ Stages = tuple[Stage, ...]
 Ranges = tuple[tuple[int, int], ...]
 HOT = 0.1  # of what there is: by how much a step at the start may add to what is missing
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 8)  # layers by which an end moves
+SCHEDULED = 20  # steps that can be made in the time that scheduling an allocation takes
 REFUTED = 0.02  # what an allocation counts as missing that may reach the period by its bound, and cannot
 
 
@@ -32,8 +33,9 @@ def wander(
     done: Callable[[], bool],
     seed: int = 0,
 ) -> Allocation:
-    """Walk ``budget`` steps from ``start``; return the last allocation that ``try_`` has made the best, or ``start``.
+    """Walk about ``budget`` steps from ``start``; return the last allocation that ``try_`` made the best, or ``start``.
 
+    One that is scheduled counts as :data:`SCHEDULED`.
     ``misfit`` says what an allocation misses of the period to beat, which falls where ``try_``, which schedules one,
     says that it is the best so far.
     """
@@ -41,18 +43,20 @@ def wander(
     best = current = start.stages
     here = misfit(current)
     refuted: set[Stages] = set()
-    for step in range(budget):
-        if step % 64 == 0 and done():
-            break
+    step = 0
+    while step < budget and not done():
+        step += 1
         changed = changes.one(current, rng)
         if changed is None or changed == current:
             continue
         there = misfit(changed)
         if there == 0:
-            if changed not in refuted and try_(Allocation(changed)):
-                best = current = changed
-                here = misfit(current)
-                continue
+            if changed not in refuted:
+                step += SCHEDULED
+                if try_(Allocation(changed)):
+                    best = current = changed
+                    here = misfit(current)
+                    continue
             refuted.add(changed)
             there = REFUTED
         if there <= here + HOT * (1 - step / budget) ** 2 * rng.random():
