@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import lcm
+from math import inf, lcm
 
 from ..integers import ceil_div, extend
 from ..plan import Stage
@@ -37,16 +37,19 @@ class Misfits:
         self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
         self._weights: dict[tuple[int, int, int, int], int] = {}
 
-    def of(self, stages: Sequence[Stage], period: int) -> float:
-        """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it."""
+    def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
+        """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
+
+        What is more than ``enough`` need not be all.
+        """
         if len(self._stages) > MOST_KNOWN:
             self._stages.clear()
         if self._apart:
-            return self._of_stages(stages, period)
+            return self._of_stages(stages, period, enough)
         problem = self.problem
         return _of_graph(stage_graph(problem.chain, problem.platform, problem.policy, stages), period)
 
-    def _of_stages(self, stages: Sequence[Stage], period: int) -> float:
+    def _of_stages(self, stages: Sequence[Stage], period: int, enough: float) -> float:
         chain, policy = self.problem.chain, self.problem.policy
         groups: dict[tuple[int, ...], list[int]] = {}
         for s, stage in enumerate(stages):
@@ -69,6 +72,11 @@ class Misfits:
         missing = 0.0
         for key, load in links.items():
             missing += _over(load, period * lcm(*map(len, key)))
+        for devices, own_stages in groups.items():
+            missing += _over(sum([costs[s].total_ns for s in own_stages]), period * len(devices))
+            missing += _over(sum([costs[s].sync_period_ns for s in own_stages]), period)
+        if missing > enough:
+            return missing
         counts, delay = [1] * len(stages), 0
         for s in range(len(stages) - 1, -1, -1):
             own = period * len(stages[s].devices)
@@ -79,9 +87,6 @@ class Misfits:
         if policy.weights == "2bw" and policy.accumulate is not None:
             missing += _over(delay, policy.accumulate * period)
         for devices, own_stages in groups.items():
-            load = sum(costs[s].total_ns for s in own_stages)
-            missing += _over(load, period * len(devices))
-            missing += _over(sum(costs[s].sync_period_ns for s in own_stages), period)
             missing += self._memory(devices, own_stages, costs, counts)
         return missing
 
@@ -130,7 +135,7 @@ class Misfits:
 
 def _over(needed: int, there: int) -> float:
     """Return the part of what is there that is needed beside it."""
-    return max(0, needed - there) / there
+    return (needed - there) / there if needed > there else 0.0
 
 
 def _of_graph(graph: StageGraph, period: int) -> float:

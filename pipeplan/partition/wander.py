@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from ..plan import Allocation, Stage
 from ..problem import Problem
@@ -27,7 +28,7 @@ REFUTED = 0.02  # what an allocation counts as missing that may reach the period
 def wander(
     problem: Problem,
     start: Allocation,
-    misfit: Callable[[Stages], float],
+    misfit: Callable[[Stages, float], float],
     try_: Callable[[Allocation], bool],
     budget: int,
     done: Callable[[], bool],
@@ -36,12 +37,12 @@ def wander(
     """Walk about ``budget`` steps from ``start``; return the last allocation that ``try_`` made the best, or ``start``.
 
     One that is scheduled counts as :data:`SCHEDULED`.
-    ``misfit`` says what an allocation misses of the period to beat, which falls where ``try_``, which schedules one,
-    says that it is the best so far.
+    ``misfit`` says what an allocation misses of the period to beat, or that it is more than a limit; ``try_`` schedules
+    one and says whether it is the best so far, which shortens the period to beat.
     """
     rng, changes = random.Random(seed), _Changes(problem)
     best = current = start.stages
-    here = misfit(current)
+    here = misfit(current, inf)
     refuted: set[Stages] = set()
     step = 0
     while step < budget and not done():
@@ -49,17 +50,18 @@ def wander(
         changed = changes.one(current, rng)
         if changed is None or changed == current:
             continue
-        there = misfit(changed)
+        worst = here + HOT * (1 - step / budget) ** 2 * rng.random()
+        there = misfit(changed, worst)
         if there == 0:
             if changed not in refuted:
                 step += SCHEDULED
                 if try_(Allocation(changed)):
                     best = current = changed
-                    here = misfit(current)
+                    here = misfit(current, inf)
                     continue
             refuted.add(changed)
             there = REFUTED
-        if there <= here + HOT * (1 - step / budget) ** 2 * rng.random():
+        if there <= worst:
             current, here = changed, there
     return Allocation(best)
 

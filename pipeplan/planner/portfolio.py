@@ -141,8 +141,8 @@ def _walk(
     incumbent.floor_ns = floor_ns
     longest = longest_period_ns(problem)
 
-    def misfit(stages: tuple[Stage, ...]) -> float:
-        return misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat)
+    def misfit(stages: tuple[Stage, ...], enough: float) -> float:
+        return misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, enough)
 
     def done() -> bool:
         return incumbent.expired or incumbent.near_bound
