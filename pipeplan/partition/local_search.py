@@ -108,7 +108,7 @@ def _changed(problem: Problem, stages: Stages, rng: random.Random, parts: bool =
     elif parts:
         moves = (*moves, _exchanged)
     limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
-    found = (changed for move in moves for changed in move(problem, stages, where, _kept if parts else _whole))
+    found = (changed for move in moves for changed in move(problem, stages, where, kept if parts else _whole))
     total, before = _work(problem), set(map(id, stages))
     return [(changed, len(changed) <= limit and _take_time(total, changed, before)) for changed in found]
 
@@ -123,7 +123,7 @@ def _whole(stage: Stage, start: int, stop: int) -> Stage:
     return replace(stage, start=start, stop=stop, checkpoint=((start, stop),) if stage.checkpoint else ())
 
 
-def _kept(stage: Stage, start: int, stop: int) -> Stage:
+def kept(stage: Stage, start: int, stop: int) -> Stage:
     """Return the stage with other layers, of which those are recomputed that were.
 
     Segments at the stage's ends grow with it; new layers behind a stored one are stored.

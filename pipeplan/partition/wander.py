@@ -15,7 +15,7 @@ from math import inf
 
 from ..plan import Allocation, Stage
 from ..problem import Problem
-from .local_search import MOST_STAGES_PER_DEVICE
+from .local_search import MOST_STAGES_PER_DEVICE, kept
 
 Stages = tuple[Stage, ...]
 Ranges = tuple[tuple[int, int], ...]
@@ -103,7 +103,7 @@ class _Changes:
         boundary = one.stop + rng.choice(STEPS) * rng.choice((1, -1))
         if not one.start < boundary < other.stop:
             return None
-        return (*stages[:s], _cut(one, one.start, boundary), _cut(other, boundary, other.stop), *stages[s + 2 :])
+        return (*stages[:s], kept(one, one.start, boundary), kept(other, boundary, other.stop), *stages[s + 2 :])
 
     def _homes(self, stages: Stages) -> list[tuple[int, ...]]:
         groups = list(dict.fromkeys(stage.devices for stage in stages))
@@ -132,7 +132,7 @@ class _Changes:
         if stage.stop - stage.start < 2:
             return None
         at = rng.randrange(stage.start + 1, stage.stop)
-        head, tail = _cut(stage, stage.start, at), _cut(stage, at, stage.stop)
+        head, tail = kept(stage, stage.start, at), kept(stage, at, stage.stop)
         home = rng.choice(self._homes(stages))
         pair = (replace(head, devices=home), tail) if rng.random() < 0.5 else (head, replace(tail, devices=home))
         return (*stages[:s], *pair, *stages[s + 1 :])
@@ -142,10 +142,10 @@ class _Changes:
             return None
         s = rng.randrange(len(stages) - 1)
         one, other = stages[s], stages[s + 1]
-        kept = replace(one, stop=other.stop, checkpoint=one.checkpoint + other.checkpoint)
-        if rng.random() < 0.5:
-            kept = replace(kept, devices=other.devices)
-        return (*stages[:s], kept, *stages[s + 2 :])
+        merged = kept(one if rng.random() < 0.5 else other, one.start, other.stop)
+        if self.problem.checkpointing == "segments":
+            merged = replace(merged, checkpoint=one.checkpoint + other.checkpoint)
+        return (*stages[:s], merged, *stages[s + 2 :])
 
     def _replicate(self, stages: Stages, rng: random.Random) -> Stages | None:
         groups = list(dict.fromkeys(stage.devices for stage in stages))
@@ -201,14 +201,3 @@ class _Changes:
                     return None
                 found[at] = (first, last)
         return (*stages[:s], replace(stage, checkpoint=tuple(sorted(found))), *stages[s + 1 :])
-
-
-def _cut(stage: Stage, start: int, stop: int) -> Stage:
-    """Return the stage with other layers, of which those are recomputed that were, and new ones beside them too."""
-    found = []
-    for first, last in stage.checkpoint:
-        begin = start if first == stage.start else max(start, first)
-        end = stop if last == stage.stop else min(stop, last)
-        if begin < end:
-            found.append((begin, end))
-    return replace(stage, start=start, stop=stop, checkpoint=tuple(found))
