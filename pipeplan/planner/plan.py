@@ -24,8 +24,9 @@ from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
 from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
-from .incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from .incumbent import Incumbent, Propose, Scheduled, Settings, Status, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
+from .jobs import Task
 from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
 from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
@@ -83,7 +84,10 @@ def make_plan(
         incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:
         relaxed = widen and problem.policy.vertical_sync
-        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings, widen)
+        moves = algorithm == AUTO and EFFORTS[effort].moves > 0
+        again = partial(search, effort=EFFORTS[effort].without_walks) if moves else propose
+        first, again = (synced(one) if relaxed else one for one in (propose, again))
+        incumbent, status = _plan_pattern(problem, first, again, settings, widen, moves)
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent, algorithm))
@@ -199,15 +203,49 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
     return propose
 
 
-def _plan_pattern(problem: Problem, propose: Propose, settings: Settings, widen: bool) -> tuple[Incumbent, str | None]:
+def _plan_pattern(
+    problem: Problem, propose: Propose, again: Propose, settings: Settings, widen: bool, moves: bool
+) -> tuple[Incumbent, str | None]:
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
-    With the interval decided the search is run
-    once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought for a
-    smaller interval. The bounds are those of the first, which hold for every interval.
+    Where ``propose`` makes local ``moves``, which others pay at another interval, ``again`` makes them as well with the
+    one that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search
+    is run once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought
+    for a smaller interval. The bounds are those of the first, which hold for every interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
+    quick, filled = places(problem) <= MOST_PLACES, 2 * len(problem.platform) - 1
+    elsewhere = None
+    if settings.jobs > 1 and moves and quick and problem.policy.open:  # it may be in vain
+        alone = replace(settings, progress=None, status=Status())
+        elsewhere = Task(_searched, again, at_interval(problem, filled), alone)
+    try:
+        return _at_best_interval(
+            problem, propose, again, settings, widen, filled if moves and quick else None, elsewhere
+        )
+    finally:
+        if elsewhere is not None:
+            elsewhere.end()
+
+
+def _searched(propose: Propose, problem: Problem, settings: Settings) -> tuple[Scheduled | None, str | None]:
+    """Return the best that ``propose`` finds of a problem, if anything, and why it stopped early."""
+    incumbent = Incumbent(problem, settings)
+    status = run_search(propose, incumbent, dispensable=True)
+    return incumbent.best, status
+
+
+def _at_best_interval(
+    problem: Problem,
+    propose: Propose,
+    repeat: Propose,
+    settings: Settings,
+    widen: bool,
+    filled: int | None,
+    elsewhere: Task[tuple[Scheduled | None, str | None]] | None,
+) -> tuple[Incumbent, str | None]:
+    """Do what :func:`_plan_pattern` says, with the search for the interval ``filled``, if any, ``elsewhere``."""
     incumbent = Incumbent(problem, settings)
     status = run_search(propose, incumbent)
     if not problem.policy.open or incumbent.best is None:
@@ -216,15 +254,32 @@ def _plan_pattern(problem: Problem, propose: Propose, settings: Settings, widen:
     widen = widen and quick
     again, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
+    sooner = filled is not None and again.problem.policy.update_interval() <= filled
+    if sooner and not incumbent.near_bound and not _ended(status, incumbent):
+        other = at_interval(problem, filled)  # it begins as if the interval were given
+        found, cut = _searched(repeat, other, settings) if elsewhere is None else _awaited(elsewhere)
+        status = cut or status
+        best = None if found is None else rescheduled(other, found, None)
+        if best is not None and best.cost < incumbent.best.cost:
+            incumbent.best = best
+            again, cut = _decided(incumbent, widen, _ended(status, incumbent))
+            status = cut or status
     shortest = widen and again.best_ns == incumbent.best_ns
     if quick and not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
-        status = run_search(propose, again, dispensable=True) or status
+        status = run_search(repeat, again, dispensable=True) or status
     again.bounds = incumbent.bounds
     for scheduled in incumbent.near:
         same = rescheduled(problem, scheduled, again.problem.policy.accumulate)
         if same is not None:
             again.keep(same)
     return again, status
+
+
+def _awaited(task: Task[tuple[Scheduled | None, str | None]]) -> tuple[Scheduled | None, str | None]:
+    try:
+        return task.result()
+    except KeyboardInterrupt:
+        return None, "interrupted"
 
 
 def _ended(status: str | None, incumbent: Incumbent) -> bool:

@@ -27,6 +27,7 @@ from .incumbent import Incumbent, Scheduled, Settings, Status
 from .jobs import in_order
 
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+MUCH = 0.2  # of the bound by averages, which a plan may be above it
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
 
@@ -34,11 +35,11 @@ MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a seco
 class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
-    Local ``moves`` start from each of some plans, and again from the best, then keeping what is recomputed in part.
-    They end early after ``patience`` of them in a row that can't pay by their bounds, for each percent that the
-    best plan is above the bound by averages: the more there is to gain. Then come ``rounds`` of ``walks`` that may
-    become worse meanwhile, each of ``steps`` at most and as many as its ``patience`` for each percent, as long as a
-    round has found something better. ``nodes`` end the integer program of one
+    Local ``moves`` are made several ``times``, each with chances of its own, and once more keeping what is recomputed
+    in part. They end early after ``patience`` of them in a row that can't pay by their bounds, for each percent that
+    the best plan is above the bound by averages: the more there is to gain. Then come ``rounds`` of ``walks`` that may
+    become worse meanwhile, as long as a round has found something better: each of ``steps`` where there are
+    :data:`MUCH` or more to gain, else of as many less. ``nodes`` end the integer program of one
     candidate, ``solver_s`` one that takes long for them; a
     plan whose search they cut short says ``node limit`` or ``time limit``.
     """
@@ -46,17 +47,23 @@ class SearchEffort:
     periods: int
     moves: int
     patience: int
+    times: int
     rounds: int
     walks: int
     steps: int
     nodes: int
     solver_s: float
 
+    @property
+    def without_walks(self) -> SearchEffort:
+        """The same for a second search of nearly the same problem."""
+        return replace(self, rounds=0)
+
 
 EFFORTS = {
-    "quick": SearchEffort(0, 0, 0, 0, 0, 0, 3000, 300),
-    "normal": SearchEffort(8, 4000, 150, 3, 3, 8000, 50, 20),
-    "high": SearchEffort(24, 60000, 600, 8, 12, 40000, 3000, 300),
+    "quick": SearchEffort(0, 0, 0, 0, 0, 0, 0, 3000, 300),
+    "normal": SearchEffort(8, 8000, 150, 2, 2, 3, 12000, 50, 20),
+    "high": SearchEffort(24, 60000, 600, 4, 8, 12, 40000, 3000, 300),
 }
 
 
@@ -83,24 +90,27 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
         incumbent.try_(allocation)
         if done():
             return
-    if not effort.moves:
-        return
-
-    def patience(most: int) -> int:
-        return most if incumbent.best_ns is None else min(most, _patience(effort, incumbent.best_ns / averaged - 1))
-
-    def moved(start: Allocation, parts: bool) -> None:
-        moves = _moves(effort, problem, start)
-        local_search(problem, start, incumbent.lower_bound, incumbent.try_, moves, done, parts, patience(moves), parts)
-
-    status.phase = "local moves"
+    status.phase = "where local moves start"
+    made: set[tuple[int, tuple[Stage, ...]]] = set()
     for start in _starts(incumbent):
-        moved(start, parts=False)
-    if incumbent.best is not None:
-        moved(incumbent.best.allocation, parts=True)
+        status.phase = "local moves"
+        for walk in range(effort.times + 1 if effort.times else 0):
+            if walk:
+                if incumbent.best is None:
+                    break  # a walk without end has found nothing that fits
+                start = incumbent.best.allocation
+            if (walk, start.stages) in made:
+                continue  # it would be the same again
+            made.add((walk, start.stages))
+            moves = _moves(effort, problem, start)
+            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
+            patience, try_ = min(moves, patience), incumbent.try_
+            local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.times)
     status.phase = "walks"
     for round_ in range(effort.rounds):
-        steps = patience(_moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent)))
+        steps = _moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent))
+        if incumbent.best_ns is not None:
+            steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
         if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
             return
 
