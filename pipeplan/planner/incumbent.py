@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from ..check.validate import structure_violations
 from ..cost.group_bound import group_bound, may_reach
-from ..cost.stage_graph import Known, StageGraph, least_load_ns, stage_graph
+from ..cost.stage_cost import Known, least_load_ns
+from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage

@@ -15,7 +15,7 @@ from ..check.shared_weights import kept_together
 from ..check.targets import TARGETS
 from ..cost.memory_model import weights_of
 from ..cost.saved import for_weights
-from ..cost.stage_graph import StageCost
+from ..cost.stage_cost import StageCost
 from ..names import shown
 from ..partition.contiguous.grouped import coarseness
 from ..partition.contiguous.orders import Orders

@@ -13,7 +13,8 @@ from math import gcd, lcm
 from ...check.evaluate import evaluate
 from ...check.replica_sums import summed_beside
 from ...check.shared_weights import tied_violations
-from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
+from ...cost.shared_weights import first_on_devices, lending_stages, summed_stages
+from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...plan import Plan
