@@ -57,7 +57,7 @@ LAW = {
 }
 
 OUTSIDE = {
-    "pulp": "schedule.periodic.ilp schedule.synthesis.time_indexed",
+    "pulp": "schedule.periodic.ilp schedule.periodic.solvers schedule.synthesis.time_indexed",
     "networkx": "problem schedule files partition",
     "torch": "runtime zoo",
     "click": "cli",

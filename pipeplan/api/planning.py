@@ -22,7 +22,7 @@ from ..planner.plan import AUTO, Planned
 from ..planner.simulation import RUNS
 from ..problem import Chain
 from ..schedule.kinds import KINDS
-from ..schedule.periodic.ilp import Solver
+from ..schedule.periodic.solvers import Solver
 from ..units import parse_time
 from .asked import Asked, Effort, Order, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name

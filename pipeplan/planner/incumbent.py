@@ -19,8 +19,9 @@ from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
 from ..problem import Checkpointing, Problem
-from ..schedule.periodic.ilp import IlpStatus, Solver, SolverLimits, schedule_ilp
+from ..schedule.periodic.ilp import IlpStatus, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from ..schedule.periodic.solvers import Solver, SolverLimits
 from .limits import LimitSearch
 
 MARGIN = 1000

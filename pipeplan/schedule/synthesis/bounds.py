@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...deadline import Deadline
 from ...integers import ceil_div
-from ..periodic.ilp import Solver, SolverLimits
+from ..periodic.solvers import Solver, SolverLimits
 from .problem import OrderProblem
 from .time_indexed import Slots, ask, slot_length
 

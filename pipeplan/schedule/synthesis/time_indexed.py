@@ -15,7 +15,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ..periodic.ilp import Solver, SolverLimits, solved
+from ..periodic.solvers import Solver, SolverLimits, solved
 from .problem import OrderProblem, Word
 
 MARGIN = 1e-9  # of room, for what arithmetic in floating point loses
