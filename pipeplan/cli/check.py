@@ -53,7 +53,8 @@ def command(
         )
     from ..files.plans import read_plan
     from ..planner.derived import derived
-    from ..report.tables import bound_figures, headline
+    from ..report.tables import headline
+    from ..report.words import bound_figures
     from ..runtime.lowering.blocking import run_deadlock
     from ..schedule.deadlock import plan_deadlock
 

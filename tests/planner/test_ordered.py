@@ -19,7 +19,7 @@ from pipeplan.planner.ordered import ordered, ordered_alike
 from pipeplan.planner.plan import Planned
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.report.tables import ordering
+from pipeplan.report.words import ordering
 from pipeplan.runtime.options import run_otherwise
 from pipeplan.schedule.kinds import plan_program
 

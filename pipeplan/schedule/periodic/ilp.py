@@ -209,7 +209,7 @@ class _Model:
                     self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
 
     def versions(self, s: int) -> Any:
-        """Return the weight versions of stage s, where they follow what is in flight: see :func:`memory_model.versions`."""
+        """Return the weight versions of stage s, where they follow what is in flight: :func:`memory_model.versions`."""
         graph = self.graph
         counts = [
             (graph.resources[graph.stages[q].resource].replicas, self.in_flight(q, graph.position["F", q]))
