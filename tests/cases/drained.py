@@ -29,12 +29,13 @@ def drained_instance(seed: int) -> Problem:
     platform = replace(platform, blocking=seed % 9 == 4, overhead_ns=2 * (seed % 4 == 1))
     count = rng.randint(1, 5)
     if seed % 7 == 6:
-        devices = tuple(replace(x, times=_times_of_its_own(rng, len(chain))) for x in platform.devices)
+        devices = tuple(replace(x, times=times_of_its_own(rng, len(chain))) for x in platform.devices)
         platform = replace(platform, devices=devices)
     return Problem(chain, platform, Policy("flush", count), checkpointing="segments")
 
 
-def _times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:
+def times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:
+    """Return random times of a device's own profile."""
     forward, backward = ([rng.randint(1, most) for _ in range(layers)] for most in (20, 40))
     return LayerTimes("", tuple(forward), tuple(backward), tuple(rng.randint(0, x) for x in backward), (0,) * layers)
 
