@@ -373,7 +373,7 @@ def _once(question: Callable[[Chain], Answer]) -> Callable[[Chain], Answer]:
     return answered
 
 
-def foretell(chain: Chain, found: DagStorages, entering: Ints) -> None:
+def foretell(chain: Chain, found: DagStorages, entering: Any) -> None:
     """Let ``chain``, whose ranges are others than those between its layers, keep what these keep, and let enter what
     enters them: tables ``[start, stop]``."""
     chain.__dict__.update(_storages=found, __entering=entering)

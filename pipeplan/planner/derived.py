@@ -11,11 +11,10 @@ from ..check.drained_bound import drained_bound
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
-from ..partition.layer_order import best_ordered, orders_matter
+from ..partition.layer_order import EFFORTS, best_ordered, orders_matter
 from ..plan import Bound, Plan, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import kind_of
-from .layer_order import MOST
 from .portfolio import proved_special
 from .restricted import target_bound
 
@@ -32,7 +31,7 @@ def _one_special(problem: Problem) -> int | None:
 
 def _any_order(problem: Problem) -> int | None:
     """Return what is proved of contiguous stages in any order of the layers, where their ideals are few enough."""
-    found = best_ordered(problem, MOST["high"], 0) if orders_matter(problem) else None
+    found = best_ordered(problem, EFFORTS["high"]) if orders_matter(problem) else None
     return found.allocation.lower_bound_ns if found is not None and found.complete else None
 
 

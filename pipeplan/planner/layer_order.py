@@ -8,16 +8,13 @@ from ..check.bounds import proof
 from ..check.validate import class_violations
 from ..deadline import OutOfTime
 from ..partition.contiguous.contiguous import contiguous
-from ..partition.layer_order import Ordered, best_ordered, orders_matter
+from ..partition.layer_order import EFFORTS, Ordered, best_ordered, orders_matter
 from ..plan import Bound, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import KINDS, kinds_for
 from .incumbent import MARGIN, Settings
 from .interval import at_interval
 from .plan import Planned
-
-MOST = {"quick": 200, "normal": 400, "high": 1200}  # ideals that are looked at together
-ROUNDS = {"quick": 0, "normal": 1, "high": 8}
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def in_best_order(problem: Problem, settings: Settings, effort: str, schedule: S
         enough = proof(asked, any_order=True).period_ns * (1 + settings.gap)
         if given is not None and (given.claimed_period_ns or 0) <= enough:
             return InOrder(problem)
-        found = best_ordered(asked, MOST[effort], ROUNDS[effort])
+        found = best_ordered(asked, EFFORTS[effort])
     except OutOfTime:
         return InOrder(problem)
     if found is None:

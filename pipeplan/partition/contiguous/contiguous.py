@@ -140,6 +140,20 @@ def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Alloc
     return None
 
 
+def proved_none(problem: Problem, period: int) -> bool:
+    """Whether it is certain that no contiguous allocation has a pattern of ``period`` ns.
+
+    Where segments are allowed, or stages may take unequal devices in too many orders, that is only seen by relaxations.
+    """
+    tables = stage_tables(problem)
+    least_delay = _plain_delays(tables)
+    if not tables.complete or sums_bound_periods(problem) or group_sizes(problem):
+        return False
+    if device_counts(tables, period, least_delay) is None:
+        return True
+    return tables.orders is None and decide(tables, period, least_delay) is None
+
+
 def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, bool] | None:
     """Return (tables of all stages that take at most ``slack`` times the smallest period, that time, whether the tables
     have every way to recompute them).
@@ -187,7 +201,7 @@ def smallest_period(
     least_delay = _plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:
         return None
-    floor = _shared_work(problem, max(1, lower or 1), high)
+    floor = shared_work(problem, max(1, lower or 1), high)
     low = _least_possible(tables, floor, high, least_delay)
     if problem.checkpointing == "segments":
         best, bound = _with_segments(tables, least_delay, low, high, as_listed)
@@ -220,7 +234,7 @@ def smallest_period(
 def _on_groups(problem: Problem, sizes: Sequence[int]) -> Allocation | None:
     """Return a good allocation with groups of one of the ``sizes`` in the place of devices, the first that has any;
     without replicas where none has."""
-    best, floor = None, _shared_work(problem, 1, longest_period_ns(problem))
+    best, floor = None, shared_work(problem, 1, longest_period_ns(problem))
     for size in sizes:
         some = grouped(problem, size)
         of_groups = smallest_period(some.problem)
@@ -385,7 +399,7 @@ def _plain_delays(tables: StageTables) -> Ints:
     return bare
 
 
-def _shared_work(problem: Problem, low: int, high: int) -> int:
+def shared_work(problem: Problem, low: int, high: int) -> int:
     """Return a period in ``low..high`` below which all devices together are too slow."""
     relaxed = time_model.relative(problem)
     sums, speed = relaxed.chain.sums, sum(x.speed for x in relaxed.platform.devices)
