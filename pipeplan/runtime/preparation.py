@@ -38,12 +38,12 @@ from .lowering.lowered_run import LoweredRun
 from .measure.drift import Compared
 from .measure.held_bytes import HeldBytes, StateBytes
 from .measure.recorder import Recorder, recorder_of
-from .model.deferred import SMALL
 from .model.fitting import check_model, fitted
 from .model.loaded import LoadedModel
 from .model.loading import load_weights
 from .model.network import TARGET, TensorSpec
 from .model.own_part import OwnPart
+from .model.replay import SMALL
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
 from .training.clipping import Clipping
