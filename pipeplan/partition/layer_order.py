@@ -73,13 +73,22 @@ def best_ordered(problem: Problem, effort: OrderEffort = EFFORTS["normal"], seed
     Where ideals are few enough to be told apart it comes with a lower bound for all orders, and is exact where that is
     reached.
     """
-    chain = problem.chain
-    idle = idle_layers(chain)
-    every = ideals(chain, effort.most, idle.early, idle.beside)
+    every = _all_ideals(problem.chain, effort.most)
     if every is not None and len(every) <= effort.at_once:
         return _best_between(problem, every, complete=True)
     best = _best_between_some(problem, effort, seed)
     return best if every is None else _best_sifted(problem, every, best, effort)
+
+
+def between_all(problem: Problem, effort: OrderEffort) -> Problem | None:
+    """Return ``problem`` for stages between all ideals that need be told apart; None where tables take too many."""
+    every = _all_ideals(problem.chain, effort.at_once)
+    return None if every is None else replace(problem, chain=IdealChain.of(problem.chain, _legal(problem, every)))
+
+
+def _all_ideals(chain: Chain, most: int) -> list[int] | None:
+    idle = idle_layers(chain)
+    return ideals(chain, most, idle.early, idle.beside)
 
 
 def _best_between_some(problem: Problem, effort: OrderEffort, seed: int) -> Ordered | None:

@@ -70,9 +70,11 @@ def coarse_sentence(plan: Plan) -> str | None:
 def layer_order(plan: Plan) -> str | None:
     """Return in which order the layers of a DAG stand, and what that was chosen from, in words; None for the own."""
     about = plan.provenance.options.get("layer_order")
-    if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
-        return None if plan.chain.order is None else "in another order than the model's own"
     whose = "in the profile's order" if plan.chain.order is None else "in another order than the model's own"
+    if isinstance(about, dict) and isinstance(about.get("orders"), int):
+        return f"{whose}, the best of {about['orders']} that were tried"
+    if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
+        return None if plan.chain.order is None else whose
     which = f"all {about['ideals']} cuts of all" if about.get("all") else f"{about['ideals']} cuts of some"
     return f"{whose}; contiguous stages were tried at {which} orders"
 
