@@ -177,7 +177,7 @@ def print_plan(
         optimal = bound.period_ns == result.period_ns and not bound.claimed
         verdict = "optimal" if optimal else distance(bound, result.period_ns)
         out.print(f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}")
-        if verbose and bound.allocation == "any":
+        if verbose and bound.allocation == "any" and not bound.schedule:
             out.print(f"because     {PARTS[proof(bounded(plan, bound), bound.any_order).part]}")
         orders = orders_sentence(plan, bound)
         if orders is not None:
