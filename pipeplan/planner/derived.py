@@ -17,6 +17,7 @@ from ..problem import Problem
 from ..schedule.kinds import kind_of
 from .portfolio import proved_special
 from .restricted import target_bound
+from .vee_bound import is_vee, vee_bound
 
 
 def _contiguous(problem: Problem) -> int | None:
@@ -33,6 +34,11 @@ def _any_order(problem: Problem) -> int | None:
     """Return what is proved of contiguous stages in any order of the layers, where their ideals are few enough."""
     found = best_ordered(problem, EFFORTS["high"]) if orders_matter(problem) else None
     return found.allocation.lower_bound_ns if found is not None and found.complete else None
+
+
+def _vee(problem: Problem, kind: ScheduleKind) -> int | None:
+    found = vee_bound(problem, kind)
+    return None if found is None else found.period_ns
 
 
 def _drained(problem: Problem, kind: ScheduleKind | None) -> int | None:
@@ -64,11 +70,13 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
     elif kind.drains and bound.allocation == "contiguous":
         prove = partial(_drained, kind=bound.schedule)
+    elif bound.allocation == "any" and bound.schedule is not None and is_vee(bound.schedule):
+        prove = partial(_vee, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     elif bound.any_order:
         prove = _any_order
-    assert prove is not None, "bounds of class any are never claimed"
+    assert prove is not None, "bounds of class any under any schedule are never claimed"
     proved = prove(replace(bounded(plan, bound), deadline=deadline))
     if proved is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]

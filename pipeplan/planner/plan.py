@@ -32,6 +32,7 @@ from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
 from .simulated import plan_drained, plan_nf1b
 from .stated import STATED, stated, why_not_stated
+from .vee_bound import vee_bounds
 
 AUTO = "auto"
 
@@ -325,5 +326,6 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     class."""
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains:
-        found = drained_bounds(problem, scheduled.schedule.kind if scheduled.schedule else kind)
+        own = scheduled.schedule.kind if scheduled.schedule else kind
+        found = [*drained_bounds(problem, own), *vee_bounds(problem, own)]
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

@@ -3,7 +3,8 @@
 Bounds of class ``any``, from quick to slow; each condition is necessary for every valid plan, and which one binds is
 said in words (:data:`PARTS`):
 
-- ``averages``: all work shared perfectly, the largest layer, memory averaged over time against what can be recomputed;
+- ``averages``: all work shared perfectly, or as far as a pipeline has filled, the largest layer, memory averaged over
+  time against what can be recomputed;
 - ``runs``: what the layers on one group of devices take and hold at their worst instant, with the microbatches that
   must be inside by then (``facts`` says what they cost at least);
 - ``packing``: what they hold at every instant, side by side on whole devices;
@@ -27,7 +28,7 @@ from ...cost import time_model
 from ...cost.layer_orders import several_orders
 from ...plan import Bound, Plan
 from ...problem import Problem
-from .averages import layer_bound, load_bound, memory_bound, work_ns
+from .averages import fill_bound, layer_bound, load_bound, memory_bound, work_ns
 from .every_order import every_order_proof
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, strong_bound
 
@@ -86,6 +87,7 @@ def quick_proof(problem: Problem) -> Proved:
     relaxed = time_model.relative(problem)
     found: list[tuple[int, Part]] = [
         (max(1, load_bound(relaxed)), "work"),
+        (fill_bound(relaxed), "fill"),
         (layer_bound(relaxed), "layer"),
         (memory_bound(relaxed), "averages"),
     ]

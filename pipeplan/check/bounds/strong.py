@@ -21,9 +21,10 @@ from .placements import NODES, placement_bound
 from .pooled import Segments, too_much
 from .runs import LONGEST, runs_at
 
-Part = Literal["work", "layer", "averages", "runs", "packing", "blocks", "pooled", "placements"]
+Part = Literal["work", "fill", "layer", "averages", "runs", "packing", "blocks", "pooled", "placements"]
 PARTS: dict[Part, str] = {
     "work": "the work of all layers binds, shared perfectly",
+    "fill": "the work of all layers binds, with what fills the pipeline before each GPU can begin",
     "layer": "the largest layer binds",
     "averages": "memory averaged over time binds, or the sums of gradients over replicas",
     "runs": "memory of what each stage holds at its worst instant binds, or its work",
