@@ -102,7 +102,7 @@ def make_plan(
             pattern=scheduled.pattern,
             lower_bounds=(
                 *_class_bounds(incumbent, problem, scheduled, kind),
-                any_bound(asked if asked.policy.open else problem),
+                any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None),
             ),
             provenance=Provenance(
                 algorithm,

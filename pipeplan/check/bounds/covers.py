@@ -1,0 +1,259 @@
+"""Can sets of runs that each fit on one group of devices cover the chain between them, at a given period?
+
+A group of devices has a set of runs. They fit if its work suffices for all of theirs, and its memory for all that they
+hold together, by any of several *views*: at every instant what all runs take then, and at one instant of each run what
+that one takes more; when the last of the group's forwards starts, and the same microbatch is inside all its layers; and
+averaged over time. Let every layer have a *price*. If no groups whose replicas add up to the number of devices have
+sets that are worth as much as all layers, these can't be covered, whatever the prices are. So prices needn't be right,
+only good: a linear program sets them, by the sets that were worth most so far (Dantzig and Wolfe's decomposition, the
+integers of it relaxed). The set that is worth most is a dynamic program over runs from the last to the first, work and
+memory counted in cells and rounded down.
+
+All memory together gives another price: averages of all sets, and what each cut's way adds to the lives of all layers
+before it, take at most what all devices have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...integers import Ints
+from .facts import Facts, Floats
+from .pooled import Segments
+from .runs import NEVER, ROUNDING, Runs
+
+MOST_COVERED = 128  # layers
+CELLS = 64  # of work, and of memory
+ROUNDS = 60  # of prices, at most
+WORK = 150_000  # of rounds, in runs
+CENTRE = 0.6  # how much of the best prices so far goes into the next
+NOTHING = -1e300
+
+
+@dataclass(frozen=True)
+class View:
+    """What runs take of a device's memory: ``held`` adds up, and with ``held`` of all behind it each run takes ``top``.
+
+    Shares of the memory, tables ``[first, end]`` by the facts' ``spreads``.
+    """
+
+    held: Floats
+    top: Floats
+
+
+def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[View]:
+    """Return the views of what is held in periods of ``tau`` ticks, each of which is a condition by itself."""
+    memory = facts.memories[:, None, None].astype(np.float64)
+    once = runs.at_once / memory
+    found = [View(runs.always / memory, (runs.always + runs.spare) / memory), View(once, once)]
+    if tau is not None and facts.periodic:
+        mean = averages(facts, runs, segments, tau, runs.turning)
+        found.append(View(mean, mean))
+    return found
+
+
+def averages(facts: Facts, runs: Runs, segments: Segments, tau: int, turning: list[int]) -> Floats:
+    """Return what runs take of a device's memory and time on average, where a price joins the two if they recompute."""
+    count, price = facts.count, segments.price(0) if facts.recomputes else 0.0
+    behind = facts.behind.astype(np.float64)
+    added = np.array([max(0, min(turning[k], 2**60) - int(facts.path_behind[k])) for k in range(count + 1)])
+    places = np.zeros((count + 1, count + 1))
+    for end in range(1, count + 1):
+        if runs.turning[end] < NEVER:
+            step = 0 if facts.recomputes else None
+            places[:, end] = segments.costs(step, np.array([float(added[end])]))[0][:, end]
+    places += price * (behind[:, None] - behind[None, :])
+    found = []
+    for k, spread in enumerate(facts.spreads):
+        long = float(tau) * spread.high
+        room = (float(facts.memories[k]) + price) * long
+        found.append((facts.fixed_alone[k] * long + places) / room * (1 - ROUNDING))
+    return np.stack(found)
+
+
+class Sets:
+    """The sets of runs of groups with one number of replicas, in one view."""
+
+    def __init__(self, possible: npt.NDArray[np.bool_], work: Floats, view: View, k: int) -> None:
+        self.count = len(possible) - 1
+        held, top = (np.maximum(x[k], 0) * (1 - ROUNDING) for x in (view.held, view.top))
+        work = work * (1 - ROUNDING)
+        fits = possible & (top <= 1) & (work <= 1)
+        cells = [np.where(fits, x, 0) * CELLS for x in (work, held)]
+        rooms = [np.where(fits, 1 - x, 0) * CELLS for x in (work, top)]  # for the runs behind
+        table = np.floor(np.stack([*cells, *rooms]) + ROUNDING).astype(int)
+        self.rows = [
+            [(end, *table[:, a, end].tolist()) for end in np.flatnonzero(fits[a]).tolist()] for a in range(self.count)
+        ]
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are."""
+        return sum(map(len, self.rows))
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer may be a run by itself."""
+        return any(end == layer + 1 for end, *_ in self.rows[layer])
+
+    def dearest(self, worth: Floats) -> tuple[float, list[tuple[int, int]]]:
+        """Return what the set that is worth most is worth, and its runs; ``worth`` is a table ``[first, end]``."""
+        count, size = self.count, CELLS + 1
+        empty = np.full((size, size), NOTHING)
+        empty[0, 0] = 0.0
+        behind = {count: empty, count - 1: empty}  # the best of all sets whose runs may stand behind one that ends here
+        starting: dict[int, Floats] = {}
+        for a in range(count - 1, -1, -1):
+            into = np.full((size, size), NOTHING)
+            for end, busy, held, idle, room in self.rows[a]:
+                times, rows = min(size - busy, idle + 1), min(size - held, room + 1)
+                cells = into[busy : busy + times, held : held + rows]
+                np.maximum(cells, behind[end][:times, :rows] + worth[a, end], out=cells)
+            starting[a] = into
+            behind[a - 1] = np.maximum(behind[a], into)
+        best = behind[-1]
+        place = int(best.argmax())
+        return float(best.flat[place]), self._traced(worth, starting, behind, divmod(place, size))
+
+    def _traced(
+        self, worth: Floats, starting: dict[int, Floats], behind: dict[int, Floats], place: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        x, y = place
+        value, before, found = behind[-1][x, y], 0, list[tuple[int, int]]()
+        while True:
+            first = next((a for a in range(before, self.count) if starting[a][x, y] == value), None)
+            if first is None or (x == y == 0 and value == 0.0 and found):
+                return found
+            for end, busy, held, idle, room in self.rows[first]:
+                fits = 0 <= x - busy <= idle and 0 <= y - held <= room
+                if fits and behind[end][x - busy, y - held] + worth[first, end] == value:
+                    found.append((first, end))
+                    x, y, before = x - busy, y - held, end + 1
+                    value = behind[end][x, y]
+                    break
+
+
+def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> bool:
+    """Whether no sets cover the chain in periods of ``tau`` ticks; None: in periods of any length."""
+    load = (facts.behind + facts.blocked)[:, None] - (facts.behind - facts.blocked)[None, :] + facts.recomputed
+    pool = None
+    if tau is not None and facts.periodic and not facts.recomputes:
+        pool = pooled(facts, runs, segments, tau)
+    for view in views(facts, runs, segments, tau):
+        sets = []
+        for k, spread in enumerate(facts.spreads):
+            work = np.zeros(load[k].shape) if tau is None else load[k] / (float(tau) * spread.high)
+            sets.append(Sets(runs.possible[k], work, view, k))
+        if too_cheap(facts, sets, pool):
+            return True
+    return False
+
+
+def pooled(facts: Facts, runs: Runs, segments: Segments, tau: int) -> Floats:
+    """Return what runs take on average of as much memory as one device has, with what their first cut adds to the
+    lives of all layers before; nothing is recomputed. Tables by ``spreads``."""
+    plain = [int(x) for x in facts.path_behind]
+    mean = averages(facts, runs, segments, tau, plain)
+    longer = facts.hop * np.concatenate([[0], np.cumsum(facts.kept)]) / float(tau)
+    replicas = np.array([spread.low for spread in facts.spreads])[:, None, None]
+    found = mean * replicas + (longer / float(facts.memories[0]))[None, :, None] * (1 - ROUNDING)
+    return np.where(runs.possible, found, 0.0)
+
+
+def too_cheap(facts: Facts, sets: list[Sets], pool: Floats | None) -> bool:
+    """Whether there are prices at which no groups' sets are worth as much as all layers."""
+    count, devices = facts.count, len(facts.problem.platform)
+    costs = [spread.low for spread in facts.spreads]
+    alone = [min((cost for cost, x in zip(costs, sets, strict=True) if x.has(i)), default=1) for i in range(count)]
+    master = Master(alone)
+    start = (facts.behind[:-1] - facts.behind[1:]) / max(1.0, float(facts.behind[0]))
+    centre = prices = np.append(start, 0.0)
+    best = np.inf
+    for _ in range(min(ROUNDS, WORK // max(1, sum(x.runs for x in sets)))):
+        total = np.concatenate([[0.0], np.cumsum(prices[:-1])])
+        table, slack = total[None, :] - total[:, None], float(prices[-1])
+        worth = []
+        for k, group in enumerate(sets):
+            value = table if pool is None else table - slack * pool[k]
+            most, found = group.dearest(value)
+            worth.append(most + slack * costs[k])
+            master.add(found, costs[k], 0.0 if pool is None else sum(float(pool[k][one]) for one in found))
+        every = _packed(worth, costs, devices) * (1 + ROUNDING)
+        if every < total[-1]:
+            return True
+        ratio = max(one / cost for one, cost in zip(worth, costs, strict=True)) / total[-1] if total[-1] > 0 else np.inf
+        if ratio < best:
+            best, centre = ratio, prices / (ratio * total[-1])
+        optimal = master.prices(pool is not None)
+        if float(optimal[:-1].sum()) <= devices * (1 + ROUNDING):
+            return False
+        prices = CENTRE * centre + (1 - CENTRE) * optimal
+    return False
+
+
+def _packed(worth: list[float], costs: list[int], devices: int) -> float:
+    """Return the most that groups are worth whose replicas add up to at most so many ``devices``."""
+    most = [0.0] * (devices + 1)
+    for p in range(1, devices + 1):
+        fits = [most[p - cost] + one for one, cost in zip(worth, costs, strict=True) if cost <= p]
+        most[p] = max(most[p - 1], *fits)
+    return most[devices]
+
+
+class Master:
+    """Prices of layers, and last that of memory, at which all layers are worth most and no known set more than it costs."""
+
+    def __init__(self, alone: list[int]) -> None:
+        self.count = len(alone)
+        self._rows = [*np.eye(self.count + 1)]
+        self._limits = [*map(float, alone), 1.0]
+
+    def add(self, found: list[tuple[int, int]], cost: int, memory: float) -> None:
+        """Note a set of runs."""
+        row = np.zeros(self.count + 1)
+        for first, end in found:
+            row[first:end] = 1.0
+        row[-1] = cost - memory
+        self._rows.append(row)
+        self._limits.append(float(cost))
+
+    def prices(self, memory: bool) -> Floats:
+        """Return the prices, that of ``memory`` zero if not asked for."""
+        gains = np.ones(self.count + 1)
+        gains[-1] = 0.0
+        rows = np.array(self._rows)
+        if not memory:
+            rows[:, -1] = 0.0
+        return _maximum(rows, np.array(self._limits), gains)
+
+
+def _maximum(rows: Floats, limits: Floats, gains: Floats) -> Floats:
+    """Return some x >= 0 with the most ``gains @ x`` where ``rows @ x <= limits``, which are not negative.
+
+    The simplex algorithm; approximate where it takes too many steps.
+    """
+    height, width = rows.shape
+    table = np.zeros((height + 1, width + height + 1))
+    table[:-1, :width], table[:-1, width:-1], table[:-1, -1] = rows, np.eye(height), limits
+    table[-1, :width] = gains
+    basis = np.arange(width, width + height)
+    for _ in range(4 * (height + width)):
+        column = int(table[-1, :-1].argmax())
+        if table[-1, column] <= 1e-9:
+            break
+        entries = table[:-1, column]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.where(entries > 1e-9, table[:-1, -1] / entries, np.inf)
+        row = int(ratios.argmin())
+        if not np.isfinite(ratios[row]):
+            break
+        table[row] /= table[row, column]
+        other = table[:, column].copy()
+        other[row] = 0.0
+        table -= other[:, None] * table[row]
+        basis[row] = column
+    found = np.zeros(width + height)
+    found[basis] = table[:-1, -1]
+    return np.maximum(found[:width], 0.0)
