@@ -3,7 +3,8 @@
 The *spine* of a graph are the nodes that lie on a way to what entered. Where something that depends on weights alone
 meets the spine, the gradient that comes there is kept: from it the gradients of those weights follow, whenever.
 Weights that meet it at two nodes, one of which feeds the other, are left in the first part: from the first of these
-nodes a gradient would come to them along the spine as well. The idea is that of torch's own pipelining
+nodes a gradient would come to them along the spine as well. So are weights of one dimension, as norms have: their
+gradients are a by-product of that of what entered, which would be computed and kept for them again. The idea is that of torch's own pipelining
 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 4.1), which holds all that was saved until the second part.
 """
 
@@ -171,7 +172,7 @@ def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Te
     now: list[Tensor] = []
     later: list[Group] = []
     for leaves, nodes in _grouped(meeting):
-        if len(nodes) > 1 and _in_a_row(nodes, children, spine):
+        if all(leaf.dim() < 2 for leaf in leaves) or (len(nodes) > 1 and _in_a_row(nodes, children, spine)):
             now += leaves
         else:
             later.append(Group(leaves, [Caught(node) for node in nodes]))
