@@ -58,7 +58,7 @@ class Reader(Protocol):
 
 
 class _Takers:
-    """Which of a rank's stages take inputs or targets: the first, and the last. Torch's engine asks for both at once."""
+    """Which stages of a rank take inputs or targets: first and last. Torch's engine asks for both together."""
 
     def __init__(self, job: Job, rank: Rank) -> None:
         self.last = len(rank.lowered.plan.allocation.stages) - 1
