@@ -466,20 +466,25 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
     """Return ``instruction`` with microbatches and versions counted on by so many."""
     if microbatches == versions == 0:
         return instruction
-    match instruction:
-        case Forward() | Backward() | BackwardWeights():
-            return replace(
-                instruction,
-                microbatch=instruction.microbatch + microbatches,
-                version=instruction.version + versions,
-                lent=tuple((s, version + versions) for s, version in instruction.lent),
-            )
-        case Send() | Receive():
-            return replace(instruction, microbatch=instruction.microbatch + microbatches)
+    match instruction:  # passes and messages as a run makes each of them, which replace() would take longer for
+        case Forward(s, m, version, lent):
+            return Forward(s, m + microbatches, version + versions, _lent_later(lent, versions))
+        case Backward(s, m, version, covers, lent, inputs_only):
+            return Backward(s, m + microbatches, version + versions, covers, _lent_later(lent, versions), inputs_only)
+        case BackwardWeights(s, m, version, lent):
+            return BackwardWeights(s, m + microbatches, version + versions, _lent_later(lent, versions))
+        case Send(kind, s, m, peer, covers):
+            return Send(kind, s, m + microbatches, peer, covers)
+        case Receive(kind, s, m, peer, covers):
+            return Receive(kind, s, m + microbatches, peer, covers)
         case PutAside() | Reduce() | ReduceTied() | Norm() | Update() | Agree():
             return replace(instruction, version=instruction.version + versions)
         case Save(step):
             return Save(step + versions)
+
+
+def _lent_later(lent: Lent, versions: int) -> Lent:
+    return tuple((s, version + versions) for s, version in lent) if lent else lent
 
 
 def version_uses(instructions: Sequence[Instruction], stage: int, by: Collection[int] = ()) -> Counter[int]:

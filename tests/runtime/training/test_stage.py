@@ -69,7 +69,8 @@ def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
         for m in range(3):
             given.append(stage.backward_inputs(m, 0, None) if kind is SplitStage else stage.backward(m, 0, None))
         if kind is SplitStage:
-            assert all(gradient is None for gradient in stage.versions.gradients())
+            early = [gradient for gradient in stage.versions.gradients() if gradient is not None]
+            assert {gradient.dim() for gradient in early} <= {1}  # of norms
             held = stage._activations.held_bytes
             for m in range(3):
                 stage.backward_weights(m, 0)
