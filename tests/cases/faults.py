@@ -169,6 +169,8 @@ PLACES = {
     "send": (f"{NEARBY}.send", 5),
     "receive": (f"{NEARBY}._issue", 6),
     "wait": (f"{NEARBY}.take", 5),
+    "isend": ("torch.distributed:isend", 5),  # where threads exchange
+    "irecv": ("torch.distributed:irecv", 6),
     "reduce": ("torch.distributed:all_to_all_single", 9),  # each sum has two, the second one in the update
     "gather": ("torch.distributed:all_to_all_single", 10),
     # of the second checkpoint: its folder is there; a rank's file is; run.json is, but empty; everything is there but
@@ -196,6 +198,6 @@ def deadly(place, rank):
     return build
 
 
-for _place in (*PLACES, *IN_FILE, "wait"):
+for _place in (*PLACES, *IN_FILE):
     for _rank in range(4):
         globals()[f"deadly_{_place}_{_rank}"] = deadly(_place, _rank)

@@ -100,7 +100,7 @@ def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
     assert str(caught.value).startswith(FAULTS[fault].format(rank=rank))
 
 
-@pytest.mark.parametrize("place", ["send", "receive", "reduce"])
+@pytest.mark.parametrize("place", ["isend", "irecv", "reduce"])
 def test_a_rank_of_a_grid_killed_in_an_exchange_is_named(place):
     """In its main thread or in one that exchanges beside it."""
     plan = driven(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2, 3))], 8, 3)
