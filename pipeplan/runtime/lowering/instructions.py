@@ -294,7 +294,7 @@ def lowered(
     alone = {s for s in range(len(graph.stages)) if len(devices_of(s)) == 1}
     for device, rank in ranks.items():
         in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
-        lists[rank] = _sends_before_updates(in_order, alone)
+        lists[rank] = _sends_before_updates(_whole_backwards(in_order), alone)
     return lists
 
 
@@ -355,6 +355,25 @@ class _LateUpdates:
                     ]
                 )
             yield s, version, known if turn is None else turn, turn is not None
+
+
+def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return ``instructions`` with backwards whole whose parts follow each other, without a message that goes between.
+
+    One pass through the graph does less than two.
+    """
+    kept: list[Instruction] = []
+    for x in instructions:
+        before = kept[-1] if kept else None
+        if (
+            isinstance(x, BackwardWeights)
+            and isinstance(before, Backward)
+            and (x.stage, x.microbatch) == (before.stage, before.microbatch)
+        ):
+            kept[-1] = replace(before, inputs_only=False)
+        else:
+            kept.append(x)
+    return kept
 
 
 def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> list[Instruction]:

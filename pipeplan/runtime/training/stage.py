@@ -238,6 +238,8 @@ class StageModule:
                     known[value] = known[value] + gradient if value in known else gradient
                 if held.want and not any(value in known for value in held.want):
                     raise RunFailed(f"no gradient comes back to the input of {names_of(piece)}")
+                if held.saved is not None:
+                    held.saved.clear()
                 self._activations.release(held.holding)
 
     def _recomputed(
