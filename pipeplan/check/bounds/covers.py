@@ -249,7 +249,8 @@ def _packed(worth: list[float], costs: list[int], devices: int) -> float:
 
 
 class Master:
-    """Prices of layers, and last that of memory, at which all layers are worth most and no known set more than it costs."""
+    """Prices of layers, and last that of memory: those at which all layers together are worth most while no known set
+    is worth more than it costs, the devices of its group."""
 
     def __init__(self, alone: list[int]) -> None:
         self.count = len(alone)

@@ -50,8 +50,9 @@ class Runs:
 
     ``possible``; ``always``, bytes of a device that the run takes at every instant; ``spare``, bytes that it takes
     more at some; ``at_once``, bytes that it takes when its device starts the last of all its layers' forwards, where
-    the same microbatch is inside all others. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut until it comes back there, NEVER
-    where no runs lead; ``turning`` the same from when a run ends before the cut, with the way over it.
+    the same microbatch is inside all others. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut
+    until it comes back there, NEVER where no runs lead; ``turning`` the same from when a run ends before the cut, with
+    the way over it.
     """
 
     possible: npt.NDArray[np.bool_]
@@ -215,7 +216,7 @@ def _between(values: Floats) -> Floats:
     """Return the sums of all behind the first of each run, tables ``[first, end]``."""
     total = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
     behind = np.append(total[:, 1:], total[:, -1:], axis=1)
-    return np.maximum(total[:, None, :] - behind[:, :, None], 0.0)
+    return np.asarray(np.maximum(total[:, None, :] - behind[:, :, None], 0.0))
 
 
 def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
