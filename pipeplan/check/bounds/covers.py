@@ -20,15 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...integers import Ints
+from ...integers import Ints, ceil_div
 from .facts import Facts, Floats
 from .pooled import Segments
-from .runs import NEVER, ROUNDING, Runs
+from .runs import LONGEST, NEVER, ROUNDING, Runs, held_together
 
 MOST_COVERED = 128  # layers
 CELLS = 64  # of work, and of memory
 ROUNDS = 60  # of prices, at most
-WORK = 150_000  # of rounds, in runs
+WORK = 30_000  # of rounds, in runs
+HOPELESS = 1.02  # devices that all known sets leave to do, over those there are
+CLASSES = 8  # of sets by the layer that is their last
 CENTRE = 0.6  # how much of the best prices so far goes into the next
 NOTHING = -1e300
 
@@ -37,22 +39,57 @@ NOTHING = -1e300
 class View:
     """What runs take of a device's memory: ``held`` adds up, and with ``held`` of all behind it each run takes ``top``.
 
-    Shares of the memory, tables ``[first, end]`` by the facts' ``spreads``.
+    Shares of the memory, tables ``[first, end]`` by the facts' ``spreads``. It is a view of sets whose last run ends
+    after one of the layers ``last``.
     """
 
     held: Floats
     top: Floats
+    last: range
 
 
-def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[View]:
-    """Return the views of what is held in periods of ``tau`` ticks, each of which is a condition by itself."""
-    memory = facts.memories[:, None, None].astype(np.float64)
+def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[list[View]]:
+    """Return conditions of what is held in periods of ``tau`` ticks, each in one view of every set."""
+    memory, every = facts.memories[:, None, None].astype(np.float64), range(facts.count)
     once = runs.at_once / memory
-    found = [View(runs.always / memory, (runs.always + runs.spare) / memory), View(once, once)]
-    if tau is not None and facts.periodic:
-        mean = averages(facts, runs, segments, tau, runs.turning)
-        found.append(View(mean, mean))
+    found = [[View(runs.always / memory, (runs.always + runs.spare) / memory, every)]]
+    if tau is None or not facts.periodic:
+        return [*found, [View(once, once, every)]]
+    mean = averages(facts, runs, segments, tau, runs.turning)
+    found.append([View(mean, mean, every)])
+    ends = [i for i in every if runs.turning[i + 1] < NEVER]
+    parts = min(CLASSES, len(ends))
+    classes = [ends[len(ends) * n // parts : len(ends) * (n + 1) // parts] for n in range(parts)]
+    found.append([])
+    for some in classes:
+        held = np.maximum(once, _when_last_starts(facts, runs, tau, some) / memory)
+        found[-1].append(View(held, held, range(some[0], some[-1] + 1)))
     return found
+
+
+def _when_last_starts(facts: Facts, runs: Runs, tau: int, last: list[int]) -> Floats:
+    """Return what runs take at least when the forward of the last layer of their set starts, one of ``last``.
+
+    By then as many microbatches have come to each layer before it as periods pass on the way from there, and none has
+    left it that began its backward less than the rest of its life ago.
+    """
+    spreads = np.array([spread.high for spread in facts.spreads], dtype=np.int64)
+    steps = spreads[:, None] * min(tau, LONGEST)
+    inside = np.full((len(steps), facts.count), NEVER, dtype=np.int64)
+    for e in last:
+        there = facts.forward_before[e] - facts.forward_before[: e + 1]
+        back = facts.path_behind[: e + 1] - facts.path_behind[e] - there
+        life = runs.turning[e + 1] + int(facts.path_behind[e] - facts.path_behind[e + 1])
+        inside[:, : e + 1] = np.minimum(inside[:, : e + 1], there // steps + ceil_div(life + back, steps))
+    inside[:, last[-1] + 1 :] = 0
+    idle = spreads[:, None, None] * float(tau) - loads(facts)
+    return facts.fixed_alone + held_together(facts, inside, np.maximum(idle, 0.0))
+
+
+def loads(facts: Facts) -> Ints:
+    """Return the ticks of work of runs, with what each must recompute; tables by ``spreads``."""
+    load: Ints = (facts.behind + facts.blocked)[:, None] - (facts.behind - facts.blocked)[None, :]
+    return load + facts.recomputed
 
 
 def averages(facts: Facts, runs: Runs, segments: Segments, tau: int, turning: list[int]) -> Floats:
@@ -78,10 +115,11 @@ class Sets:
     """The sets of runs of groups with one number of replicas, in one view."""
 
     def __init__(self, possible: npt.NDArray[np.bool_], work: Floats, view: View, k: int) -> None:
-        self.count = len(possible) - 1
+        self.count, self.last = len(possible) - 1, view.last
         held, top = (np.maximum(x[k], 0) * (1 - ROUNDING) for x in (view.held, view.top))
         work = work * (1 - ROUNDING)
         fits = possible & (top <= 1) & (work <= 1)
+        fits[:, view.last[-1] + 2 :] = False
         cells = [np.where(fits, x, 0) * CELLS for x in (work, held)]
         rooms = [np.where(fits, 1 - x, 0) * CELLS for x in (work, top)]  # for the runs behind
         table = np.floor(np.stack([*cells, *rooms]) + ROUNDING).astype(int)
@@ -100,14 +138,14 @@ class Sets:
 
     def dearest(self, worth: Floats) -> tuple[float, list[tuple[int, int]]]:
         """Return what the set that is worth most is worth, and its runs; ``worth`` is a table ``[first, end]``."""
-        count, size = self.count, CELLS + 1
-        empty = np.full((size, size), NOTHING)
-        empty[0, 0] = 0.0
-        behind = {count: empty, count - 1: empty}  # the best of all sets whose runs may stand behind one that ends here
+        size = CELLS + 1
+        behind = {end: np.full((size, size), NOTHING) for end in (self.count, self.count - 1)}  # best of sets behind it
         starting: dict[int, Floats] = {}
-        for a in range(count - 1, -1, -1):
+        for a in range(self.count - 1, -1, -1):
             into = np.full((size, size), NOTHING)
             for end, busy, held, idle, room in self.rows[a]:
+                if end - 1 in self.last:
+                    into[busy, held] = max(into[busy, held], worth[a, end])
                 times, rows = min(size - busy, idle + 1), min(size - held, room + 1)
                 cells = into[busy : busy + times, held : held + rows]
                 np.maximum(cells, behind[end][:times, :rows] + worth[a, end], out=cells)
@@ -115,6 +153,8 @@ class Sets:
             behind[a - 1] = np.maximum(behind[a], into)
         best = behind[-1]
         place = int(best.argmax())
+        if best.flat[place] <= 0:
+            return 0.0, []
         return float(best.flat[place]), self._traced(worth, starting, behind, divmod(place, size))
 
     def _traced(
@@ -123,10 +163,10 @@ class Sets:
         x, y = place
         value, before, found = behind[-1][x, y], 0, list[tuple[int, int]]()
         while True:
-            first = next((a for a in range(before, self.count) if starting[a][x, y] == value), None)
-            if first is None or (x == y == 0 and value == 0.0 and found):
-                return found
+            first = next(a for a in range(before, self.count) if starting[a][x, y] == value)
             for end, busy, held, idle, room in self.rows[first]:
+                if end - 1 in self.last and (x, y) == (busy, held) and worth[first, end] == value:
+                    return [*found, (first, end)]
                 fits = 0 <= x - busy <= idle and 0 <= y - held <= room
                 if fits and behind[end][x - busy, y - held] + worth[first, end] == value:
                     found.append((first, end))
@@ -137,16 +177,16 @@ class Sets:
 
 def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> bool:
     """Whether no sets cover the chain in periods of ``tau`` ticks; None: in periods of any length."""
-    load = (facts.behind + facts.blocked)[:, None] - (facts.behind - facts.blocked)[None, :] + facts.recomputed
     pool = None
     if tau is not None and facts.periodic and not facts.recomputes:
         pool = pooled(facts, runs, segments, tau)
-    for view in views(facts, runs, segments, tau):
-        sets = []
-        for k, spread in enumerate(facts.spreads):
-            work = np.zeros(load[k].shape) if tau is None else load[k] / (float(tau) * spread.high)
-            sets.append(Sets(runs.possible[k], work, view, k))
-        if too_cheap(facts, sets, pool):
+    load = loads(facts).astype(np.float64)
+    work = np.zeros(load.shape)
+    if tau is not None:
+        work = load / (float(tau) * np.array([spread.high for spread in facts.spreads])[:, None, None])
+    for parts in views(facts, runs, segments, tau):
+        groups = [[Sets(runs.possible[k], work[k], view, k) for view in parts] for k in range(len(work))]
+        if too_cheap(facts, groups, pool):
             return True
     return False
 
@@ -162,22 +202,28 @@ def pooled(facts: Facts, runs: Runs, segments: Segments, tau: int) -> Floats:
     return np.where(runs.possible, found, 0.0)
 
 
-def too_cheap(facts: Facts, sets: list[Sets], pool: Floats | None) -> bool:
-    """Whether there are prices at which no groups' sets are worth as much as all layers."""
+def too_cheap(facts: Facts, groups: list[list[Sets]], pool: Floats | None) -> bool:
+    """Whether there are prices at which no groups' sets are worth as much as all layers.
+
+    ``groups`` are by ``spreads``, the sets of each in several parts.
+    """
     count, devices = facts.count, len(facts.problem.platform)
     costs = [spread.low for spread in facts.spreads]
-    alone = [min((cost for cost, x in zip(costs, sets, strict=True) if x.has(i)), default=1) for i in range(count)]
+    alone = [
+        min((cost for cost, group in zip(costs, groups, strict=True) if any(x.has(i) for x in group)), default=1)
+        for i in range(count)
+    ]
     master = Master(alone)
     start = (facts.behind[:-1] - facts.behind[1:]) / max(1.0, float(facts.behind[0]))
     centre = prices = np.append(start, 0.0)
     best = np.inf
-    for _ in range(min(ROUNDS, WORK // max(1, sum(x.runs for x in sets)))):
+    for _ in range(min(ROUNDS, WORK // max(1, sum(x.runs for group in groups for x in group)))):
         total = np.concatenate([[0.0], np.cumsum(prices[:-1])])
         table, slack = total[None, :] - total[:, None], float(prices[-1])
         worth = []
-        for k, group in enumerate(sets):
+        for k, group in enumerate(groups):
             value = table if pool is None else table - slack * pool[k]
-            most, found = group.dearest(value)
+            most, found = max((sets.dearest(value) for sets in group), key=lambda one: one[0])
             worth.append(most + slack * costs[k])
             master.add(found, costs[k], 0.0 if pool is None else sum(float(pool[k][one]) for one in found))
         every = _packed(worth, costs, devices) * (1 + ROUNDING)
@@ -187,7 +233,7 @@ def too_cheap(facts: Facts, sets: list[Sets], pool: Floats | None) -> bool:
         if ratio < best:
             best, centre = ratio, prices / (ratio * total[-1])
         optimal = master.prices(pool is not None)
-        if float(optimal[:-1].sum()) <= devices * (1 + ROUNDING):
+        if float(optimal[:-1].sum()) <= devices * HOPELESS:
             return False
         prices = CENTRE * centre + (1 - CENTRE) * optimal
     return False
@@ -203,7 +249,8 @@ def _packed(worth: list[float], costs: list[int], devices: int) -> float:
 
 
 class Master:
-    """Prices of layers, and last that of memory, at which all layers are worth most and no known set more than it costs."""
+    """Prices of layers, and last that of memory: those at which all layers together are worth most while no known set
+    is worth more than it costs, the devices of its group."""
 
     def __init__(self, alone: list[int]) -> None:
         self.count = len(alone)
