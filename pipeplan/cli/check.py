@@ -37,8 +37,8 @@ def command(
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
     Its order is also proved free of deadlock with blocking sends, receives, sums and updates of replicas. Of its
-    lower bounds, those whose proof is a search (classes contiguous and one-special) are the file's claims and called
-    so, unless --bounds checks them.
+    lower bounds, those whose proof is a search (of classes other than any, or under one schedule) are the file's claims
+    and called so, unless --bounds checks them.
 
     \b
     Example: pipeplan check plan.json

@@ -15,9 +15,9 @@ from ..partition.layer_order import EFFORTS, best_ordered, orders_matter
 from ..plan import Bound, Plan, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import kind_of
+from .placed_bounds import placed_bound
 from .portfolio import proved_special
 from .restricted import target_bound
-from .vee_bound import is_vee, vee_bound
 
 
 def _contiguous(problem: Problem) -> int | None:
@@ -36,8 +36,8 @@ def _any_order(problem: Problem) -> int | None:
     return found.allocation.lower_bound_ns if found is not None and found.complete else None
 
 
-def _vee(problem: Problem, kind: ScheduleKind) -> int | None:
-    found = vee_bound(problem, kind)
+def _placed(problem: Problem, kind: ScheduleKind) -> int | None:
+    found = placed_bound(problem, kind)
     return None if found is None else found.period_ns
 
 
@@ -70,8 +70,8 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
     elif kind.drains and bound.allocation == "contiguous":
         prove = partial(_drained, kind=bound.schedule)
-    elif bound.allocation == "any" and bound.schedule is not None and is_vee(bound.schedule):
-        prove = partial(_vee, kind=bound.schedule)
+    elif bound.allocation == "any" and bound.schedule is not None:
+        prove = partial(_placed, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     elif bound.any_order:

@@ -27,12 +27,12 @@ from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .incumbent import Incumbent, Propose, Scheduled, Settings, Status, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .jobs import Task
+from .placed_bounds import placed_bounds
 from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
 from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
 from .simulated import plan_drained, plan_nf1b
 from .stated import STATED, stated, why_not_stated
-from .vee_bound import vee_bounds
 
 AUTO = "auto"
 
@@ -327,5 +327,5 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains:
         own = scheduled.schedule.kind if scheduled.schedule else kind
-        found = [*drained_bounds(problem, own), *vee_bounds(problem, own)]
+        found = [*drained_bounds(problem, own), *placed_bounds(problem, own)]
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

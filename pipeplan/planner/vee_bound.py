@@ -8,37 +8,27 @@ the ranks before one can leave to it, all of them over in time, is a dynamic pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..check.drained_bound import StageTables
-from ..cost import memory_model, time_model
-from ..deadline import OutOfTime
+from ..cost import time_model
 from ..integers import Ints, ceil_div, smallest
 from ..plan import Bound, ScheduleKind
 from ..problem import Problem
-from ..schedule.kinds import KINDS, vee
 from .placed import held_at_first
+from .placed_tables import NEVER, PlacedTables
 
 FIXED: tuple[ScheduleKind, ...] = ("zbv", "v-half", "v-min")  # whose forwards before the first backward are known
 MOST = 2 * 10**7  # layers to the third, times ranks, beyond which nothing is bounded
 PRECISION = 4096  # a bound is found to this part
-NEVER = 2**60
 
 Bools = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[Any]
 _Condition = tuple[Numbers, Numbers, Callable[[Ints], Numbers]]  # of both stages, and the room for them by the budget
-
-
-def is_vee(kind: ScheduleKind) -> bool:
-    """Whether a kind of schedule places two stages on each GPU like a V."""
-    simulated = KINDS[kind].simulated
-    return simulated is not None and simulated.homes is vee
 
 
 def vee_bound(problem: Problem, kind: ScheduleKind) -> Bound | None:
@@ -70,105 +60,9 @@ def vee_bound(problem: Problem, kind: ScheduleKind) -> Bound | None:
     return Bound("any", problem.replicas, problem.checkpointing, ceil_div(best, microbatches), schedule=kind)
 
 
-def vee_bounds(problem: Problem, kind: ScheduleKind) -> Iterator[Bound]:
-    """Yield the bounds on plans under ``kind`` without replicas, where that says more, and on all, if it places stages
-    like a V and there is time to find them."""
-    if not is_vee(kind):
-        return
-    with suppress(OutOfTime, KeyboardInterrupt):
-        found = vee_bound(problem, kind)
-        alone = vee_bound(replace(problem, replicas=False), kind) if problem.replicas else None
-        if alone is not None and found is not None and alone.period_ns > found.period_ns:
-            yield alone
-        if found is not None:
-            yield found
-
-
 @dataclass(frozen=True)
-class _Vee:
-    """``pipelines`` equal ones over so many ranks; tables have shape (L + 1, L + 1), times are of a mini-batch, ns."""
-
-    problem: Problem
-    kind: ScheduleKind
-    ranks: int
-    pipelines: int
-
-    @cached_property
-    def count(self) -> int:
-        """The most microbatches of a pipeline."""
-        return ceil_div(self.problem.policy.accumulate or 1, self.pipelines)
-
-    @cached_property
-    def tables(self) -> StageTables:
-        """What stages take on the fastest GPU."""
-        return StageTables(self.problem, self.count, True)
-
-    @cached_property
-    def floor_ns(self) -> int:
-        """What the work takes, evenly shared."""
-        return self.tables.shared_ns * len(self.problem.platform) // self.ranks
-
-    @cached_property
-    def way_ns(self) -> int:
-        """What a microbatch takes from the first layer to the loss and back."""
-        least = int(self.tables.transfer[1:-1].min(initial=NEVER)) * (self.ranks > 1)
-        return int(self.tables.there[-1] + self.tables.back[-1]) + 4 * (self.ranks - 1) * least
-
-    @cached_property
-    def work(self) -> Ints:
-        """The work of a stage, all microbatches."""
-        start, stop = self.tables.ends
-        fastest = max(device.speed for device in self.problem.platform.devices)
-        chain, policy = self.problem.chain, self.problem.policy
-        table = time_model.work_ns(chain, policy, start, np.maximum(start, stop), 0, self.pipelines, fastest)
-        return np.asarray(table) * self.count
-
-    @cached_property
-    def later(self) -> Ints:
-        """The part of :attr:`work` that nothing waits for."""
-        start, stop = self.tables.ends
-        fastest = max(device.speed for device in self.problem.platform.devices)
-        chain, policy = self.problem.chain, self.problem.policy
-        table = time_model.backward_weight_ns(chain, policy, start, np.maximum(start, stop), self.pipelines, fastest)
-        return np.asarray(table) * self.count
-
-    @cached_property
-    def sums(self) -> Ints:
-        """What the sum of a stage's gradients takes."""
-        return self.tables.sums(self.pipelines)
-
-    @cached_property
-    def weights(self) -> Ints:
-        """Bytes of a stage's weights."""
-        start, stop = self.tables.ends
-        of = memory_model.weights_of(self.problem.chain, start, np.maximum(start, stop))
-        return np.asarray(memory_model.weights_bytes(self.problem.policy, *of, 1, self.pipelines))
-
-    @cached_property
-    def shared(self) -> tuple[int, int]:
-        """Bytes, and ns of steps of a mini-batch, that a rank may have once where both of its stages count them."""
-        policy, fastest = self.problem.policy, max(device.speed for device in self.problem.platform.devices)
-        size = steps = 0
-        for one in self.problem.chain.sums.shared:
-            more = int(one.holders[-1]) - 1
-            size += more * int(memory_model.weights_bytes(policy, one.weight_bytes, one.parameters, 1, self.pipelines))
-            sharers = policy.sharers(self.pipelines)
-            share = time_model.update_share_ns(policy, one.optimizer_ns, self.pipelines, sharers)
-            steps += more * self.count * (int(time_model.scaled(share, fastest)) + 1)
-        return size, steps
-
-    @cached_property
-    def heads(self) -> list[Ints]:
-        """For each rank, what comes before its first forward, by the layer with which it begins."""
-        forward = self.tables.there - self.tables.transfer
-        trips = np.full(len(forward), NEVER, dtype=np.int64)
-        trips[0] = 0
-        found = []
-        for _ in range(self.ranks):
-            found.append(np.minimum(forward + trips, NEVER))
-            before = np.concatenate([[NEVER], np.minimum.accumulate(trips)[:-1]])
-            trips = np.minimum(before + self.tables.transfer, NEVER)
-        return found
+class _Vee(PlacedTables):
+    """Two stages on each rank, placed like a V."""
 
     @cached_property
     def held(self) -> list[tuple[int, int]]:
@@ -177,11 +71,6 @@ class _Vee:
             return [(1, 1)] * self.ranks
         counts = held_at_first(self.kind, self.ranks, 2, self.count)
         return [(counts[rank], counts[-1 - rank]) for rank in range(self.ranks)]
-
-    @cached_property
-    def price(self) -> float:
-        """The least time (ns of a mini-batch) for each byte of a microbatch that a stage doesn't keep."""
-        return float(self.tables.price[0, -1]) * self.count
 
     def least(self, than: int | None) -> int | None:
         """Return the least time (ns) within which stages of this shape may be over, or ``than`` where that is less."""

@@ -1,12 +1,12 @@
 """Is a bound on drained plans ever above the soonest, and how near do it and ``plan`` come?
 
 On random tiny instances, of which every contiguous allocation is run under schedules that drain; and with ``--targets``
-of which every plan is run that a target can express, straight, looped or like a V; with ``--vees`` of which all stages
-that are placed like a V are run.
+of which every plan is run that a target can express, straight, looped or like a V; with ``--placed``
+of which all stages are run that are placed like a V or go round and round the GPUs.
 
     python scripts/checks/drained.py --instances 120
     python scripts/checks/drained.py --instances 300 --targets
-    python scripts/checks/drained.py --instances 120 --vees
+    python scripts/checks/drained.py --instances 120 --placed
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from cases.drained import drained_instance, soonest, soonest_of_vees
+from cases.drained import LOOPS, VEES, drained_instance, soonest, soonest_placed
 from cases.target_plans import every_plan, target_instance
 
 from pipeplan.check.bounds import any_bound
@@ -28,7 +28,7 @@ from pipeplan.plan import ScheduleKind
 from pipeplan.planner.block_search import BlockSearch
 from pipeplan.planner.drained import EFFORTS, DrainedSearch
 from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.vee_bound import vee_bound
+from pipeplan.planner.placed_bounds import placed_bound
 
 
 def main() -> None:
@@ -37,13 +37,13 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=120)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--targets", action="store_true")
-    parser.add_argument("--vees", action="store_true")
+    parser.add_argument("--placed", action="store_true")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.instances)
     if options.targets:
         bound_targets(seeds)
-    elif options.vees:
-        bound_vees(seeds)
+    elif options.placed:
+        bound_placed(seeds)
     else:
         bound_contiguous(seeds)
 
@@ -69,14 +69,14 @@ def bound_targets(seeds: range) -> None:
         print(f"{kind}: {len(found)} shapes, soonest / bound {geometric_mean(found):.3f} in the geometric mean")
 
 
-def bound_vees(seeds: range) -> None:
-    """Hold the bounds on stages that are placed like a V to all that there are."""
+def bound_placed(seeds: range) -> None:
+    """Hold the bounds on stages that are placed like a V or round and round, in turn, to all that there are."""
     ratios: dict[ScheduleKind, list[float]] = {}
     for seed in seeds:
         problem = drained_instance(seed, more=1, tied=seed % 3 == 1)
         count, free = problem.policy.accumulate or 1, any_bound(problem).period_ns
-        for kind, best in soonest_of_vees(problem).items():
-            bound = vee_bound(problem, kind)
+        for kind, best in soonest_placed(problem, (VEES, LOOPS)[seed // 2 % 2]).items():
+            bound = placed_bound(problem, kind)
             if bound is None or max(free, bound.period_ns) > -(-best // count):
                 print(f"{seed}: {bound} is above the soonest, {best} / {count}, under {kind}")
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -20,6 +20,7 @@ from pipeplan.schedule.kinds import refused
 from .chains import random_chain, random_platform
 
 VEES: tuple[ScheduleKind, ...] = ("zbv", "v-half", "v-min", "v-limit", "dualpipev")
+LOOPS: tuple[ScheduleKind, ...] = ("interleaved", "breadth-first", "interleaved-zb")
 
 
 def drained_instance(seed: int, more: int = 0, tied: bool = False) -> Problem:
@@ -63,14 +64,14 @@ def soonest(problem: Problem) -> dict[ScheduleKind, int]:
     return best
 
 
-def soonest_of_vees(problem: Problem, kinds: Sequence[ScheduleKind] = VEES) -> dict[ScheduleKind, int]:
-    """Return the shortest mini-batch of all stages that are placed like a V, by ``kinds`` of schedules that do so."""
-    layers, gpus, count = len(problem.chain), len(problem.platform), problem.policy.accumulate or 1
+def soonest_placed(problem: Problem, kinds: Sequence[ScheduleKind] = VEES) -> dict[ScheduleKind, int]:
+    """Return the shortest mini-batch of all stages that are placed like a V, and of all that go round and round, by
+    ``kinds`` of schedules that do so."""
+    layers, count = len(problem.chain), problem.policy.accumulate or 1
     best: dict[ScheduleKind, int] = {}
-    for ranks in range(1, min(gpus, layers // 2) + 1):
-        most = gpus // ranks if problem.replicas else 1
-        for pipelines, cuts in product(range(1, most + 1), combinations(range(1, layers), 2 * ranks - 1)):
-            groups = Shape(ranks, pipelines, 2, vee=True).groups()
+    for shape in _shapes(problem, kinds):
+        groups = shape.groups()
+        for cuts in combinations(range(1, layers), len(groups) - 1):
             places = list(zip(pairwise((0, *cuts, layers)), groups, strict=True))
             for again in product(*([(), (part,)] for part, _ in places)):
                 made = tuple(Stage(*part, group, some) for (part, group), some in zip(places, again, strict=True))
@@ -78,11 +79,24 @@ def soonest_of_vees(problem: Problem, kinds: Sequence[ScheduleKind] = VEES) -> d
                     continue
                 graph = stage_graph(problem.chain, problem.platform, problem.policy, made)
                 for kind in kinds:
-                    schedule = Schedule(kind, count, 2 * ranks if kind == "v-limit" else None)
+                    if (kind in VEES) != shape.vee:
+                        continue
+                    schedule = Schedule(kind, count, len(groups) if kind == "v-limit" else None)
                     result = evaluate_simulated(graph, schedule, problem.platform, NEVER)
                     if fits(result) and result.makespan_ns is not None:
                         best[kind] = min(result.makespan_ns, best.get(kind, result.makespan_ns))
     return best
+
+
+def _shapes(problem: Problem, kinds: Sequence[ScheduleKind]) -> Iterator[Shape]:
+    """Yield what V's there are, and what loops, as far as there are layers for them."""
+    layers, gpus = len(problem.chain), len(problem.platform)
+    for ranks in range(1, min(gpus, layers) + 1):
+        for pipelines in range(1, gpus // ranks + 1 if problem.replicas else 2):
+            if 2 * ranks <= layers and any(kind in VEES for kind in kinds):
+                yield Shape(ranks, pipelines, 2, vee=True)
+            if any(kind in LOOPS for kind in kinds):
+                yield from (Shape(ranks, pipelines, chunks) for chunks in range(1, layers // ranks + 1))
 
 
 def _times(problem: Problem, stages: tuple[Stage, ...], count: int) -> list[tuple[ScheduleKind, int]]:
