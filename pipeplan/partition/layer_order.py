@@ -26,8 +26,9 @@ from .contiguous.sifted import sifted
 
 @dataclass(frozen=True)
 class OrderEffort:
-    """How many ideals are told apart at ``most``, how many are in tables ``at_once``, in how many ``rounds`` those
-    around the best cuts are looked at, and for how many periods all are ``sifted``."""
+    """How many ideals are told apart at ``most``, how many are in tables ``at_once`` (twice as many of what is left by
+    sifting), in how many ``rounds`` those around the best cuts are looked at, and for how many periods all are
+    ``sifted``."""
 
     most: int
     at_once: int
@@ -37,8 +38,8 @@ class OrderEffort:
 
 EFFORTS = {
     "quick": OrderEffort(4_000, 200, 0, 2),
-    "normal": OrderEffort(20_000, 500, 1, 6),
-    "high": OrderEffort(60_000, 1_200, 8, 12),
+    "normal": OrderEffort(20_000, 500, 1, 8),
+    "high": OrderEffort(60_000, 1_200, 8, 16),
 }
 
 
@@ -121,7 +122,7 @@ def _best_sifted(problem: Problem, every: Sequence[int], best: Ordered | None, e
     try:
         for _ in range(effort.sifted):
             left = sifted(free, period)
-            few = left is not None and len(left.chain) < effort.at_once
+            few = left is not None and len(left.chain) < 2 * effort.at_once
             found = smallest_period(left, upper=period) if left is not None and few else None
             if left is not None and found is not None:
                 best = _better(problem, best, _placed(left, found, len(every)))

@@ -10,19 +10,21 @@ work takes of the devices, or the less fits, the fewer ideals are left; exact se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...cost import memory_model, time_model
 from ...cost.ideal_chain import IdealChain
-from ...integers import Ints, ceil_div
+from ...integers import Ints, ceil_div, extend_array
 from ...problem import Problem
 from ..cuts import round_trips_ns
 from .device_counts import TOO_MANY, stage_needs
 from .options import NEVER, FewOptions, quickest_replicas, stage_limits, stage_times
-from .tables import carried
+from .tables import carried, longest_delay
 
 _BLOCK = 2**20  # pairs that are looked at together
 
@@ -33,11 +35,12 @@ def sifted(problem: Problem, period: int) -> Problem | None:
     None where there is no such plan at all. The ideals are in order of the work that they have. About O(n^2) for n
     ideals; of plans for much longer periods than work takes of all devices few are ruled out.
     """
-    relaxed = _by_work(problem, period)
-    if relaxed is None or problem.checkpointing == "segments":
-        return None if relaxed is None else _by_pairs(relaxed, period)
-    quick = _by_pairs(replace(relaxed, checkpointing="segments"), period)
-    return None if quick is None else _by_pairs(replace(quick, checkpointing=problem.checkpointing), period)
+    left = _by_work(problem, period)
+    if left is not None and problem.checkpointing != "segments":
+        left = _by_pairs(replace(left, checkpointing="segments"), period)
+    if left is None:
+        return None
+    return _by_pairs(replace(left, checkpointing=problem.checkpointing), period, delays=not problem.replicas)
 
 
 def _chain(problem: Problem) -> IdealChain:
@@ -71,8 +74,9 @@ def _by_work(problem: Problem, period: int) -> Problem | None:
     return replace(problem, chain=_chain(problem).select(np.flatnonzero(left)))
 
 
-def _by_pairs(problem: Problem, period: int) -> Problem | None:
-    """Return the problem without ideals that have too few devices for the stages before and behind."""
+def _by_pairs(problem: Problem, period: int, delays: bool = False) -> Problem | None:
+    """Return the problem without ideals that have too few devices for the stages before and behind, or, with
+    ``delays``, at which none of those are cut that meet the period on single devices like the best."""
     count = len(problem.platform)
     walk = _Walk(problem, period)
     rows = walk.back()
@@ -80,19 +84,81 @@ def _by_pairs(problem: Problem, period: int) -> Problem | None:
         return None
     before = np.full(len(walk.after), TOO_MANY, dtype=np.int64)
     before[0] = 0
-    for row, columns, need in reversed(rows):
-        np.minimum.at(before, columns, before[row] + need)
+    for row in reversed(rows):
+        np.minimum.at(before, row.columns, before[row.row] + row.need)
     left = before + walk.after <= count
+    if delays:
+        left &= _on_ways(walk, rows)
+        if not left[0]:
+            return None
     return replace(problem, chain=_chain(problem).select(np.flatnonzero(left)))
 
 
+def _on_ways(walk: _Walk, rows: Sequence[_Row]) -> npt.NDArray[np.bool_]:
+    """Return whether each ideal is on a way of stages on single devices that meet the period.
+
+    As in :mod:`.decision`, with the best device and link for all: of each ideal and number of devices behind it the
+    least delay, and then what is met on the ways back from the first ideal.
+    """
+    problem, period = walk.problem, walk.period
+    count, cap = len(problem.platform), longest_delay(problem, period)
+    apart = len(problem.platform.levels) > 1 or problem.platform.both_ways(0)
+    enter = np.full((count + 1, len(walk.after)), NEVER, dtype=np.int64)
+    enter[0, -1] = 0
+    ways = []
+    for row in rows:
+        found = row.delays(enter[:-1, row.columns], period, cap)
+        ways.append(found < NEVER)
+        least, trip = found.min(axis=1), int(walk.trips[row.row])
+        through = (
+            least + trip if apart else extend_array(np.minimum(least, NEVER // 2), np.full_like(least, trip), period)
+        )
+        enter[1:, row.row] = np.where(least < NEVER, through, NEVER)
+    met = np.zeros(enter.shape, dtype=np.bool_)
+    met[:, 0] = enter[:, 0] < NEVER
+    for row, way in zip(reversed(rows), reversed(ways), strict=True):
+        met[:-1, row.columns] |= way & met[1:, row.row, None]
+    return np.asarray(met.any(axis=0))
+
+
+class _Row(NamedTuple):
+    """Stages from one ideal: where they may stop, how many devices they need at least, and in which ways each may keep
+    or recompute what it saves: (ns, microbatches that it can hold so)."""
+
+    row: int
+    columns: Ints
+    need: Ints
+    options: Sequence[tuple[Ints, Ints]]
+
+    def delays(self, behind: Ints, period: int, cap: int) -> Ints:
+        """Return the delays before the stages on single devices, whose last dimension is that of those ``behind``."""
+
+        def work(in_flight: Ints) -> Ints:
+            least = np.full(in_flight.shape, NEVER, dtype=np.int64)
+            for time, limit in reversed(self.options):
+                np.copyto(least, time, where=in_flight <= limit)
+            return least
+
+        group = ceil_div(behind, period)
+        end = group * period
+        stay, opened = work(group) + behind, work(group + 1) + end
+        found = np.where(stay <= end, stay, opened)
+        found[(found > np.minimum(end + period, cap)) | (behind >= NEVER)] = NEVER
+        return found
+
+
 class _Pairs(NamedTuple):
-    """Stages between ideals, by row: what they take at least."""
+    """Stages between ideals, by row: devices that they need at least, and their options (see :class:`_Row`)."""
 
     rows: Ints
     columns: Ints
-    need: Ints  # devices
-    time: Ints  # ns on one, NEVER where they never fit
+    need: Ints
+    options: Sequence[tuple[Ints, Ints]]
+
+    def of(self, row: int, some: slice) -> _Row:
+        """Return those of one row, which are ``some``."""
+        options = [(time[some], limit[some]) for time, limit in self.options]
+        return _Row(row, self.columns[some], self.need[some], options)
 
 
 class _Walk:
@@ -110,9 +176,9 @@ class _Walk:
         self.after = np.full(size, TOO_MANY, dtype=np.int64)
         self.after[-1] = 0
 
-    def back(self) -> list[tuple[int, Ints, Ints]]:
-        """Fill ``after``; return by row, from the last on, the columns at which stages may stop, and devices needed."""
-        found = []
+    def back(self) -> list[_Row]:
+        """Fill ``after``; return the stages that there may be, from the last row on."""
+        found = list[_Row]()
         most = len(self.problem.platform) if self.problem.replicas else 1
         first = np.searchsorted(self.work, self.work + most * self.period + 1, side="right")
         stop = len(self.work) - 1
@@ -124,23 +190,28 @@ class _Walk:
             stop = start
         return found
 
-    def _block(self, start: int, stop: int, end: int) -> list[tuple[int, Ints, Ints]]:
+    def _block(self, start: int, stop: int, end: int) -> list[_Row]:
         """Do the same for the rows ``start`` to ``stop``, whose stages stop before ``end``."""
         pairs = self._pairs(slice(start, stop), slice(start + 1, end))
         ends = np.searchsorted(pairs.rows, np.arange(start, stop + 1)).tolist()
         most = (len(self.problem.platform) - ceil_div(self.work[start:stop], self.period)).tolist()
         found = []
-        for row in range(stop - 1, start - 1, -1):
-            some = slice(ends[row - start], ends[row - start + 1])
-            columns, need = pairs.columns[some], pairs.need[some]
-            together = need + self.after[columns]
-            possible = np.flatnonzero(together <= most[row - start])
+        for number in range(stop - start - 1, -1, -1):
+            row = pairs.of(start + number, slice(ends[number], ends[number + 1]))
+            together = row.need + self.after[row.columns]
+            possible = np.flatnonzero(together <= most[number])
             if len(possible):
-                columns = columns[possible]
-                self.after[row] = int(together[possible].min())
-                delay = int((pairs.time[some][possible] + self.enter[columns]).min())
-                self.enter[row] = min(NEVER, max(int(self.enter[row]), delay + int(self.trips[row])))
-                found.append((row, columns, need[possible]))
+                row = _Row(
+                    row.row,
+                    row.columns[possible],
+                    row.need[possible],
+                    [(t[possible], m[possible]) for t, m in row.options],
+                )
+                self.after[row.row] = int(together[possible].min())
+                time = np.minimum.reduce([np.where(limit > 0, time, NEVER) for time, limit in row.options])
+                delay = int((time + self.enter[row.columns]).min())
+                self.enter[row.row] = min(NEVER, max(int(self.enter[row.row]), delay + int(self.trips[row.row])))
+                found.append(row)
         return found
 
     def _pairs(self, rows: slice, columns: slice) -> _Pairs:
@@ -160,6 +231,6 @@ class _Walk:
         if problem.replicas:
             gradients += memory_model.gradient_of(chain, policy, start, stop)
         need = stage_needs(problem, options, gradients, self.enter[stop], self.period)
-        time = np.minimum.reduce([np.where(limit > 0, time, NEVER) for time, limit in options])
         enough = need < TOO_MANY
-        return _Pairs(start[enough], stop[enough], need[enough].astype(np.int64), time[enough])
+        some = [(time[enough], limit[enough]) for time, limit in options]
+        return _Pairs(start[enough], stop[enough], need[enough].astype(np.int64), some)
