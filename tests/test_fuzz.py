@@ -8,8 +8,8 @@ from cases.fuzz.readers import SHARES, Readers
 
 pytest.importorskip("torch")  # it reads checkpoints, and estimates profiles
 SEED = 13
-FILES = 100  # for each share of a kind
-LINES = range(240)
+FILES = 40  # for each share of a kind
+LINES = range(150)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_a_terminal_without_the_letters_gets_their_codes(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
 
     def said(*more: str) -> bytes:
-        line = [sys.executable, "-m", "pipeplan", "plan", "-", *SMALL, *more]
+        line = [sys.executable, "-m", "pipeplan", "plan", "-", *SMALL, "-q", *more]
         with profile.open("rb") as file:
             done = subprocess.run(line, stdin=file, capture_output=True, env=environment, timeout=SECONDS)
         assert (done.returncode, done.stderr) == (0, b"")

@@ -27,7 +27,7 @@ from ..problem import (
     Weights,
     Zero,
 )
-from ..schedule.periodic.ilp import Solver
+from ..schedule.periodic.solvers import Solver
 from ..units import gpu_counts, parse_time, parse_wait
 from .profiles import Profile
 

@@ -16,7 +16,7 @@ from ..planner.compare import compare as compared
 from ..planner.incumbent import GAP, Settings
 from ..planner.plan import AUTO
 from ..problem import Problem
-from ..schedule.periodic.ilp import Solver
+from ..schedule.periodic.solvers import Solver
 from ..units import parse_bytes, parse_counts
 from .asked import Asked, Effort, deadline_of, problem_of, refuse_others
 from .planning import Given

@@ -41,7 +41,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _solvers() -> Iterator[Finding]:
-    from ..schedule.periodic.ilp import refuse_lacking
+    from ..schedule.periodic.solvers import refuse_lacking
 
     try:
         refuse_lacking("cbc")

@@ -20,9 +20,9 @@ from ..plan import Plan, ScheduleKind
 from ..planner.incumbent import GAP, Settings, Status
 from ..planner.plan import AUTO, Planned
 from ..planner.simulation import RUNS
-from ..problem import Chain
+from ..problem import Chain, Problem
 from ..schedule.kinds import KINDS
-from ..schedule.periodic.ilp import Solver
+from ..schedule.periodic.solvers import Solver
 from ..units import parse_time
 from .asked import Asked, Effort, Order, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name
@@ -73,7 +73,7 @@ def plan(
     """
     from ..planner.alternatives import with_alternatives
     from ..planner.best_order import OWN, TRIED
-    from ..planner.layer_order import InOrder, in_best_order
+    from ..planner.layer_order import planned_in_best_order
     from ..planner.ordered import WHY_NOT, ordered
     from ..planner.plan import make_plan
     from ..planner.restricted import make_target_plan, unrestricted, with_price
@@ -115,10 +115,15 @@ def plan(
     elif stated is not None:  # other stages than the stated ones are no alternatives
         found = make_plan(problem, STATED, stated, settings, effort, kind, limit, jitter)
     else:
-        searched = order == "best" and algorithm in (AUTO, "contiguous")
-        arranged = in_best_order(problem, settings, effort, kind) if searched else InOrder(problem)
-        found = arranged.told(make_plan(arranged.problem, algorithm, options, settings, effort, kind, limit, jitter))
-        found = with_alternatives(found, arranged.problem)
+
+        def planned(problem: Problem) -> Planned:
+            return make_plan(problem, algorithm, options, settings, effort, kind, limit, jitter)
+
+        if order == "best" and algorithm in (AUTO, "contiguous"):
+            found, problem = planned_in_best_order(problem, settings, effort, kind, planned)
+        else:
+            found = planned(problem)
+        found = with_alternatives(found, problem)
     if schedule == BEST:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if stated is None else (OWN,))

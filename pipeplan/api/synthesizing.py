@@ -15,7 +15,7 @@ from ..planner.best_order import OWN, best_order, placed_graph
 from ..planner.other_schedules import default_microbatches
 from ..problem import Chain, Layer, Platform, Policy
 from ..schedule.kinds import loop, vee
-from ..schedule.periodic.ilp import Solver
+from ..schedule.periodic.solvers import Solver
 from ..schedule.synthesis.synthesize import Synthesis
 
 ROOM = 2**50  # bytes of GPUs that nothing is said of

@@ -50,7 +50,7 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
     if kind is not None and not KINDS[kind].splits:
         layers = tuple(replace(layer, backward_weight_ns=0) for layer in relaxed.chain.layers)
         relaxed = replace(relaxed, chain=replace(relaxed.chain, layers=layers))
-    stages = _Stages(relaxed, microbatches, kind is None or KINDS[kind].splits)
+    stages = StageTables(relaxed, microbatches, kind is None or KINDS[kind].splits)
     if count**2 * len(problem.platform) * len(list(_ranges(microbatches))) > _MOST:
         return None
     high = low = max(1, stages.shared_ns)
@@ -86,7 +86,7 @@ def _ranges(most: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Stages:
+class StageTables:
     """What every stage ``layers[i:j]`` takes at least on any device of a problem; tables have shape (L + 1, L + 1)."""
 
     problem: Problem
@@ -94,7 +94,8 @@ class _Stages:
     splits: bool
 
     @cached_property
-    def _ends(self) -> tuple[Ints, Ints]:
+    def ends(self) -> tuple[Ints, Ints]:
+        """The layers where stages start and stop, to be broadcast."""
         cuts = np.arange(len(self.problem.chain) + 1)
         return cuts[:, None], cuts[None, :]
 
@@ -112,7 +113,7 @@ class _Stages:
         return total * down // (up * len(self.problem.platform))
 
     @cached_property
-    def _transfer(self) -> Ints:
+    def transfer(self) -> Ints:
         """The least time of a transfer over each cut that a plan may have; none where they block."""
         platform, cut_bytes = self.problem.platform, self.problem.chain.cut_bytes
         levels = range(0 if platform.blocking else len(platform.levels))
@@ -120,24 +121,24 @@ class _Stages:
         return np.array([0, *inner, 0], dtype=np.int64)
 
     @cached_property
-    def _held(self) -> Ints:
+    def held(self) -> Ints:
         """The least for which a microbatch's messages over each cut keep the devices at its ends from computing."""
         platform, cut_bytes = self.problem.platform, self.problem.chain.cut_bytes
         inner = [2 * min(platform.held_ns(size, k) for k in range(len(platform.levels))) for size in cut_bytes[1:-1]]
         return np.array([0, *inner, 0], dtype=np.int64)
 
     @cached_property
-    def _there(self) -> Ints:
+    def there(self) -> Ints:
         """What comes before a forward behind each cut."""
         down, up = self._speed
-        return np.asarray(self.problem.chain.sums.forward_ns * down // up + self._transfer)
+        return np.asarray(self.problem.chain.sums.forward_ns * down // up + self.transfer)
 
     @cached_property
-    def _back(self) -> Ints:
+    def back(self) -> Ints:
         """What comes behind a gradient at each cut."""
         down, up = self._speed
         sums = self.problem.chain.sums
-        return np.asarray((sums.backward_ns - sums.backward_weight_ns) * down // up + self._transfer)
+        return np.asarray((sums.backward_ns - sums.backward_weight_ns) * down // up + self.transfer)
 
     @cached_property
     def _behind(self) -> Ints:
@@ -145,10 +146,10 @@ class _Stages:
         down, up = self._speed
         sums = self.problem.chain.sums
         total = sums.forward_ns + sums.backward_ns - sums.backward_weight_ns
-        return np.asarray((total[-1] - total) * down // up + 2 * self._transfer)
+        return np.asarray((total[-1] - total) * down // up + 2 * self.transfer)
 
     @cached_property
-    def _saved(self) -> Ints:
+    def saved(self) -> Ints:
         """Bytes that a stage keeps of a microbatch if it recomputes nothing, beside what it received in a buffer."""
         chain = self.problem.chain
         sums = np.cumsum([0, *first_saved(chain)])
@@ -156,7 +157,7 @@ class _Stages:
         return np.asarray(np.maximum(sums[None, :] - sums[:, None] - received[:, None], 0))
 
     @cached_property
-    def _price(self) -> npt.NDArray[np.float64]:
+    def price(self) -> npt.NDArray[np.float64]:
         """Time (ns) for each byte that a stage doesn't keep, at the best ratio of its layers; inf: it keeps all."""
         count, (down, up) = len(self.problem.chain), self._speed
         table = np.full((count + 1, count + 1), np.inf)
@@ -168,9 +169,9 @@ class _Stages:
             table[i, i + 1 :] = np.minimum.accumulate(ratios[i:])
         return table * _FINE
 
-    def _room(self, replicas: int) -> Ints:
+    def room(self, replicas: int) -> Ints:
         """Bytes that a stage has for activations."""
-        problem, (start, stop) = self.problem, self._ends
+        problem, (start, stop) = self.problem, self.ends
         weights = memory_model.weights_bytes(
             problem.policy, *memory_model.weights_of(problem.chain, start, stop), 1, replicas
         )
@@ -178,9 +179,9 @@ class _Stages:
         buffers = memory_model.message_bytes(problem.policy, cuts[:, None], cuts[None, :], replicas)
         return np.asarray(max(device.memory_bytes for device in problem.platform.devices) - weights - buffers)
 
-    def _sums(self, replicas: int) -> Ints:
+    def sums(self, replicas: int) -> Ints:
         """What the sum of a stage's gradients takes."""
-        problem, (start, stop) = self.problem, self._ends
+        problem, (start, stop) = self.problem, self.ends
         gradients = np.maximum(np.asarray(memory_model.gradient_of(problem.chain, problem.policy, start, stop)), 0)
         paths = problem.platform.paths
         rings = [time_model.ring_all_reduce_ns(gradients.astype(object), replicas, *path) for path in paths]
@@ -189,24 +190,24 @@ class _Stages:
 
     def _with_replicas(self, replicas: int) -> Iterator[Ints]:
         """Yield the least time by which all of a stage is over, by ranges of what it holds."""
-        problem, (start, stop) = self.problem, self._ends
+        problem, (start, stop) = self.problem, self.ends
         fastest = max(device.speed for device in problem.platform.devices)
         count = ceil_div(self.microbatches, replicas)
         work = np.asarray(time_model.work_ns(problem.chain, problem.policy, start, stop, 0, replicas, fastest))
-        work = work + self._held[:, None] + self._held[None, :]
+        work = work + self.held[:, None] + self.held[None, :]
         later = 0
         if self.splits:
             later = time_model.backward_weight_ns(problem.chain, problem.policy, start, stop, replicas, fastest)
-        room, sums = self._room(replicas), self._sums(replicas)
-        ends = self._there[:, None] + self._back[:, None]
+        room, sums = self.room(replicas), self.sums(replicas)
+        ends = self.there[:, None] + self.back[:, None]
         for first, last in _ranges(count):
             self.problem.deadline.check()
-            dropped = np.maximum(self._saved - room // first, 0)
-            again = np.where(dropped > 0, dropped * np.minimum(self._price, 1e18), 0)
+            dropped = np.maximum(self.saved - room // first, 0)
+            again = np.where(dropped > 0, dropped * np.minimum(self.price, 1e18), 0)
             fits = (room >= 0) & (again < 1e17) & (stop > start)
             own = work + np.where(fits, again, 0).astype(np.int64)
             total = np.maximum(
-                self._there[:, None] + count * own + sums,
+                self.there[:, None] + count * own + sums,
                 ends + np.maximum(count * (own - later), ceil_div(count, last) * (own - later + self._behind[None, :])),
             )
             yield np.where(fits, total, _BEYOND)

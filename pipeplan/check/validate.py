@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..cost import time_model
-from ..cost.stage_graph import Operation, Resource, StageGraph, borrowed_weights
+from ..cost.resources import Resource
+from ..cost.shared_weights import borrowed_weights
+from ..cost.stage_graph import Operation, StageGraph
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import CLIPPED_TOGETHER, Chain, Platform, Policy

@@ -37,8 +37,8 @@ def command(
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
     Its order is also proved free of deadlock with blocking sends, receives, sums and updates of replicas. Of its
-    lower bounds, those whose proof is a search (classes contiguous and one-special) are the file's claims and called
-    so, unless --bounds checks them.
+    lower bounds, those whose proof is a search (of classes other than any, or under one schedule) are the file's claims
+    and called so, unless --bounds checks them.
 
     \b
     Example: pipeplan check plan.json
@@ -53,7 +53,8 @@ def command(
         )
     from ..files.plans import read_plan
     from ..planner.derived import derived
-    from ..report.tables import bound_figures, headline
+    from ..report.tables import headline
+    from ..report.words import bound_figures
     from ..runtime.lowering.blocking import run_deadlock
     from ..schedule.deadlock import plan_deadlock
 

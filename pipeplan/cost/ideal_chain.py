@@ -8,7 +8,7 @@ which neither holds the other are the ends of no stage; what such a pair would k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,9 +46,25 @@ class IdealChain(Chain):
     def of(chain: Chain, ideals: Sequence[int]) -> IdealChain:
         """Return the chain of some ``ideals`` of ``chain``, in an order in which each comes behind those inside it."""
         found = IdealChain(chain.name, (), chain.input_bytes, edges=(), whole=chain, ideals=tuple(ideals))
-        sets, facts = _Sets(found.inside, found._nested), storages(chain).facts
-        foretell(found, IdealStorages(facts, sets), sets.entering(facts))
-        return found
+        every = slice(0, len(ideals))
+        return found._between(every, every)
+
+    def window(self, rows: slice, columns: slice) -> IdealChain:
+        """Return the same chain for questions about stages from the ideals ``rows`` to ``columns`` alone, by the same
+        numbers."""
+        found = replace(self)
+        found.__dict__.update(inside=self.inside, sums=self.sums, cut_bytes=self.cut_bytes)
+        return found._between(rows, columns)
+
+    def select(self, index: Ints) -> IdealChain:
+        """Return the chain of the ideals ``index`` alone."""
+        return self.of(self.whole, [self.ideals[i] for i in index.tolist()])
+
+    def _between(self, rows: slice, columns: slice) -> IdealChain:
+        sets, facts = _Sets(self.inside, rows, columns), storages(self.whole).facts
+        self.__dict__["_nested"] = _Table(lambda: sets.nested, rows, columns)
+        foretell(self, IdealStorages(facts, sets), _Table(lambda: sets.entering(facts), rows, columns))
+        return self
 
     def __len__(self) -> int:
         return len(self.ideals) - 1
@@ -61,17 +77,9 @@ class IdealChain(Chain):
         rows = np.frombuffer(octets, dtype=np.uint8).reshape(len(self.ideals), -1)
         return np.unpackbits(rows, axis=1, count=count, bitorder="little").astype(np.bool_)
 
-    @cached_property
-    def _nested(self) -> Flags:
-        """Which ideals are inside which others, and not the same: table ``[inside, outside]``."""
-        some = self.inside.astype(np.float32)
-        sizes = some.sum(axis=1)
-        nested: Flags = (some @ some.T == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
-        return nested
-
     def is_range(self, start: IntLike, stop: IntLike) -> Any:
         """Whether ideal ``stop`` holds ideal ``start`` and more."""
-        return self._nested[start, stop]
+        return self.__dict__["_nested"][start, stop]
 
     @cached_property
     def cut_bytes(self) -> tuple[int, ...]:
@@ -87,10 +95,10 @@ class IdealChain(Chain):
     @cached_property
     def sums(self) -> Sums:
         """Sums over the layers of each ideal."""
-        whole, inside = self.whole.sums, self.inside.astype(np.int64)
+        whole = self.whole.sums
 
         def total(sums: Ints) -> Ints:
-            found: Ints = inside @ np.diff(sums)
+            found: Ints = np.matmul(self.inside, np.diff(sums), dtype=np.int64)
             return found
 
         def shared(one: SharedSums) -> SharedSums:
@@ -126,34 +134,71 @@ class IdealChain(Chain):
         )
 
 
+class _Table:
+    """A table ``[start, stop]`` from the ideals ``rows`` to ``columns``, made when it is first asked."""
+
+    def __init__(self, make: Callable[[], Any], rows: slice, columns: slice) -> None:
+        self._make, self._first = make, (rows.start, columns.start)
+
+    @cached_property
+    def _found(self) -> Any:
+        return self._make()
+
+    def __getitem__(self, key: tuple[IntLike, IntLike]) -> Any:
+        (start, stop), (row, column) = key, self._first
+        return self._found[start - row, stop - column]
+
+
 @dataclass(frozen=True)
 class _Sets:
-    """Tables ``[start, stop]`` over pairs of ideals: sums over what the layers between them have to do with."""
+    """Tables from the ideals ``rows`` to ``columns``: sums over what the layers between them have to do with."""
 
     inside: Flags
-    nested: Flags
+    rows: slice
+    columns: slice
+
+    @cached_property
+    def starts(self) -> Flags:
+        """Which layers each ideal at a stage's start has."""
+        return self.inside[self.rows]
+
+    @cached_property
+    def stops(self) -> Flags:
+        """Which layers each ideal at a stage's end has."""
+        return self.inside[self.columns]
+
+    @cached_property
+    def nested(self) -> Flags:
+        """Which ideals are inside which others, and not the same."""
+        starts, stops = self.starts.astype(np.float32), self.stops.astype(np.float32)
+        sizes = starts.sum(axis=1)[:, None]
+        nested: Flags = (starts @ stops.T == sizes) & (sizes < stops.sum(axis=1)[None, :])
+        return nested
 
     def made(self, tensor: int) -> Flags:
-        """Whether each ideal has a tensor: 0 the network's input, i + 1 the output of layer i."""
-        return self.inside[:, tensor - 1] if tensor else np.ones(len(self.inside), dtype=np.bool_)
+        """Whether each ideal at a stage's start has a tensor: 0 the network's input, i + 1 the output of layer i."""
+        return self.starts[:, tensor - 1] if tensor else np.ones(len(self.starts), dtype=np.bool_)
 
     def any_of(self, terms: Sequence[tuple[Ints, Sequence[int]]]) -> Ints:
         """Return the sum of ``size[start]``, over the (size, layers) of which any layer is between start and stop.
 
         None is where as many of the layers are in one as in the other: one minus a product of rows, by that number.
         """
-        count = len(self.inside)
-        left, right, whole = [], [], np.zeros(count, dtype=np.int64)
+        left, right, whole = [], [], np.zeros(len(self.starts), dtype=np.int64)
         for size, layers in terms:
-            if not size.any():
+            some = size != 0
+            if not some.any():
+                continue
+            before, behind = (inside[:, list(layers)].sum(axis=1) for inside in (self.starts, self.stops))
+            if int(behind.max()) == int(before[some].min()):  # none of them is between any two
                 continue
             whole += size
-            numbers = self.inside[:, list(layers)].sum(axis=1)
-            for number in np.unique(numbers[size != 0]):
-                same = numbers == number
-                left.append(np.where(same, size, 0))
-                right.append(same)
-        found = np.broadcast_to(whole[:, None], (count, count)).copy()
+            for number in np.unique(before[some]):
+                same = behind == number
+                if same.any():
+                    left.append(np.where(before == number, size, 0))
+                    right.append(same)
+        found = np.broadcast_to(whole[:, None], self.nested.shape).copy()
         if left:  # exact in floats, which are multiplied far quicker
             found -= (np.array(left, dtype=np.float64).T @ np.array(right, dtype=np.float64)).astype(np.int64)
         found[~self.nested] = ENDLESS
@@ -177,15 +222,15 @@ class IdealStorages(DagStorages):
     sets: _Sets
 
     @cached_property
-    def _tables(self) -> tuple[Ints, Ints]:
+    def _tables(self) -> tuple[_Table, _Table]:  # type: ignore[override]
         """What they keep of tensors that enter, and of tensors made among them."""
         entering: list[tuple[Ints, Sequence[int]]] = []
         made: list[tuple[Ints, Sequence[int]]] = []
-        facts = self.facts
+        facts, sets = self.facts, self.sets
         for tree in self._trees:
             if not any(self._keepers[t] for t in tree):
                 continue
-            there = np.stack([self.sets.made(t) for t in tree])  # what of the tree each ideal has
+            there = np.stack([sets.made(t) for t in tree])  # what of the tree each ideal has
             kinds, kind = np.unique(there, axis=1, return_inverse=True)
             for number in range(kinds.shape[1]):
                 before = dict(zip(tree, kinds[:, number].tolist(), strict=True))
@@ -198,18 +243,35 @@ class IdealStorages(DagStorages):
                     size = facts.sizes[home] if before[home] else facts.storages[home]
                     if keepers and size:
                         (entering if before[home] else made).append((size * rows, keepers))
-        return self.sets.any_of(entering), self.sets.any_of(made)
+
+        def table(terms: Sequence[tuple[Ints, Sequence[int]]]) -> _Table:
+            return _Table(lambda: sets.any_of(terms), sets.rows, sets.columns)
+
+        return table(entering), table(made)
+
+    @cached_property
+    def totals(self) -> Ints:
+        """Bytes that the layers of each ideal keep."""
+        entering, made = self._tables
+        kept, every = self._private.copy(), np.arange(1, len(self.sets.inside))
+        kept[every] += entering[0, every] + made[0, every]
+        return kept
 
     @cached_property
     def _private(self) -> Ints:
-        found: Ints = self.sets.inside.astype(np.int64) @ np.array(self.facts.private, dtype=np.int64)
+        found: Ints = np.matmul(self.sets.inside, np.array(self.facts.private), dtype=np.int64)
         return found
+
+    def undeclared(self, start: IntLike, stop: IntLike) -> IntLike:
+        """As in a DAG, of layers that stand between two ideals in the order that they have."""
+        return _Table(lambda: self._undeclared, self.sets.rows, self.sets.columns)[start, stop]
 
     @cached_property
     def _undeclared(self) -> Ints:
-        """As in a DAG, of layers that stand between two ideals in the order that they have."""
-        count, unsaid = len(self.sets.inside), self.facts.undeclared_bytes
-        found = np.zeros((count, count), dtype=np.int64)
+        unsaid, shape = self.facts.undeclared_bytes, self.sets.nested.shape
+        if not any(unsaid):
+            return np.broadcast_to(np.int64(0), shape)
+        found = np.zeros(shape, dtype=np.int64)
         for layer, most in enumerate(unsaid):
             free = [t for t in self.facts.reads[layer] if not self._keepers[t]] if most else []
             if not free:
@@ -224,6 +286,6 @@ class IdealStorages(DagStorages):
 
     def _any(self, layers: Sequence[int]) -> Flags:
         """Whether any of ``layers`` is between two ideals."""
-        numbers = self.sets.inside[:, list(layers)].sum(axis=1)
-        more: Flags = numbers[None, :] > numbers[:, None]
+        before, behind = (inside[:, list(layers)].sum(axis=1) for inside in (self.sets.starts, self.sets.stops))
+        more: Flags = behind[None, :] > before[:, None]
         return more

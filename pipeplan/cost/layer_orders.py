@@ -6,6 +6,7 @@ the layers. An order is a way through the ideals, one layer more at a time; stag
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ..problem import Chain
@@ -38,25 +39,41 @@ def several_orders(chain: Chain) -> bool:
     return any(not before[i + 1] >> i & 1 for i in range(len(chain) - 1))
 
 
-def ideals(chain: Chain, most: int) -> list[int] | None:
-    """Return all ideals as bit sets, from the empty one on, each behind those inside it; None if more than ``most``."""
+def ideals(
+    chain: Chain, most: int, early: Sequence[int] = (), beside: Mapping[int, int] | None = None
+) -> list[int] | None:
+    """Return all ideals as bit sets, from the empty one on, each behind those inside it; None if more than ``most``.
+
+    With :mod:`.idle_layers` only those that have all layers of ``early``, in order, of which they have what these need,
+    and layers together with those that they stand ``beside``.
+    """
     before, count = needed(chain), len(chain)
+    alone = sum(1 << i for i in range(count)) & ~sum(1 << i for i in (*early, *(beside or ())))
+    group = [1 << i for i in range(count)]
+    for i, j in (beside or {}).items():
+        group[j] |= 1 << i
+    needs = [needs & ~bits for needs, bits in zip(before, group, strict=True)]
     after = [0] * count
-    for j, needs in enumerate(before):
-        for i in members(needs):
+    for j in members(alone):
+        for i in members(needs[j]):
             after[i] |= 1 << j
     found = {0}
-    layer = {0: sum(1 << j for j in range(count) if not before[j])}  # ideals of one size, with what may come next
+    layer = {0: sum(1 << j for j in members(alone) if not needs[j])}  # ideals, with what may come next
     while layer:
         bigger: dict[int, int] = {}
         for ideal, free in layer.items():
             for j in members(free):
-                one = ideal | 1 << j
+                one = ideal | group[j]
+                for i in early:
+                    if not before[i] & ~one:
+                        one |= 1 << i
                 if one in bigger:
                     continue
-                more = free ^ 1 << j
-                for k in members(after[j] & ~more):
-                    if not before[k] & ~one:
+                more, next_ones = free ^ 1 << j, 0
+                for i in members(one & ~ideal):
+                    next_ones |= after[i]
+                for k in members(next_ones & ~more):
+                    if not needs[k] & ~one:
                         more |= 1 << k
                 bigger[one] = more
             if len(found) + len(bigger) > most:

@@ -15,7 +15,8 @@ from ..plan import Stage
 from ..problem import Platform, Problem
 from . import memory_model
 from .group_bound import device_bytes, group_counts
-from .stage_graph import StageCost, StageGraph, stage_cost, stage_graph
+from .stage_cost import StageCost, stage_cost
+from .stage_graph import StageGraph, stage_graph
 
 MOST_KNOWN = 50_000  # stages whose costs are remembered
 

@@ -322,6 +322,24 @@ class DagStorages:
         """Bytes of :meth:`inner` that are taken for the input, as layers don't say what they keep."""
         return self._undeclared[start, stop]
 
+    @cached_property
+    def beyond(self) -> Ints:
+        """Bytes by which a run stored from each position on and another before it may keep more as one, shape (L + 1,):
+        at most those by which the storages of tensors that enter are larger than these."""
+        facts, count = self.facts, len(self.facts.kept)
+        most, last = list[int](), [max(keepers, default=-1) for keepers in self._keepers]
+        for t, parent in enumerate(facts.parents):
+            most.append(max(facts.sizes[t], facts.storages[t], 0 if parent < 0 else most[parent]))
+        for t in reversed(range(len(last))):
+            if facts.parents[t] >= 0:
+                last[facts.parents[t]] = max(last[facts.parents[t]], last[t])
+        steps = np.zeros(count + 2, dtype=np.int64)
+        for t, keeper in enumerate(last):
+            if keeper >= t:
+                steps[t] += most[t] - facts.sizes[t]
+                steps[keeper + 1] -= most[t] - facts.sizes[t]
+        return np.cumsum(steps)[:-1].astype(np.int64)
+
     def stored(self, start: IntLike, stop: IntLike, held: bool, inside: bool) -> IntLike:
         """Bytes that a stored run keeps, all of them counted."""
         return self.inner(start, stop) + self.of_input(start, stop)
@@ -373,7 +391,7 @@ def _once(question: Callable[[Chain], Answer]) -> Callable[[Chain], Answer]:
     return answered
 
 
-def foretell(chain: Chain, found: DagStorages, entering: Ints) -> None:
+def foretell(chain: Chain, found: DagStorages, entering: Any) -> None:
     """Let ``chain``, whose ranges are others than those between its layers, keep what these keep, and let enter what
     enters them: tables ``[start, stop]``."""
     chain.__dict__.update(_storages=found, __entering=entering)

@@ -131,16 +131,16 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
 
 
 def any_class_bound(plan: Plan) -> Bound | None:
-    """Return the bound of class ``any``, which every plan quotes."""
-    return next((bound for bound in plan.lower_bounds if bound.allocation == "any"), None)
+    """Return the bound of class ``any`` under any schedule, which every plan quotes."""
+    return next((bound for bound in plan.lower_bounds if bound.allocation == "any" and not bound.schedule), None)
 
 
 def read_plan(path: str) -> tuple[Plan, list[str]]:
     """Return the plan in a JSON file and every violation: rules broken, and reported figures that don't follow.
 
     BadInput when the file isn't a plan at all. Figures are compared only when the rules hold; without that they have
-    no meaning. Bounds of class ``any`` are derived anew; those of other classes, whose proof is a search, are marked as
-    claimed.
+    no meaning. Bounds of class ``any`` under any schedule are derived anew; those of other classes, whose proof is a
+    search, are marked as claimed.
     """
     form = read_json(read_text(path), PlanFile, path)
     chain = chain_of(form.profile, f"{path}: $.profile")
@@ -154,7 +154,7 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
         ),
         pattern=None if form.pattern is None else converted(form.pattern, Pattern),
         lower_bounds=tuple(
-            replace(bound, claimed=bound.allocation != "any")
+            replace(bound, claimed=bound.allocation != "any" or bound.schedule is not None)
             for bound in converted(form.lower_bounds, tuple[Bound, ...])
         ),
         provenance=converted(form.provenance, Provenance),
@@ -182,7 +182,7 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
         return ["lower_bounds quotes none of class any"]
     found = []
     for bound in plan.lower_bounds:
-        if bound.allocation == "any":
+        if not bound.claimed:
             found += overstated(bound, derived_up_to(bounded(plan, bound), bound.period_ns, bound.any_order))
     expected = plan_form(plan, result)
     source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"

@@ -49,9 +49,10 @@ def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> 
 
 def waits_ns(problem: Problem, cuts: Ints) -> Ints:
     """Return for how long a microbatch's messages in both directions keep a stage that begins or ends at each of
-    ``cuts`` from computing: over the lowest level, where they block."""
-    sizes = crossing_bytes(problem.chain)[cuts].tolist()
-    return np.array([2 * problem.platform.held_ns(size, 0) for size in sizes], dtype=np.int64)
+    ``cuts``, of any shape, from computing: over the lowest level, where they block."""
+    sizes, which = np.unique(crossing_bytes(problem.chain)[cuts], return_inverse=True)
+    held = np.array([2 * problem.platform.held_ns(size, 0) for size in sizes.tolist()], dtype=np.int64)
+    return held[which].reshape(cuts.shape)
 
 
 def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:

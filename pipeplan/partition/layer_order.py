@@ -1,10 +1,10 @@
 """In which order should the layers of a DAG stand to be cut into stages?
 
 Cuts are ideals (:mod:`..cost.layer_orders`), and the exact search over contiguous stages (:mod:`.contiguous`) runs
-between them as between the cuts of a chain. Where there are few, it has them all, and what it finds is the best over
-all orders of the layers; among many it has those along some orders, and then those around the best cuts so far. Ideals
-as the states of exact searches: Tarnawski et al., Efficient algorithms for device placement of DNN graph operators
-(2020).
+between them as between the cuts of a chain. Where they are few, it has them all, and what it finds is the best over
+all orders of the layers. Among many it has those along some orders, and then those around the best cuts so far; what is
+better still is cut at few of them (:mod:`.contiguous.sifted`), between which the search is exact again. Ideals as the
+states of exact searches: Tarnawski et al., Efficient algorithms for device placement of DNN graph operators (2020).
 """
 
 from __future__ import annotations
@@ -14,13 +14,33 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from ..cost.ideal_chain import IdealChain
+from ..cost.idle_layers import idle_layers
 from ..cost.layer_orders import ideals, members, needed, several_orders
+from ..deadline import OutOfTime
 from ..plan import Allocation
 from ..problem import Chain, Problem
-from .contiguous.contiguous import contiguous
+from .contiguous.claims import longest_period_ns
+from .contiguous.contiguous import contiguous, proved_none, shared_work, smallest_period
+from .contiguous.sifted import sifted
 
-MOST = 600  # ideals that are looked at together
-ROUNDS = 3  # in which those around the best cuts are looked at
+
+@dataclass(frozen=True)
+class OrderEffort:
+    """How many ideals are told apart at ``most``, how many are in tables ``at_once`` (twice as many of what is left by
+    sifting), in how many ``rounds`` those around the best cuts are looked at, and for how many periods all are
+    ``sifted``."""
+
+    most: int
+    at_once: int
+    rounds: int
+    sifted: int
+
+
+EFFORTS = {
+    "quick": OrderEffort(4_000, 200, 0, 2),
+    "normal": OrderEffort(20_000, 500, 1, 8),
+    "high": OrderEffort(60_000, 1_200, 8, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -48,25 +68,89 @@ def orders_matter(problem: Problem) -> bool:
     return not own and not copies and several_orders(problem.chain)
 
 
-def best_ordered(problem: Problem, most: int = MOST, rounds: int = ROUNDS, seed: int = 0) -> Ordered | None:
-    """Return the best contiguous allocation over all orders of the layers, or over some where they have more than
-    ``most`` ideals; None where nothing fits."""
-    chain = problem.chain
-    every = ideals(chain, most)
-    if every is not None:
+def best_ordered(problem: Problem, effort: OrderEffort = EFFORTS["normal"], seed: int = 0) -> Ordered | None:
+    """Return the best contiguous allocation that is found over all orders of the layers; None where nothing fits.
+
+    Where ideals are few enough to be told apart it comes with a lower bound for all orders, and is exact where that is
+    reached.
+    """
+    every = _all_ideals(problem.chain, effort.most)
+    if every is not None and len(every) <= effort.at_once:
         return _best_between(problem, every, complete=True)
-    some = {ideal for order in _some_orders(chain, most, seed) for ideal in _along(order)}
+    best = _best_between_some(problem, effort, seed)
+    return best if every is None else _best_sifted(problem, every, best, effort)
+
+
+def between_all(problem: Problem, effort: OrderEffort) -> Problem | None:
+    """Return ``problem`` for stages between all ideals that need be told apart; None where tables take too many."""
+    every = _all_ideals(problem.chain, effort.at_once)
+    return None if every is None else replace(problem, chain=IdealChain.of(problem.chain, _legal(problem, every)))
+
+
+def _all_ideals(chain: Chain, most: int) -> list[int] | None:
+    idle = idle_layers(chain)
+    return ideals(chain, most, idle.early, idle.beside)
+
+
+def _best_between_some(problem: Problem, effort: OrderEffort, seed: int) -> Ordered | None:
+    """Return the best allocation that is found along some orders, and then around its cuts."""
+    chain = problem.chain
+    some = {ideal for order in _some_orders(chain, effort.at_once, seed) for ideal in _along(order)}
     best = _best_between(problem, some, complete=False)
-    for _ in range(rounds):
+    for _ in range(effort.rounds):
         if best is None or problem.deadline.passed:
             break
         along = _along(best.order)
         ends = [along[stage.stop] for stage in best.allocation.stages[:-1]]
-        found = _best_between(problem, _around(chain, along, ends, most), complete=False)
+        found = _best_between(problem, _around(chain, along, ends, effort.at_once), complete=False)
         if found is None or _claim(found) >= _claim(best):
             break
         best = found
     return best
+
+
+def _best_sifted(problem: Problem, every: Sequence[int], best: Ordered | None, effort: OrderEffort) -> Ordered | None:
+    """Return ``best`` or what is better between ``every`` ideal, with the lower bound for all orders that is proved.
+
+    What is shorter than the best is cut at few ideals, or nowhere; where still at too many for tables, what is shorter
+    by more is looked for, nearer and nearer to what is proved. Segments may end at the ideals that were sifted out,
+    too, so stages with segments are searched anew along the order that is found, and exact where nothing is left.
+    """
+    free = replace(problem, chain=IdealChain.of(problem.chain, _legal(problem, every)))
+    high = longest_period_ns(problem) if best is None else _claim(best) - 1
+    low, period = shared_work(problem, 1, high), high
+    try:
+        for _ in range(effort.sifted):
+            left = sifted(free, period)
+            few = left is not None and len(left.chain) < 2 * effort.at_once
+            found = smallest_period(left, upper=period) if left is not None and few else None
+            if left is not None and found is not None:
+                best = _better(problem, best, _placed(left, found, len(every)))
+                if problem.checkpointing != "segments":
+                    low = max(low, found.lower_bound_ns or 0)
+                    break
+            if left is None or (few and found is None and proved_none(left, period)):
+                low = period + 1
+            else:
+                high = period - 1
+            if low > high or (best is not None and high - low < _claim(best) // 1024):
+                break
+            period = low + (high - low) // 2
+    except OutOfTime:
+        pass
+    if best is None:
+        return None
+    allocation = replace(best.allocation, lower_bound_ns=min(low, _claim(best)))
+    return Ordered(best.order, allocation, len(every), complete=True)
+
+
+def _better(problem: Problem, best: Ordered | None, found: Ordered) -> Ordered:
+    """Return ``found``, with all segments along its order, or ``best`` where that isn't worse."""
+    if problem.checkpointing == "segments":
+        along = smallest_period(replace(problem, chain=problem.chain.reordered(found.order)))
+        if along is not None and (along.claimed_period_ns or 0) < _claim(found):
+            found = replace(found, allocation=along)
+    return found if best is None or _claim(found) < _claim(best) else best
 
 
 def _claim(found: Ordered) -> int:
@@ -76,16 +160,26 @@ def _claim(found: Ordered) -> int:
 
 def _best_between(problem: Problem, some: Iterable[int], complete: bool) -> Ordered | None:
     """Return the best allocation that is cut at ``some`` ideals alone."""
-    chain = problem.chain
-    groups = [] if problem.tied != "together" and problem.policy.updates_together else chain.tied
-    work = [x.forward_ns + x.backward_ns for x in chain.layers]
-    legal = [x for x in some if all(x >> i & 1 == x >> j & 1 for i, j in groups)]
-    legal.sort(key=lambda x: (sum(work[i] for i in members(x)), x.bit_count(), x))
-    positions = IdealChain.of(chain, legal)
-    for allocation in contiguous(replace(problem, chain=positions)):
-        order, stages = positions.placed(allocation.stages)
-        return Ordered(order, replace(allocation, stages=stages), len(legal), complete)
+    legal = _legal(problem, some)
+    between = replace(problem, chain=IdealChain.of(problem.chain, legal))
+    for allocation in contiguous(between):
+        return replace(_placed(between, allocation, len(legal)), complete=complete)
     return None
+
+
+def _legal(problem: Problem, some: Iterable[int]) -> list[int]:
+    """Return those of ``some`` ideals at which stages may be cut, in order of their work."""
+    groups = [] if problem.tied != "together" and problem.policy.updates_together else problem.chain.tied
+    work = [x.forward_ns + x.backward_ns for x in problem.chain.layers]
+    legal = [x for x in some if all(x >> i & 1 == x >> j & 1 for i, j in groups)]
+    return sorted(legal, key=lambda x: (sum(work[i] for i in members(x)), x.bit_count(), x))
+
+
+def _placed(between: Problem, allocation: Allocation, count: int) -> Ordered:
+    """Return an ``allocation`` between ideals as one of layers that stand in an order."""
+    assert isinstance(between.chain, IdealChain), "stages are between ideals"
+    order, stages = between.chain.placed(allocation.stages)
+    return Ordered(order, replace(allocation, stages=stages), count, complete=False)
 
 
 def _along(order: Sequence[int]) -> list[int]:

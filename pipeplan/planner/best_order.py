@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput, PipeplanError
 from ..plan import Plan
+from ..schedule.program import Program
 from ..schedule.registry import drained_programs
 from ..schedule.synthesis.problem import NoRoom
 from ..schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
@@ -38,17 +41,28 @@ def placed_graph(plan: Plan, placement: str, microbatches: int, chunks: int = 2)
 
 
 def best_order(graph: StageGraph, microbatches: int, **options: Any) -> Synthesis:
-    """Return the best order that is found on ``graph``, no worse than under schedules that split its backwards.
+    """Return the best order that is found on ``graph``, no worse than under known schedules.
 
-    ``options`` are those of :func:`..schedule.synthesis.synthesize.synthesize`.
+    ``options`` are those of :func:`..schedule.synthesis.synthesize.synthesize`; where nothing is said of ``split``,
+    backwards are split, or whole where no order of their parts fits the memory.
     """
     if 3 * len(graph.stages) * microbatches > MOST:
         raise BadInput(
             f"{microbatches} microbatches on {len(graph.stages)} stages have {3 * len(graph.stages) * microbatches} "
             f"passes; up to {MOST} are ordered"
         )
-    keeps = options.get("weight_keeps", 1)
-    return synthesize(graph, microbatches, known=lambda alone, count: drained_programs(alone, count, keeps), **options)
+    keeps = Fraction(options.get("weight_keeps", 1))
+    known = partial(_known, keeps=keeps)
+    try:
+        return synthesize(graph, microbatches, known=known, **options)
+    except NoRoom:
+        if "split" in options:
+            raise
+    return synthesize(graph, microbatches, known=known, split=False, **options)
+
+
+def _known(graph: StageGraph, microbatches: int, keeps: Fraction) -> Iterable[Program]:
+    return drained_programs(graph, microbatches, keeps)
 
 
 def best_orders(

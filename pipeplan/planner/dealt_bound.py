@@ -7,7 +7,8 @@ left is how many units each stage has, looked at in all ways for one GPU, and pu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from ..schedule.interleaved import occupancy
 from .placed import held_at_first
 
 IMPOSSIBLE_NS = 2**62
-_MOST = 2 * 10**6  # ways to have so many units in each of its stages, of one GPU, that are looked at
-_NEVER = 2**58  # several of them fit into an int64
+_MOST = 2 * 10**6  # ways to have so many units in each of its stages, of one GPU, that are looked at one by one
+NEVER = 2**58  # several of them fit into an int64
 
 
 def looped_bound(pipes: Iterable[tuple[str, Callable[[], Pipe]]], shape: Shape) -> int:
@@ -121,72 +122,85 @@ def least_dealt(
     """
     count = len(pipe.groups)
     pairs = zip(pipe.times, pipe.holding(held), strict=True)
-    least = [(_least(work, s, count), _least(size, s, count)) for s, (work, size) in enumerate(pairs)]
-    units, platform = len(pipe.costs.cuts) - 1, pipe.costs.problem.platform
+    least = [tuple(least_of(table, s, count) for table in pair) for s, pair in enumerate(pairs)]
+    platform = pipe.costs.problem.platform
     works = []
     for group in dict.fromkeys(pipe.groups):
-        own = [least[s] for s, other in enumerate(pipe.groups) if other == group]
-        found = _of_one(own, units, platform.slowest(group).memory_bytes + shared_bytes)
-        if found is None:
-            return Dealt(0, 0)
-        works.append(found)
+        own = [(work, size, size) for s, (work, size) in enumerate(least) if pipe.groups[s] == group]
+        found = of_one(own, platform.slowest(group).memory_bytes + shared_bytes)
+        works.append(np.where(found < NEVER, found * pipe.microbatches, NEVER))
+    among = deal(works, before, shared_ns)
+    return None if among is None else replace(among, work=among.work // pipe.microbatches)
+
+
+def deal(works: Sequence[Ints], before: Sequence[int], shared_ns: int) -> Dealt | None:
+    """Return what GPUs take at least of which ``works`` say so by the units of each; None where they cannot have all.
+
+    None begins before what ``before`` says; of its time so much may be ``shared_ns``.
+    """
     total = works[0]
     for other in works[1:]:
         total = _joined(total, other)
-    if total[units] >= _NEVER:
+    if total[-1] >= NEVER:
         return None
     ends = [
-        np.where(table < _NEVER, pipe.microbatches * table + early - shared_ns, _NEVER)
-        for table, early in zip(works, before, strict=True)
+        np.where(table < NEVER, table + early - shared_ns, NEVER) for table, early in zip(works, before, strict=True)
     ]
-    return Dealt(int(total[units]), _least_longest(ends))
+    return Dealt(int(total[-1]), _least_longest(ends))
 
 
-def _least(table: Ints, stage: int, stages: int) -> Ints:
+def least_of(table: Ints, stage: int, stages: int) -> Ints:
     """Return the least of ``table``, of shape (cuts, cuts), by the number of units of a stage, which leaves one at
     least to each of the others; the first has the first unit, the last the last."""
     last, behind = len(table) - 1, stages - 1 - stage
-    found = np.full(last + 1, _NEVER, dtype=np.int64)
+    found = np.full(last + 1, NEVER, dtype=np.int64)
     for count in range(1, last + 1):
         first = last - count if not behind else stage
         final = 0 if not stage else last - behind - count
         if first <= final:
             starts = np.arange(first, final + 1)
-            found[count] = min(_NEVER, int(table[starts, starts + count].min()))
+            found[count] = min(NEVER, int(table[starts, starts + count].min()))
     return found
 
 
-def _of_one(stages: Sequence[tuple[Ints, Ints]], units: int, room: int) -> Ints | None:
-    """Return the least work of a GPU's ``stages``, (work, bytes) by their units, by the units in all of them; None
-    where that takes too long."""
+def of_one(stages: Sequence[tuple[Ints, Ints, Ints]], room: int, price: float = 0.0) -> Ints:
+    """Return the least work of a GPU's ``stages``, by the units in all of them.
+
+    Of each stage its work, what it keeps, and what it must keep, in bytes, by its units. For each byte that it keeps
+    beyond the ``room`` it pays a ``price``. Of many stages the least of each of the three is taken for itself.
+    """
+    units = len(stages[0][0]) - 1
     most = units - len(stages) + 1
     if most ** len(stages) > _MOST:
-        return None
-    work, size, count = (np.zeros(1, dtype=np.int64) for _ in range(3))
-    for own_work, own_size in stages:
+        work, size, least = (reduce(_joined, column) for column in zip(*stages, strict=True))
+        count = np.arange(units + 1)
+    else:
+        work, size, least, count = (np.zeros(1, dtype=np.int64) for _ in range(4))
         more = np.arange(1, most + 1)
-        work = (work[:, None] + own_work[more][None, :]).ravel()
-        size = (size[:, None] + own_size[more][None, :]).ravel()
-        count = (count[:, None] + more[None, :]).ravel()
-    fits = (count <= units) & (size <= room)
-    found = np.full(units + 1, _NEVER, dtype=np.int64)
-    np.minimum.at(found, count[fits], np.minimum(work[fits], _NEVER))
+        for stage in stages:
+            own = [column[more] for column in stage] + [more]
+            sums = zip((work, size, least, count), own, strict=True)
+            work, size, least, count = ((one[:, None] + other[None, :]).ravel() for one, other in sums)
+    fits = (count <= units) & (least <= room)
+    again = np.minimum(np.maximum(size - room, 0) * price, NEVER).astype(np.int64)
+    found = np.full(units + 1, NEVER, dtype=np.int64)
+    np.minimum.at(found, count[fits], np.minimum(work + again, NEVER)[fits])
     return found
 
 
 def _joined(one: Ints, other: Ints) -> Ints:
     """Return the least of both together, by the units in all."""
     size = len(one)
-    found = np.full(size, _NEVER, dtype=np.int64)
+    found = np.full(size, NEVER, dtype=np.int64)
     for count in range(size):
-        found[count] = min(_NEVER, int((one[: count + 1] + other[count::-1]).min()))
+        found[count] = min(NEVER, int((one[: count + 1] + other[count::-1]).min()))
     return found
 
 
 def _least_longest(ends: Sequence[Ints]) -> int:
     """Return the least time within which all GPUs are over and have all units."""
     units = len(ends[0]) - 1
-    times = sorted({int(x) for end in ends for x in end if x < _NEVER})
+    times = sorted({int(x) for end in ends for x in end if x < NEVER})
     low, high = 0, len(times) - 1
     while low < high:
         middle = (low + high) // 2

@@ -11,11 +11,11 @@ from ..check.drained_bound import drained_bound
 from ..check.targets import TARGETS
 from ..deadline import NEVER, Deadline
 from ..partition.contiguous.contiguous import smallest_period
-from ..partition.layer_order import best_ordered, orders_matter
+from ..partition.layer_order import EFFORTS, best_ordered, orders_matter
 from ..plan import Bound, Plan, ScheduleKind
 from ..problem import Problem
 from ..schedule.kinds import kind_of
-from .layer_order import MOST
+from .placed_bounds import placed_bound
 from .portfolio import proved_special
 from .restricted import target_bound
 
@@ -32,8 +32,13 @@ def _one_special(problem: Problem) -> int | None:
 
 def _any_order(problem: Problem) -> int | None:
     """Return what is proved of contiguous stages in any order of the layers, where their ideals are few enough."""
-    found = best_ordered(problem, MOST["high"], 0) if orders_matter(problem) else None
+    found = best_ordered(problem, EFFORTS["high"]) if orders_matter(problem) else None
     return found.allocation.lower_bound_ns if found is not None and found.complete else None
+
+
+def _placed(problem: Problem, kind: ScheduleKind) -> int | None:
+    found = placed_bound(problem, kind)
+    return None if found is None else found.period_ns
 
 
 def _drained(problem: Problem, kind: ScheduleKind | None) -> int | None:
@@ -65,11 +70,13 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
     elif kind.drains and bound.allocation == "contiguous":
         prove = partial(_drained, kind=bound.schedule)
+    elif bound.allocation == "any" and bound.schedule is not None:
+        prove = partial(_placed, kind=bound.schedule)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     elif bound.any_order:
         prove = _any_order
-    assert prove is not None, "bounds of class any are never claimed"
+    assert prove is not None, "bounds of class any under any schedule are never claimed"
     proved = prove(replace(bounded(plan, bound), deadline=deadline))
     if proved is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]

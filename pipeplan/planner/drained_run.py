@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..check.validate import structure_violations
+from ..cost.ideal_chain import IdealChain
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..plan import Allocation, Pattern, Schedule, ScheduleKind, Stage
 from ..problem import Problem
@@ -63,7 +64,14 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
 
 
 def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Run | None:
-    """Do the same, whether or not the stages fit; those of a pattern always do."""
+    """Do the same, whether or not the stages fit; those of a pattern always do.
+
+    Stages between ideals are run in an order of the layers that goes through them.
+    """
+    if isinstance(problem.chain, IdealChain):
+        order, ranges = problem.chain.placed(stages)
+        found = any_run(replace(problem, chain=problem.chain.whole.reordered(order)), ranges, kind)
+        return None if found is None else replace(found, stages=stages)
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     count = problem.policy.accumulate or 1
     problem.deadline.check(count * len(graph.operations) * STEP_S)

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 
 from ..check.validate import structure_violations
 from ..cost.group_bound import group_bound, may_reach
-from ..cost.stage_graph import Known, StageGraph, least_load_ns, stage_graph
+from ..cost.stage_cost import Known, least_load_ns
+from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
 from ..problem import Checkpointing, Problem
 from ..schedule.pattern import one_at_a_time
-from ..schedule.periodic.ilp import IlpStatus, Solver, SolverLimits, schedule_ilp
+from ..schedule.periodic.ilp import IlpStatus, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from ..schedule.periodic.solvers import Solver, SolverLimits
 from ..schedule.periodic.turns import settle
 from .limits import LimitSearch
 

@@ -64,7 +64,7 @@ def ordered(planned: Planned, deadline: Deadline = NEVER, placements: Sequence[s
         found = best_orders(plan, plan.schedule.mini_batch, placements=placements, deadline=deadline)
     except KeyboardInterrupt:
         return replace(planned, plan=_cut(plan, INTERRUPTED))
-    except NoRoom:  # for backwards in two parts, which hold more
+    except NoRoom:  # not even for whole backwards
         return planned
     for one in found:
         other = in_order(plan, one)

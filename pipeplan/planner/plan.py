@@ -27,6 +27,7 @@ from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .incumbent import Incumbent, Propose, Scheduled, Settings, Status, run_search
 from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .jobs import Task
+from .placed_bounds import placed_bounds
 from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
 from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
@@ -103,7 +104,7 @@ def make_plan(
             pattern=scheduled.pattern,
             lower_bounds=(
                 *_class_bounds(incumbent, problem, scheduled, kind),
-                any_bound(asked if asked.policy.open else problem),
+                any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None),
             ),
             provenance=Provenance(
                 algorithm,
@@ -330,5 +331,6 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     class."""
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains:
-        found = drained_bounds(problem, scheduled.schedule.kind if scheduled.schedule else kind)
+        own = scheduled.schedule.kind if scheduled.schedule else kind
+        found = [*drained_bounds(problem, own), *placed_bounds(problem, own)]
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

@@ -90,6 +90,10 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
         incumbent.try_(allocation)
         if done():
             return
+    if incumbent.best_ns is not None and effort.moves:
+        incumbent.floor_ns = status.floor_ns = proof(problem, up_to=incumbent.best_ns).period_ns
+        if done():
+            return
     status.phase = "where local moves start"
     made: set[tuple[int, tuple[Stage, ...]]] = set()
     for start in _starts(incumbent):

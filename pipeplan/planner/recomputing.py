@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..cost.stage_graph import StageCost, stage_graph
+from ..cost.stage_cost import StageCost
+from ..cost.stage_graph import stage_graph
 from ..partition.contiguous.options import Ranges
 from ..plan import Stage
 from ..problem import Problem

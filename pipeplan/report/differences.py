@@ -17,7 +17,7 @@ from ..planner.matching import Match, matched
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
 from .looks import LAYER_WIDTH, console, make_table, print_fitted
-from .tables import alone_ns, bound_class
+from .words import alone_ns, bound_class
 
 MOST_ROWS = 30
 SOURCE_WIDTH = 200  # columns of where a profile is from, which is a sentence

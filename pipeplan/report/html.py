@@ -22,7 +22,8 @@ from .gantt import plan_window, working_devices
 from .html_charts import Chart, measured_chart, run_chart, toolbar
 from .page import script, style
 from .simulations import SCHEDULE_COLUMNS, column_words, schedule_cells
-from .tables import alone_ns, bound_class, distance, group_column, machine, stage_figures
+from .tables import group_column, stage_figures
+from .words import alone_ns, bound_class, distance, machine
 
 FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
 HALF = 28  # columns of each of two names in a cell

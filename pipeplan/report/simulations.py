@@ -18,7 +18,8 @@ from ..schedule.synthesis.synthesize import Synthesis
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
 from .looks import console, make_table, print_fitted
-from .tables import groups_line, headline, unknown_between
+from .tables import groups_line, headline
+from .words import unknown_between
 
 LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
 SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")

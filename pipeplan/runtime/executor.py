@@ -146,6 +146,8 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 else:
                     back = stage.backward(m, version, gradient, covers, lent)
                 recorder.note("B", s, m, start)
+                if isinstance(stage, SplitStage) and not instruction.inputs_only:
+                    recorder.note("W", s, m, recorder.mark())  # was part of it
                 if s > 0:
                     assert back is not None, "later stages return the gradient of their input"
                     made[("B", s), m] = back

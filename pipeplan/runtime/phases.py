@@ -179,6 +179,7 @@ def report(
             runner.versions.assemble()
         trained = trained_state(rank, rank.first_of, runners)
         save_model(rank.number, trained, rank.model.first_names, job.options.save)
+    meeting.links.close()
     dist.destroy_process_group()
     if measurements is None:
         return None

@@ -38,12 +38,12 @@ from .lowering.lowered_run import LoweredRun
 from .measure.drift import Compared
 from .measure.held_bytes import HeldBytes, StateBytes
 from .measure.recorder import Recorder, recorder_of
-from .model.deferred import SMALL
 from .model.fitting import check_model, fitted
 from .model.loaded import LoadedModel
 from .model.loading import load_weights
 from .model.network import TARGET, TensorSpec
 from .model.own_part import OwnPart
+from .model.replay import SMALL
 from .model.weight_copies import refuse_copies
 from .training.borrowed import borrowers
 from .training.clipping import Clipping
@@ -186,8 +186,10 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     with exchanging("the comparison of devices at the start"):
         sums = exchange_of(device, this_machine())
     # threads exchange between hosts alone; sums come when all messages are through, so they need not
-    messages: Exchange = "staged" if by_threads(job, lowered) and sums == "nccl" else sums
-    links = open_links(lowered, number, messages, device, timeout)
+    threads = by_threads(job, lowered)
+    messages: Exchange = "staged" if threads and sums == "nccl" else sums
+    nearby = None if threads or job.options.engine == "torch" else this_machine()
+    links = open_links(lowered, number, messages, device, timeout, nearby)
     groups = replica_groups(lowered, sums, timeout)
     for s in rank.stages:
         if s in groups:

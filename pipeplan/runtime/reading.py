@@ -57,24 +57,47 @@ class Reader(Protocol):
         """Read no further; return how reading went, None where it was no work of a loader's."""
 
 
+class _Takers:
+    """Which stages of a rank take inputs or targets: first and last. Torch's engine asks for both together."""
+
+    def __init__(self, job: Job, rank: Rank) -> None:
+        self.last = len(rank.lowered.plan.allocation.stages) - 1
+        self._ranks = [rank.lowered.ranks_of(s) for s in sorted({0, self.last}) if s in rank.stages]
+        self._number, self._once = rank.number, job.options.engine == "torch"
+
+    def __bool__(self) -> bool:
+        return bool(self._ranks)
+
+    def times(self, microbatch: int) -> int:
+        """Return how often the rank asks for a microbatch."""
+        times = sum(ranks[microbatch % len(ranks)] == self._number for ranks in self._ranks)
+        return min(times, 1) if self._once else times
+
+
 class Called:
-    """Samples that the user's data(index, seed) is called for."""
+    """Samples that the user's data(index, seed) is called for, once for each microbatch."""
 
     activity: Activity = "DATA"
 
     def __init__(self, job: Job, rank: Rank) -> None:
-        self._job, self._rank = job, rank
+        self._job, self._rank, self._takers = job, rank, _Takers(job, rank)
+        self._targets: dict[int, Any] = {}  # of microbatches whose inputs have been taken
 
     def begin(self) -> None:
         """Do nothing: what is called for one is called for any."""
 
     def take(self, microbatch: int) -> Sample:
-        """Call for it."""
+        """Call for it, or return the target alone of one that was called for."""
+        if microbatch in self._targets:
+            return None, self._targets.pop(microbatch)
         length, seed, device = self._job.options.epoch, self._job.options.seed, self._rank.device
         epoch, index = divmod(microbatch, length) if length else (0, microbatch)
         begin_draws(seed, microbatch, DATA)
         x, target = self._rank.model.data(index, seed + epoch)
-        return moved(x, device), _moved_all(target, device)
+        target = _moved_all(target, device)
+        if self._takers.times(microbatch) > 1:
+            self._targets[microbatch] = target
+        return moved(x, device), target
 
     def close(self) -> None:
         """Do nothing."""
@@ -97,10 +120,8 @@ class Loaded:
     def __init__(self, loader: Loader, job: Job, rank: Rank) -> None:
         lowered = rank.lowered
         self._rank, self._model, self._device = rank, rank.model, rank.device
-        last = len(lowered.plan.allocation.stages) - 1
-        self._takers = [lowered.ranks_of(s) for s in sorted({0, last}) if s in rank.stages]
-        self._takes = 0 in rank.stages, last in rank.stages
-        self._once = job.options.engine == "torch"  # which asks for both together
+        self._takers = _Takers(job, rank)
+        self._takes = 0 in rank.stages, self._takers.last in rank.stages
         self._loader, self._stream = loader, new_stream(rank.device)
         self._span = Span(
             job.options.seed, lowered.first.microbatch, lowered.last.microbatch, job.options.epoch, self._wants
@@ -156,18 +177,13 @@ class Loaded:
         return Reading(self._loader.workers, round(fmean(spent)), len(self._spent_ns)) if spent else None
 
     def _wants(self, microbatch: int) -> bool:
-        return self._times(microbatch) > 0
-
-    def _times(self, microbatch: int) -> int:
-        number = self._rank.number
-        times = sum(ranks[microbatch % len(ranks)] == number for ranks in self._takers)
-        return min(times, 1) if self._once else times
+        return self._takers.times(microbatch) > 0
 
     def _next(self) -> _Ready:
         ready = next(self._here) if self._feed is None else self._feed.get()
         self._spent_ns.append(ready.ns)
         self._held[ready.microbatch] = ready
-        self._left[ready.microbatch] = self._times(ready.microbatch)
+        self._left[ready.microbatch] = self._takers.times(ready.microbatch)
         return ready
 
     def _ready(self, read: Read) -> _Ready:

@@ -25,6 +25,7 @@ from cases.plans import random_plan, random_simulated_plan
 from oracles.any_class import optimum
 
 from pipeplan.check.bounds import proof, quick_proof
+from pipeplan.check.bounds.strong import Refutations
 from pipeplan.check.evaluate import evaluate
 from pipeplan.problem import Problem
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="print every instance")
     options = parser.parse_args()
     ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    wrong = infeasible = proved = 0
+    wrong = infeasible = proved = covered = 0
     spent = 0.0
     for seed in range(options.first, options.first + options.instances):
         problem = instance(seed)
@@ -46,6 +47,8 @@ def main() -> None:
         after = proof(problem)
         spent += time.process_time() - began
         truth = optimum(problem)
+        covered += truth is not None and covers(problem, truth)
+        wrong += truth is not None and refuted(problem, truth)
         if truth is None:
             infeasible += 1
             proved += after.infeasible
@@ -64,6 +67,7 @@ def main() -> None:
         if options.details:
             print(f"{seed}: optimum {truth}, bounds {before} and {after}", flush=True)
     print(f"{options.instances} instances, {wrong} wrong; {infeasible} infeasible, of which proved {proved}")
+    print(f"just below the optimum no sets of stages cover the chain in {covered}")
     print(f"bounds took {1000 * spent / options.instances:.1f} ms each\n")
     print(f"{'optimum / bound':40s} instances  averages    whole   exact")
     for kind, pairs in ratios.items():
@@ -72,6 +76,25 @@ def main() -> None:
         print(f"{kind:40s} {len(pairs):9d} {one:9.3f} {two:8.3f} {exact:7.0%}")
     wrong += sum(above(seed) for seed in range(options.first, options.first + options.instances))
     sys.exit(wrong > 0)
+
+
+def refuted(problem: Problem, truth: int) -> bool:
+    """Whether any condition, each by itself, refutes a period that can be met, the optimum or a longer one."""
+    conditions = Refutations(problem)
+    for period in (truth, truth + 1, truth * 11 // 10, truth * 2, truth * 10, None):
+        parts = [conditions.refuted(period)]
+        if period is not None:
+            parts += [conditions.pool_refuted(period), conditions.cover_refuted(period)]
+        for part in parts:
+            if part is not None:
+                print(f"{period} ns is refuted by {part}, the optimum is {truth}", flush=True)
+                return True
+    return False
+
+
+def covers(problem: Problem, truth: int) -> bool:
+    """Whether the condition that is looked at last refutes the period just below the optimum."""
+    return Refutations(problem).cover_refuted(truth - 1) is not None
 
 
 def above(seed: int) -> bool:

@@ -1,10 +1,12 @@
 """Is a bound on drained plans ever above the soonest, and how near do it and ``plan`` come?
 
 On random tiny instances, of which every contiguous allocation is run under schedules that drain; and with ``--targets``
-of which every plan is run that a target can express, straight, looped or like a V.
+of which every plan is run that a target can express, straight, looped or like a V; with ``--placed``
+of which all stages are run that are placed like a V or go round and round the GPUs.
 
     python scripts/checks/drained.py --instances 120
     python scripts/checks/drained.py --instances 300 --targets
+    python scripts/checks/drained.py --instances 120 --placed
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from cases.drained import drained_instance, soonest
+from cases.drained import LOOPS, VEES, drained_instance, soonest, soonest_placed
 from cases.target_plans import every_plan, target_instance
 
+from pipeplan.check.bounds import any_bound
 from pipeplan.check.drained_bound import drained_bound
 from pipeplan.check.targets import TARGETS, Shape
 from pipeplan.plan import ScheduleKind
 from pipeplan.planner.block_search import BlockSearch
 from pipeplan.planner.drained import EFFORTS, DrainedSearch
 from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.placed_bounds import placed_bound
 
 
 def main() -> None:
@@ -33,10 +37,13 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=120)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--targets", action="store_true")
+    parser.add_argument("--placed", action="store_true")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.instances)
     if options.targets:
         bound_targets(seeds)
+    elif options.placed:
+        bound_placed(seeds)
     else:
         bound_contiguous(seeds)
 
@@ -62,6 +69,22 @@ def bound_targets(seeds: range) -> None:
         print(f"{kind}: {len(found)} shapes, soonest / bound {geometric_mean(found):.3f} in the geometric mean")
 
 
+def bound_placed(seeds: range) -> None:
+    """Hold the bounds on stages that are placed like a V or round and round, in turn, to all that there are."""
+    ratios: dict[ScheduleKind, list[float]] = {}
+    for seed in seeds:
+        problem = drained_instance(seed, more=1, tied=seed % 3 == 1)
+        count, free = problem.policy.accumulate or 1, any_bound(problem).period_ns
+        for kind, best in soonest_placed(problem, (VEES, LOOPS)[seed // 2 % 2]).items():
+            bound = placed_bound(problem, kind)
+            if bound is None or max(free, bound.period_ns) > -(-best // count):
+                print(f"{seed}: {bound} is above the soonest, {best} / {count}, under {kind}")
+            else:
+                ratios.setdefault(kind, []).append(best / (bound.period_ns * count))
+    for kind, found in ratios.items():
+        print(f"{kind}: {len(found)} instances, soonest / bound {geometric_mean(found):.3f} in the geometric mean")
+
+
 def bound_contiguous(seeds: range) -> None:
     """Hold the bounds of class contiguous, and the search, to all plans that there are."""
     bounds, plans = [], []
@@ -73,8 +96,9 @@ def bound_contiguous(seeds: range) -> None:
         best = min(times.values())
         bound = drained_bound(problem)
         assert bound is not None, "these are small"
-        if bound.period_ns > -(-best // count):
-            print(f"{seed}: the bound {bound.period_ns} is above the soonest, {best} / {count}")
+        for one in (bound, any_bound(problem)):
+            if one.period_ns > -(-best // count):
+                print(f"{seed}: {one} is above the soonest, {best} / {count}")
         bounds.append(best / (bound.period_ns * count))
         search = DrainedSearch(problem, ("flush", "1f1b"), EFFORTS["normal"])
         search.run()

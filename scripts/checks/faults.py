@@ -39,6 +39,7 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
+from pipeplan.runtime.exchange.nearby import NearbyTransport
 from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.spec import ModelSpec
@@ -149,7 +150,9 @@ def build_with(fault: Fault | None, batch: int) -> tuple[list[nn.Module], Tensor
 
 
 CALLS = (
-    (dist, "isend", "send"),
+    (NearbyTransport, "send", "send"),
+    (NearbyTransport, "_issue", "receive"),
+    (dist, "isend", "send"),  # where threads send
     (dist, "irecv", "receive"),
     (dist, "all_to_all_single", "reduce"),
     (dist, "all_gather_object", "meeting"),

@@ -1,11 +1,14 @@
 """Is the best between all sets of layers the best of all orders of a DAG, and what does the order gain?
 
-First random tiny networks: in every order of the layers every contiguous allocation, by brute force, beside the search
-between all ideals; and no bound for all orders above either, nor, of some instances, above the best plan of any kind in
-any order. Exits with 1 where one differs. Then the published profiles that are DAGs: contiguous stages in the given
-order and in the best, with and without replicas, on links from 12 to 0.3 GB/s.
+First random tiny networks, with equal and unequal devices, replicas, recomputed stages and segments, and layers that
+take no time: in every order of the layers every contiguous allocation, by brute force, beside the search between all
+ideals, and where only a few may be in tables at once; and no bound for all orders above any of them, nor, of some
+instances, above the best plan of any kind in any order. Exits with 1 where one differs. Then larger random networks of
+branches, of tens of thousands of ideals, and the published profiles that are DAGs: contiguous stages in the given order
+and in the best, with and without replicas, on links from 12 to 0.3 GB/s.
 
     python scripts/checks/layer_orders.py --instances 300
+    python scripts/checks/layer_orders.py --only branches gnmt resnet50
 """
 
 from __future__ import annotations
@@ -14,23 +17,36 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from cases.chains import PUBLISHED_FOLDER
-from cases.dags import all_orders, best_of_all_orders, free_problem
+from cases.dags import all_orders, best_of_all_orders, branches, free_problem
 from oracles.any_class import optimum
 
 from pipeplan.check.bounds import proof
 from pipeplan.cost.layer_orders import several_orders
+from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.contiguous.contiguous import smallest_period
-from pipeplan.partition.layer_order import best_ordered
-from pipeplan.problem import Platform, Policy, Problem
+from pipeplan.partition.layer_order import EFFORTS, OrderEffort, best_ordered
+from pipeplan.problem import Checkpointing, Platform, Policy, Problem
 
 GPUS, BANDWIDTHS = (2, 4, 8), (12, 1.25, 0.3)  # GB/s
+FEW = OrderEffort(most=10**6, at_once=6, rounds=1, sifted=8)
+BRANCHES = ([(12, 12)] * 4, [(20, 20, 20)], [(9, 8, 7, 5)] * 2, [(24, 24, 24)], [(33, 33, 33)])  # blocks of branches
+ASKED: tuple[tuple[int, float, float, bool, Checkpointing], ...] = (  # GPUs, GB/s, share of memory, replicas
+    (4, 12, 0.7, False, "none"),
+    (4, 12, 0.4, False, "stages"),
+    (4, 1, 1, False, "stages"),
+    (8, 12, 0.5, False, "stages"),
+    (8, 12, 1, True, "stages"),
+    (4, 3, 0.7, False, "segments"),
+)
 
 
 def main() -> None:
@@ -41,19 +57,24 @@ def main() -> None:
     parser.add_argument("--any", type=int, default=20, help="so many of them with every plan, not only contiguous ones")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these published profiles alone")
     parser.add_argument("--checkpointing", default="stages")
+    parser.add_argument("--effort", default="normal", choices=list(EFFORTS))
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.instances)
     wrong = compare(seeds, options.any) if options.only is None else 0
+    effort = EFFORTS[options.effort]
+    if options.only is None or "branches" in options.only:
+        for blocks in BRANCHES:
+            of_branches(blocks, effort)
     for path in sorted(PUBLISHED_FOLDER.glob("*.json")):
         if options.only is None or path.stem in options.only:
-            published(path, options.checkpointing)
+            published(path, options.checkpointing, effort)
     sys.exit(1 if wrong else 0)
 
 
 def compare(seeds: range, every: int) -> int:
     """Compare the search with the truth; return how many instances differ."""
-    wrong = found = infeasible = better = 0
-    gains, gaps = list[float](), list[float]()
+    wrong = found = infeasible = better = exact = 0
+    gains, gaps, kinds = list[float](), list[float](), Counter[str]()
     for seed in seeds:
         problem = free_problem(seed)
         if problem is None:
@@ -63,10 +84,19 @@ def compare(seeds: range, every: int) -> int:
         if claim != truth or (best is not None and not best.exact):
             wrong += 1
             print(f"instance {seed}: the search found {claim}, the truth is {truth}")
+        kinds[problem.checkpointing] += 1
+        kinds["replicas"] += problem.replicas
+        kinds["unequal devices"] += len(set(problem.platform.devices)) > 1
         if truth is None:
             infeasible += 1
             continue
         found += 1
+        few = best_ordered(problem, FEW)
+        low, high = (0, truth) if few is None else (few.allocation.lower_bound_ns, few.allocation.claimed_period_ns)
+        if not (low or 0) <= truth <= (high or 0):
+            wrong += 1
+            print(f"instance {seed}: among few ideals {low} to {high}, the truth is {truth}")
+        exact += few is not None and few.exact
         least = truth
         if len(gaps) < every:
             orders = (replace(problem, chain=problem.chain.reordered(x)) for x in all_orders(problem.chain))
@@ -80,14 +110,26 @@ def compare(seeds: range, every: int) -> int:
             better += 1
             gains += [given.claimed_period_ns / truth] if given is not None and given.claimed_period_ns else []
     print(
-        f"{found + infeasible} networks of several orders: {wrong} wrong, {infeasible} fit in none; in {better} of "
-        f"{found} another order is better than the given one, by {_mean(gains) - 1:.1%} in the geometric mean where "
-        f"that fits; of {len(gaps)} the best plan of any kind is {_mean(gaps):.3f} times the bound for all orders"
+        f"{found + infeasible} networks of several orders ({', '.join(f'{n} {x}' for x, n in sorted(kinds.items()))}): "
+        f"{wrong} wrong, {infeasible} fit in none; in {better} of {found} another order is better than the given one, "
+        f"by {_mean(gains) - 1:.1%} in the geometric mean where that fits; of {len(gaps)} the best plan of any kind is "
+        f"{_mean(gaps):.3f} times the bound for all orders; {exact} are proved with 6 ideals at once",
+        flush=True,
     )
     return wrong
 
 
-def published(path: Path, checkpointing: str) -> None:
+def of_branches(blocks: Sequence[Sequence[int]], effort: OrderEffort) -> None:
+    """Print what the order gains on a random network of branches."""
+    chain = branches(1, blocks)
+    held = int(saved_bytes(chain, 0, len(chain))) + 4 * int(chain.sums.weight_bytes[-1])
+    for gpus, bandwidth, share, replicas, checkpointing in ASKED:
+        platform = Platform.flat(gpus, int(held * share), int(bandwidth * 10**9))
+        what = f"{len(chain)} layers, blocks of branches {blocks}, {share:.0%} of what one GPU would hold on each"
+        gain(what, Problem(chain, platform, Policy(), replicas, checkpointing), effort)
+
+
+def published(path: Path, checkpointing: Checkpointing, effort: OrderEffort) -> None:
     """Print what the order gains on a profile."""
     chain = read_profile(str(path))
     if not several_orders(chain):
@@ -97,24 +139,28 @@ def published(path: Path, checkpointing: str) -> None:
         for bandwidth in BANDWIDTHS:
             for replicas in (False, True):
                 platform = Platform.flat(gpus, 16 * 10**9, int(bandwidth * 10**9))
-                problem = Problem(chain, platform, Policy(), replicas, checkpointing)  # type: ignore[arg-type]
-                seconds = list[float]()
-                periods = list[int | None]()
-                began = time.process_time()
-                given = smallest_period(problem)
-                seconds.append(time.process_time() - began)
-                began = time.process_time()
-                best = best_ordered(problem)
-                seconds.append(time.process_time() - began)
-                periods += [x and x.claimed_period_ns for x in (given, best and best.allocation)]
-                what = f"{path.stem}, {gpus} GPUs, {bandwidth} GB/s{', replicas' if replicas else ''}"
-                if best is None or not periods[1]:
-                    print(f"{what}: nothing fits")
-                    continue
-                gain = f"{periods[0] / periods[1] - 1:.2%}" if periods[0] else "nothing fits in the given order"
-                which = f"{'all' if best.complete else 'some'} {best.ideals} ideals{', exact' if best.exact else ''}"
-                times = " -> ".join("-" if x is None else f"{x / 1e6:.3f}" for x in periods)
-                print(f"{what}: {times} ms, {gain}, {which}; {seconds[0]:.2f} -> {seconds[1]:.2f} s", flush=True)
+                gain(path.stem, Problem(chain, platform, Policy(), replicas, checkpointing), effort)
+
+
+def gain(name: str, problem: Problem, effort: OrderEffort) -> None:
+    """Print the periods of contiguous stages in the given order and the best, the bound, and CPU seconds."""
+    began = time.process_time()
+    given = smallest_period(problem)
+    middle = time.process_time()
+    best = best_ordered(problem, effort)
+    seconds = f"{middle - began:.2f} -> {time.process_time() - middle:.2f} s"
+    bandwidth = problem.platform.levels[0].bandwidth / 10**9
+    what = f"{name}, {len(problem.platform)} GPUs, {bandwidth:g} GB/s, {problem.checkpointing}"
+    what += ", replicas" * problem.replicas
+    if best is None or not best.allocation.claimed_period_ns:
+        print(f"{what}: nothing fits")
+        return
+    found, bound = best.allocation.claimed_period_ns, best.allocation.lower_bound_ns or 0
+    before = given.claimed_period_ns if given is not None else None
+    more = f"{before / 1e6:.3f} -> {found / 1e6:.3f} ms, {before / found - 1:.2%}" if before else f"- -> {found / 1e6}"
+    which = f"{'all' if best.complete else 'some'} {best.ideals} ideals"
+    far = "exact" if best.exact else f"gap {found / bound - 1:.3%}" if best.complete else "no bound for all orders"
+    print(f"{what}: {more}, {which}, {far}; {seconds}", flush=True)
 
 
 def _mean(values: list[float]) -> float:

@@ -35,7 +35,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401  imported once here, inherited by every forked process
 import msgspec  # noqa: F401
 import networkx  # noqa: F401
 import numpy  # noqa: F401

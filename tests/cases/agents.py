@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -41,6 +42,16 @@ class Node:
         assert self.agent.exitcode is not None, f"node {self.number} hangs; it said {self.said()}"
 
 
+def unused_port() -> int:
+    """Return a port that nobody listens at, of those that the system gives to nobody who asks for any one."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.exists() else 32768
+    for port in random.SystemRandom().sample(range(10_000, max(lowest, 20_000)), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("all ports are taken")
+
+
 @contextmanager
 def two_nodes(
     tmp_path: Path, arguments: Sequence[str], prepare: Callable[[int], None], restarts: int = 0
@@ -49,9 +60,7 @@ def two_nodes(
 
     ``prepare(number)`` is called in the folder first. The agents find each other as ``--rdzv-backend=c10d`` has it.
     """
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    nodes = []
+    port, nodes = unused_port(), []
     try:
         for number in range(2):
             folder = tmp_path / f"node{number}"
@@ -85,6 +94,7 @@ def _agent(number, folder, port, arguments, restarts):
     launch = LaunchConfig(
         min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="nodes", start_method="fork", monitor_interval=0.05,
         rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", local_addr="127.0.0.1", max_restarts=restarts,
+        rdzv_configs={"keep_alive_max_attempt": SECONDS // 5, "read_timeout": SECONDS},  # however busy the machine
     )  # fmt: skip
     try:
         elastic_launch(launch, _rank)(number, folder, arguments)

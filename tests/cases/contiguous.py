@@ -6,10 +6,11 @@ import random
 from dataclasses import replace
 
 from cases.chains import random_chain, random_problem
-from oracles.partition import ContiguousJudge
+from oracles.partition import ContiguousJudge, contiguous_optimum
 
 from pipeplan.check.validate import pattern_violations
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.plan import Allocation
 from pipeplan.problem import Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -99,3 +100,51 @@ def assert_schedules(problem: Problem, found: Allocation) -> None:
     else:
         assert pattern.period_ns == found.claimed_period_ns
     assert pattern_violations(graph, pattern) == []
+
+
+def assert_brute_force_agrees(seed: int) -> bool:
+    """The exact search finds what trying every cut finds, on one instance; return whether there is a plan."""
+    problem = varied_problem(seed)
+    as_listed = seed % 5 > 0  # all orders take brute force long
+    truth = contiguous_optimum(problem, as_listed)
+    found = smallest_period(problem, as_listed=as_listed)
+    assert (found is None) == (truth is None), seed
+    if found is None or truth is None:
+        return False
+    assert found.claimed_period_ns == truth[0], seed
+    assert_attains(problem, found)
+    if not as_listed or len(set(problem.platform.devices)) == 1:
+        assert feasible(problem, truth[0] - 1) is None, seed
+    return True
+
+
+def segments_problem(seed: int) -> Problem:
+    """Return an instance small enough to try all segments, any policy, levels, devices, skip connections."""
+    problem = replace(varied_problem(seed), checkpointing="segments")
+    most = 5 if len(problem.platform) < 4 else 4
+    if len(problem.chain) <= most:
+        return problem
+    count = len(problem.chain) - most
+    chain = problem.chain
+    edges = None if chain.edges is None else tuple((i, j) for i, j in chain.edges if j < most)
+    tied = tuple(pair for pair in chain.tied if max(pair) < most)
+    return replace(problem, chain=replace(chain, layers=chain.layers[:-count], edges=edges, tied=tied))
+
+
+def assert_brute_force_agrees_on_segments(seed: int) -> bool:
+    """The exact search finds what trying all segments in all cuts finds; return whether there is a plan."""
+    problem = segments_problem(seed)
+    truth = contiguous_optimum(problem)
+    found = smallest_period(problem)
+    assert (found is None) == (truth is None), seed
+    if found is None or truth is None:
+        assert feasible(problem, 10**9) is None, seed
+        return False
+    assert found.claimed_period_ns == found.lower_bound_ns == truth[0], seed
+    assert_attains(problem, found)
+    assert feasible(problem, truth[0] - 1) is None, seed
+    at = feasible(problem, truth[0])
+    assert at is not None, seed
+    assert at.claimed_period_ns == truth[0], seed
+    assert feasible(problem, 10**9) is not None, seed
+    return True

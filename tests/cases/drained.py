@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 from pipeplan.check.evaluate import evaluate_simulated, fits
+from pipeplan.check.targets import Shape
 from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
@@ -17,11 +19,15 @@ from pipeplan.schedule.kinds import refused
 
 from .chains import random_chain, random_platform
 
+VEES: tuple[ScheduleKind, ...] = ("zbv", "v-half", "v-min", "v-limit", "dualpipev")
+LOOPS: tuple[ScheduleKind, ...] = ("interleaved", "breadth-first", "interleaved-zb")
 
-def drained_instance(seed: int) -> Problem:
-    """Return a tiny problem that drains: 3 GPUs, some with their own profiles, 3 or 4 layers, up to 5 microbatches."""
+
+def drained_instance(seed: int, more: int = 0, tied: bool = False) -> Problem:
+    """Return a tiny problem that drains: 3 GPUs, some with their own profiles, 3 or 4 layers, or so many ``more``, some
+    of them ``tied``, and up to 5 microbatches."""
     rng = random.Random(seed)
-    chain = random_chain(rng, 3 + seed % 2, optimizer=seed % 3 == 0, saved=True, tied=False)
+    chain = random_chain(rng, 3 + seed % 2 + more, optimizer=seed % 3 == 0, saved=True, tied=tied)
     if seed % 2:
         layers = (replace(x, backward_weight_ns=rng.randint(0, x.backward_ns)) for x in chain.layers)
         chain = replace(chain, layers=tuple(layers))
@@ -29,12 +35,13 @@ def drained_instance(seed: int) -> Problem:
     platform = replace(platform, blocking=seed % 9 == 4, overhead_ns=2 * (seed % 4 == 1))
     count = rng.randint(1, 5)
     if seed % 7 == 6:
-        devices = tuple(replace(x, times=_times_of_its_own(rng, len(chain))) for x in platform.devices)
+        devices = tuple(replace(x, times=times_of_its_own(rng, len(chain))) for x in platform.devices)
         platform = replace(platform, devices=devices)
-    return Problem(chain, platform, Policy("flush", count), checkpointing="segments")
+    return Problem(chain, platform, Policy("flush", count), replicas=seed % 4 != 3, checkpointing="segments")
 
 
-def _times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:
+def times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:
+    """Return random times of a device's own profile."""
     forward, backward = ([rng.randint(1, most) for _ in range(layers)] for most in (20, 40))
     return LayerTimes("", tuple(forward), tuple(backward), tuple(rng.randint(0, x) for x in backward), (0,) * layers)
 
@@ -44,7 +51,7 @@ def soonest(problem: Problem) -> dict[ScheduleKind, int]:
     layers, gpus, count = len(problem.chain), len(problem.platform), problem.policy.accumulate or 1
     best: dict[ScheduleKind, int] = {}
     for used in range(1, gpus + 1):
-        for stages in range(1, min(used, layers) + 1):
+        for stages in range(1 if problem.replicas else used, min(used, layers) + 1):
             for ends, cuts in product(
                 combinations(range(1, used), stages - 1), combinations(range(1, layers), stages - 1)
             ):
@@ -55,6 +62,41 @@ def soonest(problem: Problem) -> dict[ScheduleKind, int]:
                     for kind, ns in _times(problem, made, count):
                         best[kind] = min(ns, best.get(kind, ns))
     return best
+
+
+def soonest_placed(problem: Problem, kinds: Sequence[ScheduleKind] = VEES) -> dict[ScheduleKind, int]:
+    """Return the shortest mini-batch of all stages that are placed like a V, and of all that go round and round, by
+    ``kinds`` of schedules that do so."""
+    layers, count = len(problem.chain), problem.policy.accumulate or 1
+    best: dict[ScheduleKind, int] = {}
+    for shape in _shapes(problem, kinds):
+        groups = shape.groups()
+        for cuts in combinations(range(1, layers), len(groups) - 1):
+            places = list(zip(pairwise((0, *cuts, layers)), groups, strict=True))
+            for again in product(*([(), (part,)] for part, _ in places)):
+                made = tuple(Stage(*part, group, some) for (part, group), some in zip(places, again, strict=True))
+                if structure_violations(problem.chain, problem.platform, problem.policy, made):
+                    continue
+                graph = stage_graph(problem.chain, problem.platform, problem.policy, made)
+                for kind in kinds:
+                    if (kind in VEES) != shape.vee:
+                        continue
+                    schedule = Schedule(kind, count, len(groups) if kind == "v-limit" else None)
+                    result = evaluate_simulated(graph, schedule, problem.platform, NEVER)
+                    if fits(result) and result.makespan_ns is not None:
+                        best[kind] = min(result.makespan_ns, best.get(kind, result.makespan_ns))
+    return best
+
+
+def _shapes(problem: Problem, kinds: Sequence[ScheduleKind]) -> Iterator[Shape]:
+    """Yield what V's there are, and what loops, as far as there are layers for them."""
+    layers, gpus = len(problem.chain), len(problem.platform)
+    for ranks in range(1, min(gpus, layers) + 1):
+        for pipelines in range(1, gpus // ranks + 1 if problem.replicas else 2):
+            if 2 * ranks <= layers and any(kind in VEES for kind in kinds):
+                yield Shape(ranks, pipelines, 2, vee=True)
+            if any(kind in LOOPS for kind in kinds):
+                yield from (Shape(ranks, pipelines, chunks) for chunks in range(1, layers // ranks + 1))
 
 
 def _times(problem: Problem, stages: tuple[Stage, ...], count: int) -> list[tuple[ScheduleKind, int]]:

@@ -136,27 +136,6 @@ def kill_in(place, rank, calls):
     setattr(owner, name, wrapped)
 
 
-class KilledInWait:
-    """What a receive returns; to wait for it is deadly."""
-
-    def __init__(self, work):
-        self.work = work
-
-    def wait(self):
-        kill_process(None)
-
-
-def wait_deadly(rank, calls):
-    original, made = dist.irecv, [0]
-
-    def wrapped(*args, **kwargs):
-        made[0] += 1
-        work = original(*args, **kwargs)
-        return KilledInWait(work) if dist.get_rank() == rank and made[0] == calls else work
-
-    dist.irecv = wrapped
-
-
 SAVED = "pipeplan.runtime.training.saved_state"
 
 
@@ -185,9 +164,13 @@ IN_FILE = {
     "full": fill_disk,
 }
 
+NEARBY = "pipeplan.runtime.exchange.nearby:NearbyTransport"
 PLACES = {
-    "send": ("torch.distributed:isend", 5),
-    "receive": ("torch.distributed:irecv", 6),
+    "send": (f"{NEARBY}.send", 5),
+    "receive": (f"{NEARBY}._issue", 6),
+    "wait": (f"{NEARBY}.take", 5),
+    "isend": ("torch.distributed:isend", 5),  # where threads exchange
+    "irecv": ("torch.distributed:irecv", 6),
     "reduce": ("torch.distributed:all_to_all_single", 9),  # each sum has two, the second one in the update
     "gather": ("torch.distributed:all_to_all_single", 10),
     # of the second checkpoint: its folder is there; a rank's file is; run.json is, but empty; everything is there but
@@ -205,9 +188,7 @@ def deadly(place, rank):
     """Return what builds a model whose training is deadly for one rank."""
 
     def build(batch):
-        if place == "wait":
-            wait_deadly(rank, 5)
-        elif place in IN_FILE:
+        if place in IN_FILE:
             in_second_file(rank, IN_FILE[place])
         else:
             where, calls = PLACES[place]
@@ -217,6 +198,6 @@ def deadly(place, rank):
     return build
 
 
-for _place in (*PLACES, *IN_FILE, "wait"):
+for _place in (*PLACES, *IN_FILE):
     for _rank in range(4):
         globals()[f"deadly_{_place}_{_rank}"] = deadly(_place, _rank)

@@ -18,6 +18,8 @@ from pipeplan.planner.restricted import as_run_by
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.kinds import KINDS
 
+from .drained import times_of_its_own
+
 NAMES = ["embedding", *(f"layers.{i}" for i in range(4)), "norm", "head", "loss"]
 
 
@@ -64,7 +66,8 @@ def every_plan(problem: Problem, name: str) -> Iterator[tuple[ScheduleKind, Shap
 
 
 def target_instance(seed: int) -> tuple[str, Problem]:
-    """Return a target, and a tiny problem as its runtime holds it: 2 or 3 GPUs, some of them unequal, 4 or 5 units."""
+    """Return a target, and a tiny problem as its runtime holds it: 2 or 3 GPUs, some of them unequal or with their own
+    profiles, some whose messages keep them from computing, 4 or 5 units."""
     rng = random.Random(seed)
     name = sorted(TARGETS)[seed % len(TARGETS)]
     layers = [
@@ -94,5 +97,9 @@ def target_instance(seed: int) -> tuple[str, Problem]:
     )
     platform = Platform(devices, (Level(gpus, rng.choice((10**9, 10**10)), rng.choice((0, 3))),), bool(seed % 2))
     policy = Policy("flush", gpus * rng.choice((1, 2, 3)))
+    platform = replace(platform, blocking=seed % 6 == 2, overhead_ns=rng.choice((1, 4)) * (seed % 5 == 3))
+    if seed % 7 in (2, 6):
+        devices = tuple(replace(x, times=times_of_its_own(rng, len(layers))) for x in devices)
+        platform = replace(platform, devices=devices)
     problem = Problem(Chain("decoder", tuple(layers), 30, tied=tied), platform, policy, checkpointing="segments")
     return name, as_run_by(problem, name)

@@ -23,7 +23,7 @@ from pipeplan.check.bounds import (
 from pipeplan.check.bounds.facts import Facts
 from pipeplan.check.bounds.long_chains import long_bound
 from pipeplan.check.bounds.placements import placement_bound
-from pipeplan.check.bounds.strong import Proved
+from pipeplan.check.bounds.strong import Proved, Refutations
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.memory_model import stage_activations
 from pipeplan.cost.saved import saved_bytes
@@ -250,7 +250,7 @@ def test_more_memory_bandwidth_or_devices_never_raise_the_bound():
 
 def test_no_bound_is_above_the_truth_and_most_reach_it():
     """Every allocation of tiny problems of all kinds, scheduled exactly; what no plan fits is proved to have none."""
-    ratios, averages, impossible = [], [], 0
+    ratios, averages, impossible, sharp = [], [], 0, 0
     for seed in range(24):
         problem = instance(seed, most_layers=3)
         truth, proved = optimum(problem), proof(problem)
@@ -260,11 +260,18 @@ def test_no_bound_is_above_the_truth_and_most_reach_it():
             continue
         assert proved.period_ns <= truth, seed
         assert long_bound(Facts(relative(problem))) <= truth, seed
+        conditions = Refutations(problem)
+        for period in (truth, truth + 1, 2 * truth):
+            assert conditions.cover_refuted(period) is None, seed
+        assert conditions.refuted(truth) is None, seed
+        sharp += conditions.cover_refuted(truth - 1) is not None
+        assert proof(problem, up_to=2 * truth).period_ns <= truth, seed
         ratios.append(truth / proved.period_ns)
         averages.append(truth / quick_proof(problem).period_ns)
     assert sum(ratios) / len(ratios) < 1.05
     assert sum(averages) / len(averages) > 1.2
     assert impossible > 4
+    assert sharp > 5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.replica_sums import exposed_sums, summed_beside
 from pipeplan.plan import Stage
 from pipeplan.problem import Device, Policy
-from pipeplan.report.tables import waited_sums
+from pipeplan.report.words import waited_sums
 
 STAGES = (Stage(0, 1, (0, 1)), Stage(1, 2, (2,)))
 

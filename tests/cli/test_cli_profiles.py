@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -214,30 +212,3 @@ def test_diff_needs_a_plan_of_the_first_profile(pipeplan: Command) -> None:
     code, _, err = pipeplan("diff", "a.json", "a.json", "--gpus", "2")
     assert code == 2
     assert "say either --plan, or --gpus and --mem" in err
-
-
-MEMORY = r"""
-import re, sys, torch
-from pathlib import Path
-from torch import nn
-from pipeplan.runtime.model.network import chain_network
-from pipeplan.runtime.profiler.measure import profile_network
-from pipeplan.runtime.profiler.steps import MeasureOptions
-torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(8, 4096), nn.GELU(), nn.Linear(4096, 8)) for _ in range(18)]
-network = chain_network(layers, torch.randn(1024, 8))
-profile_network(network, lambda y, t: y.square().mean(), MeasureOptions(1, 1, hold=sys.argv[1]))
-print(1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]))  # of this program alone
-"""
-
-
-def test_one_layer_at_a_time_needs_the_memory_of_one_layer() -> None:
-    """18 layers save 34 MB each; held one at a time, the process peaks far below where it does with all of them."""
-
-    def peak(hold: str) -> int:
-        command = [sys.executable, "-c", MEMORY, hold]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
-
-    saved_by_one = 1024 * 4096 * 4 * 2
-    assert peak("all") - peak("one") > 11 * saved_by_one

@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 def test_in_a_pipe_lines_come_with_news_and_seldom_without() -> None:
     status, stream = Status("exact contiguous", floor_ns=2_000_000), io.StringIO()
     live = LiveLine(status, stream)
-    began = time.perf_counter()
+    began = live._began
     live.tick(began + PATIENT_S / 2)
     assert stream.getvalue() == ""  # what is quick needs no progress
     live.tick(began + PATIENT_S)
@@ -42,7 +42,7 @@ def test_in_a_pipe_lines_come_with_news_and_seldom_without() -> None:
 def test_on_a_terminal_one_line_is_redrawn() -> None:
     stream = Terminal()
     live = LiveLine(Status(), stream)
-    began = time.perf_counter()
+    began = live._began
     for tenths in range(11, 15):
         live.tick(began + tenths / 10)
     assert "\n" not in stream.getvalue()

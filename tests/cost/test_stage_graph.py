@@ -8,7 +8,8 @@ from cases.plans import graph_of, greedy_pattern, random_plan
 from oracles.schedules import overlaps, peak_activations, unrolled, weights_table
 
 from pipeplan.cost import memory_model
-from pipeplan.cost.stage_graph import least_load_ns, stage_graph
+from pipeplan.cost.stage_cost import least_load_ns
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Pattern, Stage, TimedOp
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, SharedWeights
 from pipeplan.schedule.pattern import (

@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 from cases.chains import random_chain, random_platform, random_problem
 
-from pipeplan.cost.stage_graph import StageCost, stage_graph
+from pipeplan.cost.stage_cost import StageCost
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.balance import balance, data_parallel, simplest
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Layer, Platform, Problem

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 from cases.chains import published, random_chain, random_problem, uneven_chain
-from cases.contiguous import WEIGHTS, assert_attains, assert_schedules, varied_problem
+from cases.contiguous import WEIGHTS, assert_attains, assert_brute_force_agrees, assert_schedules, varied_problem
 from oracles.partition import contiguous_decision, contiguous_optimum
 
 from pipeplan.check.validate import pattern_violations
@@ -26,19 +26,11 @@ from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Polic
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
-@pytest.mark.parametrize("block", range(16))
+@pytest.mark.parametrize("block", range(7))
 def test_equals_brute_force(block: int) -> None:
+    """On more instances: scripts/checks/contiguous.py."""
     for seed in range(60 * block, 60 * block + 60):
-        problem = varied_problem(seed)
-        as_listed = seed % 5 > 0  # all orders take brute force long
-        truth = contiguous_optimum(problem, as_listed)
-        found = smallest_period(problem, as_listed=as_listed)
-        assert (found is None) == (truth is None), seed
-        if found is not None and truth is not None:
-            assert found.claimed_period_ns == truth[0], seed
-            assert_attains(problem, found)
-            if not as_listed or len(set(problem.platform.devices)) == 1:
-                assert feasible(problem, truth[0] - 1) is None, seed
+        assert_brute_force_agrees(seed)
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -15,7 +15,8 @@ from cases.contiguous import assert_attains
 from oracles.partition import contiguous_optimum, device_orders
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.cost.stage_graph import least_load_ns, stage_graph
+from pipeplan.cost.stage_cost import least_load_ns
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.partition.contiguous.counted_states import Counted

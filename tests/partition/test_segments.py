@@ -7,13 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases.chains import published, random_chain, random_problem, uneven_chain
-from cases.contiguous import assert_attains, assert_schedules, varied_problem
+from cases.contiguous import (
+    assert_attains,
+    assert_brute_force_agrees_on_segments,
+    assert_schedules,
+    segments_problem,
+    varied_problem,
+)
 from oracles.partition import checkpoints, contiguous_optimum
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model
-from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
+from pipeplan.partition.contiguous.contiguous import smallest_period
 from pipeplan.partition.contiguous.labels import Units, labels_from, lowest_peaks
 from pipeplan.partition.contiguous.pareto import Resolution, pareto, unbeaten
 from pipeplan.partition.granularity import merge_articulation
@@ -26,46 +32,16 @@ from pipeplan.schedule.simulate import simulate
 WHOLE = Resolution(exact=2**40)
 
 
-def small_problem(seed: int) -> Problem:
-    """Return an instance small enough to try all segments, any policy, levels, devices, skip connections."""
-    problem = replace(varied_problem(seed), checkpointing="segments")
-    most = 5 if len(problem.platform) < 4 else 4
-    if len(problem.chain) <= most:
-        return problem
-    count = len(problem.chain) - most
-    chain = problem.chain
-    edges = None if chain.edges is None else tuple((i, j) for i, j in chain.edges if j < most)
-    tied = tuple(pair for pair in chain.tied if max(pair) < most)
-    return replace(problem, chain=replace(chain, layers=chain.layers[:-count], edges=edges, tied=tied))
-
-
-@pytest.mark.parametrize("block", range(2))
-def test_equals_brute_force(block: int) -> None:
-    feasible_ones = 0
-    for seed in range(40 * block, 40 * block + 40):
-        problem = small_problem(seed)
-        truth = contiguous_optimum(problem)
-        found = smallest_period(problem)
-        assert (found is None) == (truth is None), seed
-        if found is None or truth is None:
-            assert feasible(problem, 10**9) is None, seed
-            continue
-        feasible_ones += 1
-        assert found.claimed_period_ns == found.lower_bound_ns == truth[0], seed
-        assert_attains(problem, found)
-        assert feasible(problem, truth[0] - 1) is None, seed
-        at = feasible(problem, truth[0])
-        assert at is not None, seed
-        assert at.claimed_period_ns == truth[0], seed
-        assert feasible(problem, 10**9) is not None, seed
-    assert feasible_ones >= 18
+def test_equals_brute_force() -> None:
+    """On more instances: scripts/checks/contiguous.py."""
+    assert sum(assert_brute_force_agrees_on_segments(seed) for seed in range(36)) >= 16
 
 
 def test_equals_brute_force_where_replicas_stash_versions() -> None:
     """The more replicas, the more versions they keep between updates, and the more a stage has to recompute."""
     recomputed = 0
-    for seed in range(24):
-        problem = small_problem(seed)
+    for seed in range(14):
+        problem = segments_problem(seed)
         policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
         problem = replace(problem, policy=policy, replicas=True)
         found, truth = smallest_period(problem), contiguous_optimum(problem)
@@ -140,7 +116,7 @@ def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
 def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
     rng = random.Random(7)
     planned = 0
-    for _ in range(12):
+    for _ in range(8):
         chain = uneven_chain(rng, 9, 5, 10)
         platform = Platform.flat(4, rng.randint(60, 160), 10**9)
         policy = Policy(weights, None if weights == "flush" else 4)  # type: ignore[arg-type]
@@ -158,7 +134,7 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
             timeline = simulate(unroll(figures.graph, plan.pattern, 40))
             for device in {d for stage in plan.allocation.stages for d in stage.devices}:
                 assert lane_use(timeline, device).peak_bytes == figures.devices[device].peak_bytes
-    assert planned >= 4
+    assert planned >= 3
 
 
 @pytest.mark.parametrize("seed", range(60))

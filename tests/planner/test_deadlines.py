@@ -159,9 +159,9 @@ def test_a_long_chain_is_planned_within_its_limit():
     """Layers by the thousand, on many devices; the limit is far from what the whole search takes."""
     rng = random.Random(3)
     layers = tuple(Layer(f"l{i}", rng.randint(1, 10**6), rng.randint(1, 10**6), 10, 10) for i in range(3000))
-    began = time.monotonic()
+    began = time.process_time()  # other processes don't count
     plan = make_plan(Problem(Chain("long", layers, 10), Platform.flat(64, 10**9), deadline=Deadline.within(0.05))).plan
-    assert time.monotonic() - began < 60
+    assert time.process_time() - began < 60
     assert plan.provenance.solver_status == "time limit"
 
 

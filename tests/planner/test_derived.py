@@ -21,7 +21,8 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.html import report_html
-from pipeplan.report.tables import bound_figures, headline, print_plan
+from pipeplan.report.tables import headline, print_plan
+from pipeplan.report.words import bound_figures
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 OPTIMUM_NS = 172478586  # of contiguous plans without replicas on four GPUs of 16 GB

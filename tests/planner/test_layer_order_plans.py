@@ -10,6 +10,7 @@ from pipeplan.cli import group
 from pipeplan.files.plans import load_plan
 from pipeplan.planner.derived import derived
 from pipeplan.problem import Chain, Layer, Platform
+from pipeplan.report.tables import layer_order
 
 LAYERS = (
     ("enter", 1, 1),
@@ -47,6 +48,24 @@ def test_the_better_order_is_planned_and_told(plans, capsys):
     best.show()
     out = capsys.readouterr().out
     assert "in another order than the model's own; contiguous stages were tried at all 11 cuts of all orders" in out
+
+
+@pytest.mark.parametrize(
+    ("kept", "periods"),
+    [
+        ({"weights": "flush"}, (81, 55)),
+        ({"weights": "latest", "schedule": "nf1b"}, (82, 42)),
+        ({"weights": "stash", "vertical_sync": True}, (80, 42)),
+    ],
+    ids=["drained", "nf1b", "vertical-sync"],
+)
+def test_what_has_no_bound_for_all_orders_is_planned_in_two(plans, kept, periods):
+    chain, _, _ = plans
+    given, best = (pp.plan(chain, order=order, **{**ASKED, **kept}) for order in ("given", "best"))
+    assert (given.period_ns, best.period_ns) == periods
+    assert best.plan.provenance.options["layer_order"] == {"orders": 2}
+    assert layer_order(best.plan) == "in another order than the model's own, the best of 2 that were tried"
+    assert all(bound.any_order == (bound.allocation == "any") for bound in best.plan.lower_bounds)
 
 
 def test_the_plan_is_read_again_and_its_bounds_for_every_order_are_derived(plans, tmp_path):

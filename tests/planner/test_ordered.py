@@ -15,11 +15,12 @@ from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import written_schedule
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner import best_order
+from pipeplan.planner.best_order import best_orders
 from pipeplan.planner.ordered import ordered, ordered_alike
 from pipeplan.planner.plan import Planned
 from pipeplan.planner.simulation import simulate_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.report.tables import ordering
+from pipeplan.report.words import ordering
 from pipeplan.runtime.options import run_otherwise
 from pipeplan.schedule.kinds import plan_program
 
@@ -76,7 +77,7 @@ def test_what_no_order_can_be_sought_for_is_refused(path):
         ordered_alike(pp.plan(path, **{**GIVEN, "weights": "2bw"}, effort="quick").plan)
 
 
-def test_a_plan_stays_where_backwards_in_two_parts_do_not_fit():
+def test_backwards_stay_whole_where_their_parts_do_not_fit():
     """What a segment recomputes is free before the one in front of it begins, unless second parts need it."""
     times = [(7, 2, 0, 4, 2), (6, 3, 0, 13, 3), (7, 5, 0, 8, 5), (4, 7, 1, 6, 6)]
     layers = tuple(Layer(f"l{i}", f, b, w, o, backward_weight_ns=k) for i, (f, b, w, o, k) in enumerate(times))
@@ -93,3 +94,5 @@ def test_a_plan_stays_where_backwards_in_two_parts_do_not_fit():
     plan = replace(plan, platform=Platform.flat(1, evaluate(plan).devices[0].peak_bytes, 10**9))
     planned = Planned(plan, evaluate(plan))
     assert ordered(planned, placements=("own",)) == planned
+    whole = best_orders(plan, 3, placements=("own",))[0].order
+    assert (whole.program.split, whole.optimal, whole.value_ns) == (False, True, planned.evaluation.makespan_ns)

@@ -18,7 +18,7 @@ from pipeplan.planner.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, unrestricted, with_price
 from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem, SharedWeights
-from pipeplan.report.tables import restriction
+from pipeplan.report.words import restriction
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pipeplan.planner.robust import Jitter
 from pipeplan.planner.simulation import percentile_95, run_seeds, simulate_plan, under_jitter
 from pipeplan.planner.stated import STATED
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
-from pipeplan.report.tables import robustness
+from pipeplan.report.words import robustness
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 
 JITTER = Jitter(0.3, seed=3, runs=5)

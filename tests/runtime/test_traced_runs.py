@@ -30,7 +30,6 @@ from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.torch_engine import refuse_crossing
 from pipeplan.runtime.training.half import HalfOptions
 
 CHAINS = {}
@@ -362,6 +361,8 @@ def test_torchs_engine_runs_stages_of_a_graph(tmp_path):
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
     model, profile = load_model(spec_of(traced_cases.transformer), 4, 0), chain(traced_cases.transformer)
+    from pipeplan.runtime.torch_engine import refuse_crossing  # its imports take seconds, for this test alone
+
     with pytest.raises(BadInput, match=r"plan: int64 \(4, 5\) crosses the cut before layer \d+ without a gradient"):
         refuse_crossing(model, [position(profile, "blocks.1.mix")])
 

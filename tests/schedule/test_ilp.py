@@ -17,8 +17,9 @@ from pipeplan.integers import smallest
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy, SharedWeights
 from pipeplan.schedule.pattern import most_in_flight, starts_of
-from pipeplan.schedule.periodic.ilp import IlpResult, Solver, SolverLimits, schedule_ilp
+from pipeplan.schedule.periodic.ilp import IlpResult, schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
+from pipeplan.schedule.periodic.solvers import Solver, SolverLimits
 
 SOLVERS: tuple[Solver, ...] = ("cbc", "highs")
 WEIGHTS = ("2bw", "stash", "flush", "latest")

@@ -5,25 +5,27 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 from cases.schedules import balanced, held, looped, vee
 from oracles.orders import best, value
 
-from pipeplan.deadline import Deadline
+from pipeplan.deadline import NEVER, Deadline
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import lane_use
+from pipeplan.schedule.periodic.ilp import SolverLimits
 from pipeplan.schedule.registry import drained_programs
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis import synthesize as synthesizing
-from pipeplan.schedule.synthesis.bounds import floor
+from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.greedy import greedy, rules
 from pipeplan.schedule.synthesis.justify import justified, shake
 from pipeplan.schedule.synthesis.lengthen import lengthened
 from pipeplan.schedule.synthesis.problem import order_problem
 from pipeplan.schedule.synthesis.synthesize import synthesize, worth
+from pipeplan.schedule.synthesis.time_indexed import Slots, ask
 from pipeplan.schedule.synthesis.timing import Orders
 
 
@@ -46,8 +48,19 @@ def test_bound_least_value_of_all_orders_and_what_is_found_agree(homes, times, m
     graph = stages(homes, *times)
     problem = order_problem(graph, microbatches, barrier=barrier, limit=limit)
     found = synthesize(graph, microbatches, barrier=barrier, limit=limit, moves=400)
-    assert floor(problem) <= found.bound_ns <= best(problem) == found.value_ns
+    least = best(problem)
+    assert floor(problem) <= found.bound_ns <= least == found.value_ns
     assert found.optimal
+    for device, longer in product(problem.devices, (1, 3)):
+        length = longer * problem.grain
+        alone = Slots(problem, length, least, 1 + max(problem.head) // length, (device,))
+        assert not ask(alone, "cbc", SolverLimits()).impossible
+
+
+def test_a_turn_alone_proves_an_order_of_many_passes_best():
+    graph = stages(vee(8), 20, 24, 16)
+    problem = order_problem(graph, 32, barrier=False, limit=10)
+    assert raised(problem, floor(problem), 4268, "cbc", NEVER) == 4268
 
 
 def test_moves_are_timed_as_the_simulator_and_the_definition_say():

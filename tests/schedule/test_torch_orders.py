@@ -14,11 +14,10 @@ from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.zbv import zbv
 
-schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-
 
 def torchs(name, devices, chunks, microbatches):
     """What torch has each rank do, as words; without the gaps that it leaves for others."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     rounds = max(1, microbatches // devices)
     rank = SimpleNamespace(
         pp_group_size=devices,

@@ -3,13 +3,16 @@
 Bounds of class ``any``, from quick to slow; each condition is necessary for every valid plan, and which one binds is
 said in words (:data:`PARTS`):
 
-- ``averages``: all work shared perfectly, the largest layer, memory averaged over time against what can be recomputed;
+- ``averages``: all work shared perfectly, or as far as a pipeline has filled, the largest layer, memory averaged over
+  time against what can be recomputed;
 - ``runs``: what the layers on one group of devices take and hold at their worst instant, with the microbatches that
   must be inside by then (``facts`` says what they cost at least);
 - ``packing``: what they hold at every instant, side by side on whole devices;
 - ``blocks``: layers as whole things, dealt out to the devices;
 - ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts
   (``long_chains`` without the cuts, where they are too many);
+- ``covers``: sets of runs that fit on one group of devices together, by work and by what they hold at their worst
+  instants, have to cover the chain; looked for only up to a period that is asked about;
 - ``placements``: of short chains all stages on all devices, as far as a budget goes.
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
@@ -27,9 +30,9 @@ from ...cost import time_model
 from ...cost.layer_orders import several_orders
 from ...plan import Bound, Plan
 from ...problem import Problem
-from .averages import layer_bound, load_bound, memory_bound, work_ns
+from .averages import fill_bound, layer_bound, load_bound, memory_bound, work_ns
 from .every_order import every_order_proof
-from .strong import IMPOSSIBLE, PARTS, Part, Proved, strong_bound
+from .strong import IMPOSSIBLE, PARTS, Part, Proved, deeper, strong_bound
 
 __all__ = [
     "IMPOSSIBLE",
@@ -48,28 +51,31 @@ __all__ = [
 ]
 
 
-def any_bound(problem: Problem) -> Bound:
+def any_bound(problem: Problem, up_to: int | None = None) -> Bound:
     """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows.
 
     Where the policy leaves the update interval open it holds for every interval. Where the layers may stand in several
-    orders it holds for all.
+    orders it holds for all. ``up_to`` as in :func:`proof`.
     """
     free = several_orders(problem.chain)
-    period = proof(problem, free).period_ns
+    period = proof(problem, free, up_to).period_ns
     return Bound(
         "any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open, any_order=free
     )
 
 
-def proof(problem: Problem, any_order: bool = False) -> Proved:
+def proof(problem: Problem, any_order: bool = False, up_to: int | None = None) -> Proved:
     """Return the best lower bound for class ``any`` and what it follows from, or that no plan fits at all.
 
-    It is that of plans whose layers stand in the problem's order, or with ``any_order`` in whatever order.
+    It is that of plans whose layers stand in the problem's order, or with ``any_order`` in whatever order. What takes
+    long is left out, but where the bound is below ``up_to`` ns, and then tells no more than that.
     """
     known: dict[object, Proved] = problem.chain.__dict__.setdefault("_proofs", {})
     key = (problem.platform, problem.policy, problem.replicas, problem.checkpointing, any_order)
     if key not in known:
         known[key] = every_order_proof(problem) if any_order else strong_bound(problem, quick_proof(problem))
+    if up_to is not None and not any_order and known[key].period_ns < up_to and (*key, up_to) not in known:
+        known[key] = known[*key, up_to] = deeper(problem, known[key], up_to)
     return known[key]
 
 
@@ -78,7 +84,7 @@ def derived_up_to(problem: Problem, period: int, any_order: bool = False) -> int
     if any_order:
         return proof(problem, any_order).period_ns
     quick = quick_proof(problem).period_ns
-    return quick if quick >= period else proof(problem).period_ns
+    return quick if quick >= period else proof(problem, up_to=period).period_ns
 
 
 def quick_proof(problem: Problem) -> Proved:
@@ -86,6 +92,7 @@ def quick_proof(problem: Problem) -> Proved:
     relaxed = time_model.relative(problem)
     found: list[tuple[int, Part]] = [
         (max(1, load_bound(relaxed)), "work"),
+        (fill_bound(relaxed), "fill"),
         (layer_bound(relaxed), "layer"),
         (memory_bound(relaxed), "averages"),
     ]

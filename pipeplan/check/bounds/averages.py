@@ -35,6 +35,29 @@ def load_bound(problem: Problem) -> int:
     return ceil(work_ns(problem) / sum(device.speed for device in problem.platform.devices))
 
 
+def fill_bound(problem: Problem) -> int:
+    """Return the least period of drained plans without replicas by work, as far as devices have begun; 0 for others.
+
+    The device that is the i-th to have a stage begins when a forward has come through i layers and over as many cuts at
+    least: the fastest may be the first. Weight parts may come last, so that none is sure to end early.
+    """
+    platform, policy = problem.platform, problem.policy
+    count = policy.accumulate
+    if not policy.drains or problem.replicas or count is None:
+        return 0
+    speeds = sorted((device.speed for device in platform.devices), reverse=True)
+    levels = range(0 if platform.blocking else len(platform.levels))
+    moves = [min((platform.transfer_ns(x, k) for k in levels), default=0) for x in problem.chain.cut_bytes[1:-1]]
+    trip, forward = min(moves, default=0), problem.chain.sums.forward_ns
+    work, done, total, power = count * work_ns(problem), Fraction(0), Fraction(0), Fraction(0)
+    for i, speed in enumerate(speeds[: len(problem.chain)]):
+        head = int(forward[i]) / speeds[0] + i * trip
+        if power and done + power * (head - total) >= work:
+            break
+        done, total, power = done + power * (head - total), head, power + speed
+    return ceil_div(ceil(total + (work - done) / power), count)
+
+
 def layer_bound(problem: Problem) -> int:
     """Return the time of the largest layer on the fastest device, shared by all devices where replicas are allowed."""
     fastest = max(device.speed for device in problem.platform.devices)

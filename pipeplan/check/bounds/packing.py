@@ -1,6 +1,7 @@
 """Do the runs of any cutting of the chain fit side by side into the devices' memories, each into one?
 
-What a run takes on its device at every instant, over what the device has, is x. The sum of x over the runs of one
+What a run takes on its device at every instant, or when the last of the device's forwards starts and one microbatch is
+inside all its layers, over what the device has, is x. The sum of x over the runs of one
 device is at most 1, and so is that of ceil((q + 1) x - 1) / q for q = 1, 2, .. (a dual feasible function: of runs that
 take more than one in q + 1, q fit). So the least sum over all cuttings, times replicas, is at most the number of
 devices; a shortest path. ALGORITHMS section 11.3, condition 6.
@@ -23,11 +24,13 @@ def needs_more_devices(facts: Facts, runs: Runs, tau: int | None = None) -> bool
     possible = runs.possible
     if not possible.any():
         return True
-    least = int(runs.spare[possible].min())  # that every device which has a run takes beside, at some instant
-    memory = max(device.memory_bytes for device in facts.problem.platform.devices) - least
-    if memory <= 0:
-        return False
-    taken = [runs.always / memory, *(shares(runs.always, memory, parts) for parts in PARTS)]
+    sizes = [device.memory_bytes for device in facts.problem.platform.devices]
+    if shortest(cheapest(facts, runs, runs.at_once)) > sum(sizes) * (1 + ROUNDING):
+        return True
+    taken = [runs.at_once / max(sizes), *(shares(runs.at_once, max(sizes), parts) for parts in PARTS)]
+    memory = max(sizes) - int(runs.spare[possible].min())  # which every device with a run takes beside, at some instant
+    if memory > 0:
+        taken += [runs.always / memory, *(shares(runs.always, memory, parts) for parts in PARTS)]
     every = len(facts.problem.platform) * (1 + ROUNDING)
     found = [cheapest(facts, runs, share) for share in taken]
     if tau is not None:

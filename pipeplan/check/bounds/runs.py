@@ -49,13 +49,16 @@ class Runs:
     """What :func:`runs_at` finds; tables ``[first, end]`` by the facts' ``spreads``, (R, L + 1, L + 1).
 
     ``possible``; ``always``, bytes of a device that the run takes at every instant; ``spare``, bytes that it takes
-    more at some. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut until it comes back there, NEVER
-    where no runs lead; ``turning`` the same from when a run ends before the cut, with the way over it.
+    more at some; ``at_once``, bytes that it takes when its device starts the last of all its layers' forwards, where
+    the same microbatch is inside all others. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut
+    until it comes back there, NEVER where no runs lead; ``turning`` the same from when a run ends before the cut, with
+    the way over it.
     """
 
     possible: npt.NDArray[np.bool_]
     always: Ints
     spare: Ints
+    at_once: Ints
     delay: list[int]
     turning: list[int]
 
@@ -72,7 +75,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     devices = np.array([spread.high for spread in spreads], dtype=np.float64)
     steps = np.array([spread.high * min(tau, LONGEST) for spread in spreads], dtype=np.int64)  # of one replica, ticks
     possible = np.zeros((len(spreads), count + 1, count + 1), dtype=np.bool_)
-    always, spare = (np.zeros(possible.shape, dtype=np.int64) for _ in range(2))
+    always, spare, at_once = (np.zeros(possible.shape, dtype=np.int64) for _ in range(3))
     delay = [NEVER] * count + [0]
     before_cut = [NEVER] * (count + 1)
     prices, again = _price_levels(facts, int(devices[-1]) * 4), facts.recomputed
@@ -86,18 +89,21 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
         idle = devices[:, None] * float(tau) - load
         fixed, memory, peak = facts.fixed[:, :end, end], facts.memories[:, None], facts.least_peak[:end, end]
         fits = (idle >= again[:, :end, end]) & (fixed + peak <= memory)
-        lasting, more = np.zeros(fits.shape, dtype=np.int64), np.broadcast_to(peak, fits.shape)
+        inside, more = np.zeros(fits.shape, dtype=np.int64), np.broadcast_to(peak, fits.shape)
+        lasting = inside
         if period is not None:
             fits &= facts.sync_ns[:, :end, end] <= period
         if period is not None and facts.periodic:
+            inside = life // steps[:, None]
             lasting, more = _inside(facts, end, turning, life, steps, idle, prices)
             fits &= fixed + lasting + more <= memory
         possible[:, :end, end] = fits
         always[:, :end, end] = facts.fixed_alone[:, :end, end] + lasting
         spare[:, :end, end] = more
+        at_once[:, :end, end] = facts.fixed_alone[:, :end, end] + _held(facts, np.maximum(inside, 1), idle, prices)
         for start in np.flatnonzero(fits.any(axis=0)).tolist():
             delay[start] = min(delay[start], int(life[start]))
-    return Runs(possible, always, spare, delay, before_cut)
+    return Runs(possible, always, spare, at_once, delay, before_cut)
 
 
 def _inside(
@@ -108,18 +114,18 @@ def _inside(
     That is when the first forward starts, or when a microbatch is in its backward, beside whatever others are inside
     each layer since it came there.
     """
-    first = np.minimum(facts.first_kept, facts.input_kept)[:end] if facts.recomputes else facts.first_kept[:end]
+    first = _first(facts)[:end]
     inside, most = life // steps[:, None], ceil_div(life, steps[:, None])
-    lasting = inside * first + _least_held(facts, inside, idle, prices)
+    lasting = _held(facts, inside, idle, prices)
     more = (most - inside) * first
     at_once = life[-1] + facts.path_behind[:end] - facts.path_behind[end - 1]
     beside_one = _arrivals(np.maximum(inside, 1), ceil_div(at_once, steps[:, None]))
     for there in (*_arrivals(inside, most), *beside_one):
-        more = np.maximum(more, there * first + _least_held(facts, there, idle, prices) - lasting)
+        more = np.maximum(more, _held(facts, there, idle, prices) - lasting)
     if facts.recomputes:
         there = turning + facts.forward_before[end] - facts.forward_before[:end]
         others = there // steps[:, None]
-        rest = others * first + _least_held(facts, others, idle, prices)
+        rest = _held(facts, others, idle, prices)
         more = np.maximum(more, rest + facts.least_peak[:end, end] - lasting)
     return lasting, more
 
@@ -181,6 +187,36 @@ def _price_levels(facts: Facts, most: int) -> Floats:
         return np.ones(1)
     low, high = float(np.quantile(worth, 0.1)), float(worth.max()) * most
     return np.geomspace(low, max(high, 2 * low), 9)
+
+
+def _first(facts: Facts) -> Ints:
+    return np.minimum(facts.first_kept, facts.input_kept) if facts.recomputes else facts.first_kept
+
+
+def _held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
+    """Return what all layers of each run keep at least when ``inside`` microbatches are inside each."""
+    return inside * _first(facts)[: inside.shape[1]] + _least_held(facts, inside, idle, prices)
+
+
+def held_together(facts: Facts, inside: Ints, idle: Floats) -> Floats:
+    """Return what the activations of all runs take where ``inside`` microbatches are inside each layer, (R, L), and
+    ``idle`` ticks may go into recomputation; tables as of :class:`Runs`."""
+    first = np.append(inside * _first(facts), np.zeros((len(inside), 1), dtype=np.int64), axis=1)[:, :, None]
+    held = (inside * facts.kept).astype(np.float64)
+    if not facts.recomputes:
+        return np.asarray(first + _between(held))
+    best = np.zeros(idle.shape)
+    for forward in recomputations(facts):
+        for price in _price_levels(facts, facts.spreads[-1].high * 4).tolist():
+            best = np.maximum(best, _between(np.minimum(held, price * forward)) - price * idle)
+    return np.asarray(first + best * (1 - ROUNDING))
+
+
+def _between(values: Floats) -> Floats:
+    """Return the sums of all behind the first of each run, tables ``[first, end]``."""
+    total = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    behind = np.append(total[:, 1:], total[:, -1:], axis=1)
+    return np.asarray(np.maximum(total[:, None, :] - behind[:, :, None], 0.0))
 
 
 def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 from ...cost import time_model
 from ...problem import Problem
 from .blocks import Blocks, work_overflows
+from .covers import MOST_COVERED, uncovered
 from .facts import Facts
 from .long_chains import long_bound
 from .packing import needs_more_devices
@@ -21,15 +23,17 @@ from .placements import NODES, placement_bound
 from .pooled import Segments, too_much
 from .runs import LONGEST, runs_at
 
-Part = Literal["work", "layer", "averages", "runs", "packing", "blocks", "pooled", "placements"]
+Part = Literal["work", "fill", "layer", "averages", "runs", "packing", "blocks", "pooled", "covers", "placements"]
 PARTS: dict[Part, str] = {
     "work": "the work of all layers binds, shared perfectly",
+    "fill": "the work of all layers binds, with what fills the pipeline before each GPU can begin",
     "layer": "the largest layer binds",
     "averages": "memory averaged over time binds, or the sums of gradients over replicas",
     "runs": "memory of what each stage holds at its worst instant binds, or its work",
     "packing": "memory that stages take at every instant binds, device by device",
     "blocks": "whole layers don't fill the devices evenly",
     "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
+    "covers": "no sets of stages that fit on one GPU together cover all layers",
     "placements": "no placement of the stages on the devices is shorter, each with its loads, memory and waits",
 }
 IMPOSSIBLE: dict[Part, str] = {
@@ -42,6 +46,9 @@ ENDLESS_NS = 10**30  # longer than any work or sum
 WORK = 40_000  # of refutations, in table rows: some tenths of a second
 MOST_TESTS = 26
 MOST_LAYERS = 256
+FINEST = 1000  # of a period, to which such a bound is made out
+LITTLE = 50  # of a period
+MOST_DEEPER = 4  # periods at which covers are looked for
 MOST_PLACED = 6  # layers, and devices, of which whole placements are looked at
 
 
@@ -93,6 +100,16 @@ class Refutations:
             return "runs"
         return "pooled" if too_much(self._segments, runs, period * facts.ticks) else None
 
+    def cover_refuted(self, period: int) -> Part | None:
+        """Return ``covers`` where no sets of runs cover the chain at ``period`` ns; the slowest of all."""
+        facts = self.facts
+        if facts.count > MOST_COVERED or period * facts.ticks > LONGEST:
+            return None
+        runs = runs_at(facts, period)
+        if not runs.complete:
+            return "runs"
+        return "covers" if uncovered(facts, runs, self._segments, period * facts.ticks) else None
+
 
 def strong_bound(problem: Problem, quick: Proved) -> Proved:
     """Return the best bound of all conditions, at least ``quick``."""
@@ -114,6 +131,33 @@ def strong_bound(problem: Problem, quick: Proved) -> Proved:
         if placed > found.period_ns:
             return Proved(placed, "placements")
     return found
+
+
+def deeper(problem: Problem, known: Proved, period: int) -> Proved:
+    """Return the longest bound up to ``period`` ns, at least ``known``, that follows where covers are looked for.
+
+    Nothing where a little more than what is ``known`` cannot be refuted. Whoever claims a bound that was found by this
+    finds it again, as it is looked for just below ``period`` as well.
+    """
+    if known.infeasible or known.period_ns >= period:
+        return known
+    conditions, barely = Refutations(problem), known.period_ns + known.period_ns // LITTLE
+    if barely < period - 1:
+        part = conditions.cover_refuted(barely)
+        if part is None:
+            return known
+        known = Proved(barely + 1, part)
+    tried = period - 1
+    for _ in range(MOST_DEEPER):
+        part = conditions.cover_refuted(tried)
+        if part is not None:
+            known = Proved(tried + 1, part)
+        else:
+            period = tried
+        if period - known.period_ns <= 1 + known.period_ns // FINEST:
+            break
+        tried = isqrt(known.period_ns * period)
+    return known
 
 
 def _longer(facts: Facts, quick: Proved) -> Proved:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import chain as chained
 
 import numpy as np
 
@@ -21,20 +20,22 @@ from ...cost import time_model
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
-from ...problem import Device, Problem
+from ...problem import Problem
 from ..cuts import legal_cuts, near_cuts, spread_cuts
+from .bisection import plain_delays, shortest_between
 from .claims import claim, claimed, claimed_ns, longest_period_ns
 from .decision import decide
 from .device_counts import device_counts, shortest_delays
 from .grouped import group_sizes, grouped
-from .options import quickest_replicas
-from .orders import FEW, Order
+from .long_chains import between_layers, terms_of, thinned, with_priced_segments
 from .pareto import Resolution
 from .segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from .tables import StageTables, stage_tables
 from .tied import best_with_sums, first_within, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
+_SOME_CUTS = 500  # of more none are searched by fronts of labels
+_NEAR = 160  # cuts near the ends of stages
 _REFINED = 4  # times that cuts are moved where tables have only some
 _MANY_CUTS = 400  # of more the segments of each stage get less work
 _LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
@@ -119,14 +120,20 @@ def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Alloc
     if group_sizes(problem):
         problem = replace(problem, replicas=False)
     tables = stage_tables(problem)
-    if problem.checkpointing == "segments" and period < longest and len(tables.cuts) > _MANY_CUTS:
-        tables, _ = _thinned(tables, near, _plain_delays(tables))
+    few = problem.checkpointing == "segments" and period < longest and len(tables.cuts) > _MANY_CUTS
+    if few:
+        tables = thinned(tables, near)
         if too_many_labels(tables, period, longest):
             return feasible(replace(problem, checkpointing="stages"), period)
-    least_delay = _plain_delays(tables)
+    least_delay = plain_delays(tables)
     if problem.checkpointing == "segments":
         if period == longest:
             tables = with_lowest_peaks(tables, period, longest)
+        elif few:
+            priced = with_priced_segments(tables, period, period, longest, terms_of(problem))
+            if priced is None:
+                return None
+            tables = priced[0]
         else:
             effort = _QUICK.over(len(legal_cuts(problem)), _MANY_CUTS)
             labelled = with_segments(tables, period, period, longest, least_delay, effort)
@@ -138,6 +145,20 @@ def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Alloc
         if stages is not None:
             return claim(problem, stages, period)
     return None
+
+
+def proved_none(problem: Problem, period: int) -> bool:
+    """Whether it is certain that no contiguous allocation has a pattern of ``period`` ns.
+
+    Where segments are allowed, or stages may take unequal devices in too many orders, that is only seen by relaxations.
+    """
+    tables = stage_tables(problem)
+    least_delay = plain_delays(tables)
+    if not tables.complete or sums_bound_periods(problem) or group_sizes(problem):
+        return False
+    if device_counts(tables, period, least_delay) is None:
+        return True
+    return tables.orders is None and decide(tables, period, least_delay) is None
 
 
 def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, bool] | None:
@@ -156,7 +177,7 @@ def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, 
         return tables, most, True
     longest = longest_period_ns(problem)
     least = max(1, longest // len(problem.platform))  # twice as many microbatches in flight as devices
-    found = with_segments(tables, most, least, longest, _plain_delays(tables), _QUICK)
+    found = with_segments(tables, most, least, longest, plain_delays(tables), _QUICK)
     assert found is not None, "the best allocation is among them"
     return found[0], most, found[1]
 
@@ -184,10 +205,10 @@ def smallest_period(
     if as_listed:
         tables = tables.as_listed()
     high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
-    least_delay = _plain_delays(tables)
+    least_delay = plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:
         return None
-    floor = _shared_work(problem, max(1, lower or 1), high)
+    floor = shared_work(problem, max(1, lower or 1), high)
     low = _least_possible(tables, floor, high, least_delay)
     if problem.checkpointing == "segments":
         best, bound = _with_segments(tables, least_delay, low, high, as_listed)
@@ -203,12 +224,12 @@ def smallest_period(
             if index is None:
                 index = None if best is None else near_cuts(tables.cuts, best.stages, 24)
             if index is not None:
-                best, _ = _search(tables.select(index), least_delay[index], low, high, best, tolerance)
+                best, _ = shortest_between(tables.select(index), least_delay[index], low, high, best, tolerance)
         if best is not None:
             high = claimed_ns(best)
             least_delay = np.maximum(least_delay, shortest_delays(tables, high))
             low = _least_possible(tables, low, high, least_delay)
-        best, low = _search(tables, least_delay, low, high, best, None)
+        best, low = shortest_between(tables, least_delay, low, high, best, None)
         if best is not None and not tables.complete:
             best = _refined(tables, best, floor)
     except OutOfTime:
@@ -220,7 +241,7 @@ def smallest_period(
 def _on_groups(problem: Problem, sizes: Sequence[int]) -> Allocation | None:
     """Return a good allocation with groups of one of the ``sizes`` in the place of devices, the first that has any;
     without replicas where none has."""
-    best, floor = None, _shared_work(problem, 1, longest_period_ns(problem))
+    best, floor = None, shared_work(problem, 1, longest_period_ns(problem))
     for size in sizes:
         some = grouped(problem, size)
         of_groups = smallest_period(some.problem)
@@ -240,8 +261,8 @@ def _refined(tables: StageTables, best: Allocation, low: int) -> Allocation:
         if index is None:
             break
         some = stage_tables(problem, cuts[index])
-        found, _ = _search(
-            replace(some, states=tables.states, orders=tables.orders), _plain_delays(some), low, low, best, 256
+        found, _ = shortest_between(
+            replace(some, states=tables.states, orders=tables.orders), plain_delays(some), low, low, best, 256
         )
         if found is None or found is best:
             break
@@ -257,32 +278,45 @@ def _with_segments(
 
     The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
     many ways to recompute a stage are worth keeping; a search that keeps few of them bounds it tighter, and the last
-    ones are exact where they keep all. Chains of many cuts are searched between some of them, with segments that begin
-    and end there, which is never exact, or not at all where there are also very many devices.
+    ones are exact where they keep all. For chains of many cuts see :mod:`.long_chains`, which is never exact.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
     best = _remembered(replace(problem, checkpointing="stages"), as_listed)
     if best is not None and claimed_ns(best) > high:
         best = None
-    thin, bound = len(tables.cuts) > _MOST_CUTS, low
-    if thin and too_many_labels(_thinned(tables, () if best is None else best.stages, least_delay)[0], low, longest):
-        return best, low
+    if many := len(tables.cuts) > _MOST_CUTS:
+        few = thinned(tables)
+        if too_many_labels(few, low, longest):
+            return best, low
+    bound = low
     if best is None:
-        some, ends = _thinned(tables, (), least_delay) if len(tables.cuts) > _MANY_CUTS else (tables, least_delay)
-        best, _ = _search(with_lowest_peaks(some, low, longest), ends, low, high, None, 256)
-    repeats = 1 if thin else 3  # a better plan leaves recomputation less time, and fronts less to hold
+        some = few if len(tables.cuts) > _MANY_CUTS else tables
+        best, _ = shortest_between(with_lowest_peaks(some, low, longest), plain_delays(some), low, high, None, 256)
+    if len(tables.cuts) <= _SOME_CUTS:
+        best, bound = _with_labels(tables, least_delay, low, high, best)
+    return (between_layers(tables, best, low, high) if many else best), bound
+
+
+def _with_labels(
+    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None
+) -> tuple[Allocation | None, int]:
+    """Do the same by labels between all cuts, or some of many, the better the more often."""
+    longest, bound = longest_period_ns(tables.problem), low
+    many = len(tables.cuts) > _MOST_CUTS
+    repeats = 1 if many else 3  # a better plan leaves recomputation less time, and fronts less to hold
     try:
-        for effort, tolerance in ((_COARSE, 256), *((_FINE, None),) * repeats):
+        for turn, (effort, tolerance) in enumerate(((_COARSE, 256), *((_FINE, None),) * repeats)):
             upper = high if best is None else claimed_ns(best) - 1
             if upper < low:
                 break
             some, ends = tables, least_delay
-            if thin:
-                some, ends = _thinned(tables, () if best is None else best.stages, least_delay)
+            if many:
+                some = thinned(tables, () if best is None else best.stages, turn, _NEAR)
+                ends = plain_delays(some)
             found = with_segments(some, upper, low, longest, ends, effort.over(len(tables.cuts), _MANY_CUTS))
-            exact, before, reached = some is tables and (found is None or found[1]), best, upper + 1
+            exact, before, reached = not many and (found is None or found[1]), best, upper + 1
             if found is not None:
-                best, reached = _search(found[0], ends, low, upper, best, tolerance)
+                best, reached = shortest_between(found[0], ends, low, upper, best, tolerance)
             if exact:
                 bound = reached
             if effort is _FINE and (exact or best is before):  # nothing is left, or another round would be the same
@@ -293,99 +327,12 @@ def _with_segments(
     return best, bound
 
 
-def _thinned(tables: StageTables, stages: Sequence[Stage], least_delay: Ints) -> tuple[StageTables, Ints]:
-    """Return tables between few cuts, some of them near the ends of ``stages``, and the least delays there."""
-    problem = tables.problem
-    index = spread_cuts(problem, tables.cuts, max(64, len(problem.platform)))
-    if index is None:
-        return tables, least_delay
-    width = 64 // max(1, len(stages))
-    if tables.complete:
-        near = near_cuts(tables.cuts, stages, width) if stages else None
-        index = index if near is None else np.union1d(index, near)
-        return tables.select(index), least_delay[index]
-    cuts = legal_cuts(problem)
-    near = near_cuts(cuts, stages, width) if stages else None
-    some = stage_tables(problem, tables.cuts[index] if near is None else np.union1d(tables.cuts[index], cuts[near]))
-    return replace(some, states=tables.states, orders=tables.orders), _plain_delays(some)
-
-
 def _bounded(tables: StageTables, best: Allocation | None, bound: int, floor: int) -> Allocation | None:
     """Return the allocation with the lower bound that was proved, ``floor`` where not all cuts were looked at."""
     return None if best is None else replace(best, lower_bound_ns=bound if tables.complete else floor)
 
 
-def _search(
-    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
-) -> tuple[Allocation | None, int]:
-    """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``,
-    and a period below which there is none.
-
-    With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
-    it ends with what it has, if it has any. Where orders of devices are searched in turn, each for what beats the best
-    of those before, also those near one that did are, and nothing above ``low`` is proved; with ``tolerance`` a few.
-    """
-    orders = tables.orders
-    if orders is None:
-        return _search_in(tables, least_delay, low, high, best, tolerance)
-    most = orders.most if tolerance is None else min(FEW, orders.most)
-    seen: set[tuple[Device, ...]] = set()
-    waiting: Iterator[Order] = orders.first(_devices_of(best))
-    while len(seen) < most and (order := next(waiting, None)) is not None:
-        if (kinds := orders.along_kinds(order)) in seen:
-            continue
-        seen.add(kinds)
-        found, _ = _search_in(tables.in_order(order), least_delay, low, high, best, tolerance)
-        if found is not best:
-            waiting = chained(orders.near(order), waiting)
-        best = found
-    return best, low
-
-
-def _devices_of(best: Allocation | None) -> list[int]:
-    return [] if best is None else [d for stage in best.stages for d in stage.devices]
-
-
-def _search_in(
-    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
-) -> tuple[Allocation | None, int]:
-    """Do the same for what stages can take by ``tables.states``; ``best`` may be something else."""
-    problem = tables.problem
-    width, probe = max(1, low // 64), True
-    try:
-        while best is None:  # widen from below: periods below the optimum are decided quickly
-            period = min(high, low + width)
-            stages = decide(tables, period, least_delay)
-            if stages is not None:
-                best = claim(problem, stages, period)
-            elif period == high:
-                return None, high + 1
-            else:
-                low, width = period + 1, 2 * width
-        while (gap := claimed_ns(best) - low) > (claimed_ns(best) // tolerance if tolerance else 0):
-            period = claimed_ns(best) - 1 if probe else low + gap // 2
-            stages = decide(tables, period, least_delay)
-            if stages is None:
-                low, probe = period + 1, True
-            else:
-                best, probe = claim(problem, stages, period), False
-    except OutOfTime:
-        if best is None:
-            raise
-    return best, low
-
-
-def _plain_delays(tables: StageTables) -> Ints:
-    """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
-    best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
-    chain = tables.problem.chain.timed(best.times)
-    end = np.int64(len(chain))
-    replicas = quickest_replicas(tables.problem)
-    bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)
-    return bare
-
-
-def _shared_work(problem: Problem, low: int, high: int) -> int:
+def shared_work(problem: Problem, low: int, high: int) -> int:
     """Return a period in ``low..high`` below which all devices together are too slow."""
     relaxed = time_model.relative(problem)
     sums, speed = relaxed.chain.sums, sum(x.speed for x in relaxed.platform.devices)

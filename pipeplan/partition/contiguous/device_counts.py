@@ -6,16 +6,18 @@ looked at that leaves too few devices to the layers before or behind it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ...integers import Ints, ceil_div
+from ...problem import Problem
 from .options import NEVER
 from .tables import StageTables, closed, largest_synced_gradients, longest_delay
 
-_TOO_MANY = 10**6  # devices; stands for "cannot be placed"
+TOO_MANY = 10**6  # devices; stands for "cannot be placed"
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,33 @@ def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts
     at its end, ``least_delay[j]`` at cut j. O(n^2) for n cuts.
     """
     problem, size = tables.problem, len(tables.cuts)
-    most = len(problem.platform) if problem.replicas else 1
     enter = least_delay + closed(tables, 0, period)
-    need = np.full((size, size), _TOO_MANY, dtype=np.int32)
+    need = stage_needs(problem, tables.best.relaxed(), tables.gradients, enter, period)
+    after = np.zeros(size, dtype=np.int32)
+    for i in range(size - 2, -1, -1):
+        after[i] = min(TOO_MANY, int((need[i, i + 1 :] + after[i + 1 :]).min()))
+    if after[0] > len(problem.platform):
+        return None
+    before = np.full(size, TOO_MANY, dtype=np.int32)
+    before[0] = 0
+    for i in range(size - 1):
+        np.minimum(before[i + 1 :], need[i, i + 1 :] + before[i], out=before[i + 1 :])
+    reach = size - 1 - np.argmax(need[:, ::-1] < TOO_MANY, axis=1)
+    return Counts(before.astype(np.int64), after.astype(np.int64), reach)
+
+
+def stage_needs(
+    problem: Problem, relaxed: Sequence[tuple[Ints, Ints]], gradients: Ints, enter: Ints, period: int
+) -> npt.NDArray[np.int32]:
+    """Return how many devices each stage needs at least, TOO_MANY where none are enough.
+
+    By its options (:meth:`.options.StageOptions.relaxed`), the gradient bytes that its replicas exchange, and the least
+    delay that it sees behind it, ``enter`` by last cut.
+    """
+    most = len(problem.platform) if problem.replicas else 1
+    need = np.full(gradients.shape, TOO_MANY, dtype=np.int32)
     cap = longest_delay(problem, period)
-    for time, limit in tables.best.relaxed():
+    for time, limit in relaxed:
         problem.deadline.check()
         delay = time + enter
         groups = ceil_div(np.minimum(delay, NEVER), period)
@@ -49,36 +73,26 @@ def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts
             need[(time <= period) & (groups <= limit) & (delay <= cap)] = 1
         else:
             replicas = np.maximum(np.ceil(groups / np.maximum(limit, 1)), ceil_div(time, period))
-            replicas[(delay > cap) | (limit == 0)] = _TOO_MANY
-            np.minimum(need, np.minimum(replicas, _TOO_MANY).astype(np.int32), out=need)
+            replicas[(delay > cap) | (limit == 0)] = TOO_MANY
+            np.minimum(need, np.minimum(replicas, TOO_MANY).astype(np.int32), out=need)
     if most > 1:
-        need = _synchronised(tables, period, need)
-    need[need > most] = _TOO_MANY
-    after = np.zeros(size, dtype=np.int32)
-    for i in range(size - 2, -1, -1):
-        after[i] = min(_TOO_MANY, int((need[i, i + 1 :] + after[i + 1 :]).min()))
-    if after[0] > len(problem.platform):
-        return None
-    before = np.full(size, _TOO_MANY, dtype=np.int32)
-    before[0] = 0
-    for i in range(size - 1):
-        np.minimum(before[i + 1 :], need[i, i + 1 :] + before[i], out=before[i + 1 :])
-    reach = size - 1 - np.argmax(need[:, ::-1] <= most, axis=1)
-    return Counts(before.astype(np.int64), after.astype(np.int64), reach)
+        need = _synchronised(problem, gradients, period, need)
+    need[need > most] = TOO_MANY
+    return need
 
 
-def _synchronised(tables: StageTables, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _synchronised(problem: Problem, gradients: Ints, period: int, need: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Raise each count to the next one at which the stage's replicas can keep up with their all-reduces."""
-    most = len(tables.problem.platform)
-    allowed = largest_synced_gradients(tables.problem, period)[0, 1:]
-    if int(tables.gradients.max()) <= int(allowed.min()):
+    most = len(problem.platform)
+    allowed = largest_synced_gradients(problem, period)[0, 1:]
+    if not gradients.size or int(gradients.max()) <= int(allowed.min()):
         return need
     order = np.unique(allowed)
-    following = np.full((len(order) + 1, most + 2), _TOO_MANY, dtype=np.int32)
-    fits = np.where(allowed >= order[:, None], np.arange(1, most + 1, dtype=np.int32), np.int32(_TOO_MANY))
+    following = np.full((len(order) + 1, most + 2), TOO_MANY, dtype=np.int32)
+    fits = np.where(allowed >= order[:, None], np.arange(1, most + 1, dtype=np.int32), np.int32(TOO_MANY))
     following[:-1, 1:-1] = np.minimum.accumulate(fits[:, ::-1], axis=1)[:, ::-1]
     following[:, 0] = following[:, 1]
-    return following[np.searchsorted(order, tables.gradients), np.minimum(need, most + 1)]
+    return following[np.searchsorted(order, gradients), np.minimum(need, most + 1)]
 
 
 def shortest_delays(tables: StageTables, period: int) -> Ints:

@@ -133,13 +133,12 @@ def with_replicas(tables: Sequence[Ints], start: int, stops: Ints, replicas: Int
     return found
 
 
-def stage_times(problem: Problem, cuts: Ints, device: Device) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`FewOptions.times` between ``cuts`` (layer positions) on devices as fast; NEVER: no stage."""
+def stage_times(problem: Problem, start: Ints, stop: Ints, device: Device) -> tuple[tuple[Ints, ...], ...]:
+    """Return :attr:`FewOptions.times` between layer positions, of any shape, on devices as fast; NEVER: no stage."""
     problem = replace(problem, chain=problem.chain.timed(device.times))
     chain, policy = problem.chain, problem.policy
-    start, stop = cuts[:, None], cuts[None, :]
     counts = replica_counts(problem)
-    waits = waits_ns(problem, cuts)
+    waits = waits_ns(problem, start) + waits_ns(problem, stop)
     options = []
     for _, _, recompute in _choices(problem, start, stop):
         tables = []
@@ -147,7 +146,7 @@ def stage_times(problem: Problem, cuts: Ints, device: Device) -> tuple[tuple[Int
             problem.deadline.check()
             table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, device.speed)
             idle = ~chain.is_range(start, stop) | (table == 0)  # a stage without work would leave orders ambiguous
-            table += waits[:, None] + waits[None, :]
+            table += waits
             table[idle] = NEVER
             tables.append(table)
         options.append(tuple(tables))
@@ -174,9 +173,8 @@ def quickest_replicas(problem: Problem) -> int:
     return problem.most_replicas if problem.policy.zero else 1
 
 
-def stage_limits(problem: Problem, cuts: Ints, memory: int) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`FewOptions.limits` between ``cuts`` (layer positions) on devices of ``memory`` bytes."""
-    start, stop = cuts[:, None], cuts[None, :]
+def stage_limits(problem: Problem, start: Ints, stop: Ints, memory: int) -> tuple[tuple[Ints, ...], ...]:
+    """Return :attr:`FewOptions.limits` between layer positions, of any shape, on devices of ``memory`` bytes."""
     options = []
     for kept, peak, _ in _choices(problem, start, stop):
         limits = []

@@ -25,9 +25,11 @@ from .device_counts import device_counts
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .options import NEVER, Ranges, Work, replica_counts, with_replicas
 from .pareto import Resolution
+from .priced import PricedLabels
 from .tables import StageTables
 
-_MOST_ENTRIES = 4 * 10**7  # of 8 bytes, some tables of as many at a time
+AnyLabels = Labels | LowestPeak | PricedLabels
+MOST_ENTRIES = 4 * 10**7  # of 8 bytes, some tables of as many at a time
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,16 @@ def with_segments(
     Segments begin and end at any layer, or only at cuts where some are left out.
     """
     labels = {}
-    for times in _profiles(tables):
-        caps = _caps(tables, period, least_delay, times)
+    for times in profiles(tables):
+        caps = caps_within(tables, period, least_delay, times)
         if caps is None:
             return None
         labels[times] = _labels_within(tables, caps, tables.problem.chain.timed(times), effort)
-    found = _with_labels(tables, labels, _most_groups(tables, least, longest))
+    found = with_labels(tables, labels, most_groups(tables, least, longest))
     return found[0], found[1] and tables.complete
 
 
-def _profiles(tables: StageTables) -> tuple[LayerTimes | None, ...]:
+def profiles(tables: StageTables) -> tuple[LayerTimes | None, ...]:
     """Return the layer times of all classes of devices: where these have profiles of their own, each its labels."""
     return tuple(dict.fromkeys(x.times for x in (tables.best_device, *(x.device for x in tables.classes))))
 
@@ -108,8 +110,8 @@ def with_lowest_peaks(tables: StageTables, least: int, longest: int) -> StageTab
     """
     chain = tables.problem.chain
     positions = range(len(chain) + 1) if tables.complete else tables.cuts.tolist()
-    labels = {times: _lowest_peaks(chain.timed(times), tuple(positions)).__getitem__ for times in _profiles(tables)}
-    return _with_labels(tables, labels, _most_groups(tables, least, longest))[0]
+    labels = {times: _lowest_peaks(chain.timed(times), tuple(positions)).__getitem__ for times in profiles(tables)}
+    return with_labels(tables, labels, most_groups(tables, least, longest))[0]
 
 
 @lru_cache(maxsize=2)
@@ -119,7 +121,7 @@ def _lowest_peaks(chain: Chain, positions: tuple[int, ...]) -> dict[int, LowestP
     return {int(x.position[0]): x for x in (found.at(at) for found in lowest_peaks(Units.of(chain, at)))}
 
 
-def _most_groups(tables: StageTables, least: int, longest: int) -> int:
+def most_groups(tables: StageTables, least: int, longest: int) -> int:
     """Return a bound on what one stage holds at periods of at least ``least`` ns.
 
     Idle time in a delay is at most the time of the element that opens a group, and no stage or cut takes more than its
@@ -130,7 +132,7 @@ def _most_groups(tables: StageTables, least: int, longest: int) -> int:
 
 def too_many_labels(tables: StageTables, least: int, longest: int) -> bool:
     """Whether the table of what stages recompute at periods of at least ``least`` ns would take a gigabyte."""
-    return len(tables.cuts) ** 2 * _most_groups(tables, least, longest) > _MOST_ENTRIES
+    return len(tables.cuts) ** 2 * most_groups(tables, least, longest) > MOST_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Caps:
     peak: Ints
 
 
-def _caps(tables: StageTables, period: int, least_delay: Ints, times: LayerTimes | None) -> Caps | None:
+def caps_within(tables: StageTables, period: int, least_delay: Ints, times: LayerTimes | None) -> Caps | None:
     """Return the caps of plans of at most ``period`` ns, for stages on devices with these layer ``times``: time that
     devices have left, memory that weights leave."""
     problem, cuts = tables.problem, tables.cuts
@@ -175,8 +177,8 @@ def _caps(tables: StageTables, period: int, least_delay: Ints, times: LayerTimes
     return Caps(by_position(spare), by_position(room))
 
 
-def _with_labels(
-    tables: StageTables, labels_of: Mapping[LayerTimes | None, Callable[[int], Labels | LowestPeak]], groups: int
+def with_labels(
+    tables: StageTables, labels_of: Mapping[LayerTimes | None, Callable[[int], AnyLabels]], groups: int
 ) -> tuple[StageTables, bool]:
     """Return the tables with the times that the labels allow (given by profile and first layer), and whether all are
     exact."""
@@ -192,7 +194,7 @@ def _with_labels(
 
 
 def _options_of(
-    tables: StageTables, devices: Sequence[Device], labels_of: Callable[[int], Labels | LowestPeak], groups: int
+    tables: StageTables, devices: Sequence[Device], labels_of: Callable[[int], AnyLabels], groups: int
 ) -> tuple[dict[Device, SegmentOptions], bool]:
     """Do the same for some devices with the same layer times."""
     problem, cuts = tables.problem, tables.cuts
@@ -222,7 +224,7 @@ def _options_of(
     return {x: _options(tables, x, [times[x.memory_bytes, r] for r in counts], finder) for x in devices}, exact
 
 
-def _limits(problem: Problem, labels: Labels | LowestPeak, at: Ints, memory: int, replicas: int) -> Ints:
+def _limits(problem: Problem, labels: AnyLabels, at: Ints, memory: int, replicas: int) -> Ints:
     """Return how many microbatches each of the ``replicas`` of the stages of the labels ``at`` can hold."""
     start = np.broadcast_to(labels.position[0], at.shape)
     return in_flight_limit(problem, start, labels.position[at], labels.kept[at], labels.peak[at], memory, replicas)
@@ -234,9 +236,9 @@ class _SegmentFinder:
     The labels of the few stages that a plan has are made again.
     """
 
-    def __init__(self, problem: Problem, labels_of: Callable[[int], Labels | LowestPeak]) -> None:
+    def __init__(self, problem: Problem, labels_of: Callable[[int], AnyLabels]) -> None:
         self._problem, self._labels_of = problem, labels_of
-        self._known: dict[int, Labels | LowestPeak] = {}
+        self._known: dict[int, AnyLabels] = {}
 
     def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
         """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
@@ -250,9 +252,7 @@ class _SegmentFinder:
         least = np.minimum.accumulate(np.concatenate([[NEVER], labels.kept[at]]))
         return [labels.ranges(int(x)) for x in at[labels.kept[at] < least[:-1]]]
 
-    def _quickest(
-        self, start: int, stop: int, in_flight: int, replicas: int, memory: int
-    ) -> tuple[Labels | LowestPeak, Ints]:
+    def _quickest(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> tuple[AnyLabels, Ints]:
         """Return the labels from a stage's first layer, and which of them fit, the cheapest first."""
         if start not in self._known:
             self._known[start] = self._labels_of(start)

@@ -97,11 +97,11 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
 
     @cache
     def times_on(pace: Device) -> tuple[tuple[Ints, ...], ...]:
-        return stage_times(problem, cuts, pace)
+        return stage_times(problem, cuts[:, None], cuts[None, :], pace)
 
     @cache
     def limits_of(memory: int) -> tuple[tuple[Ints, ...], ...]:
-        return stage_limits(problem, cuts, memory)
+        return stage_limits(problem, cuts[:, None], cuts[None, :], memory)
 
     def options_of(device: Device) -> StageOptions:
         return FewOptions(cuts, times_on(replace(device, memory_bytes=0)), limits_of(device.memory_bytes))
@@ -140,7 +140,11 @@ def most_cuts(problem: Problem) -> int:
 def closed(tables: StageTables, level: int, period: int) -> Ints:
     """Return the round trips over ``level``, NEVER for those that no links between two groups can carry once per
     ``period``."""
-    problem, round_trips = tables.problem, tables.round_trips[level]
+    return carried(tables.problem, tables.round_trips[level], level, period)
+
+
+def carried(problem: Problem, round_trips: Ints, level: int, period: int) -> Ints:
+    """Return :func:`closed` for these ``round_trips``."""
     load = round_trips // 2 if problem.platform.both_ways(level) else round_trips
     links = most_in_common(len(problem.platform)) if problem.replicas else 1
     return np.where(load <= min(links * period, NEVER - 1), round_trips, NEVER)

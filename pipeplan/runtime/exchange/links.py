@@ -1,4 +1,4 @@
-"""How do tensors reach other ranks? By gloo between CPUs, NCCL between GPUs, the host between shared GPUs.
+"""How do tensors reach other ranks? By memory or gloo between CPUs, NCCL between GPUs, the host between shared GPUs.
 
 NCCL has no tags: what one rank sends another is received in the order sent, and a message that is issued holds its
 place in a stream until the other end issues its own. Both ends issue in the program's total order, which cannot
@@ -25,10 +25,13 @@ from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
+from .nearby import NearbyTransport
 from .transport import Sends, Transport, exchanging
+from .wires import Message, Wire, open_wires
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins
+PING: Final[Message] = (-1, 0)
 
 Group = Any  # a process group; torch's type for it differs between versions
 Pair = tuple[int, int]  # sender, receiver
@@ -38,13 +41,14 @@ Pair = tuple[int, int]  # sender, receiver
 class Links:
     """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL.
 
-    ``timeout`` is for groups that are made later.
+    ``wires`` lead to those on CPUs if all are on one machine. ``timeout`` is for groups that are made later.
     """
 
     exchange: Exchange
     device: torch.device
     timeout: timedelta
     pairs: Mapping[Pair, Group] = field(default_factory=dict)
+    wires: Mapping[int, Wire] | None = None
 
     def transport(
         self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int
@@ -52,6 +56,8 @@ class Links:
         """Return what moves the messages of ``instructions``."""
         if self.exchange == "nccl":
             return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
+        if self.wires is not None:
+            return self.through_host(NearbyTransport(instructions, specs, self.wires))
         return self.through_host(GlooTransport(instructions, specs, stages))
 
     def through_host(self, between_hosts: Transport) -> Transport:
@@ -63,8 +69,14 @@ class Links:
         group = self.pairs[here, there] if self.exchange == "nccl" else None
         travels = on_host(tensor) if self.exchange == "staged" else tensor
         settle(self.device, self.timeout)
+        spec = TensorSpec.of(travels)
         for sender in (here, there):
-            if rank == sender:
+            wire = None if self.wires is None else self.wires[there if rank == here else here]
+            if wire is not None and rank == sender:
+                wire.give(PING, travels, spec)
+            elif wire is not None:
+                travels = wire.take(PING, spec)
+            elif rank == sender:
                 dist.send(travels, there if rank == here else here, group=group)
             else:
                 dist.recv(travels, sender, group=group)
@@ -72,19 +84,33 @@ class Links:
             tensor.copy_(travels, non_blocking=True)
         settle(self.device, self.timeout)
 
+    def close(self) -> None:
+        """End the wires."""
+        for wire in (self.wires or {}).values():
+            wire.close()
+
 
 def open_links(
-    lowered: LoweredRun, rank: int, exchange: Exchange, device: torch.device, timeout: timedelta, backend: str = "nccl"
+    lowered: LoweredRun,
+    rank: int,
+    exchange: Exchange,
+    device: torch.device,
+    timeout: timedelta,
+    nearby: str | None = None,
+    backend: str = "nccl",
 ) -> Links:
     """Make what ``exchange`` needs; all ranks together, for all make all groups in one order, as torch wants it.
 
     NCCL connects a pair at its first message, at which both ends wait for each other: so that is done here, in order.
+    Between hosts messages go by wires where all ranks name one machine, ``nearby``.
     """
-    if exchange != "nccl":
-        return Links(exchange, device, timeout)
     found = {
         (r, x.peer) for r, orders in enumerate(lowered.instructions) for x in orders.kinds() if isinstance(x, Send)
     }
+    if exchange != "nccl":
+        peers = sorted({r for pair in found if rank in pair for r in pair if r != rank})
+        wires = None if nearby is None else open_wires(rank, peers, nearby, timeout)
+        return Links(exchange, device, timeout, wires=wires)
     pairs: dict[Pair, Group] = {}
     in_hosts_order()
     with exchanging("the connecting of GPUs"):

@@ -1,9 +1,9 @@
-"""What moves tensors between ranks? The protocol that gloo, NCCL and message-driven transports share."""
+"""What moves tensors between ranks? The protocol that wires, gloo, NCCL and message-driven transports share."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class PeerLost(PipeplanError):
         self.peers = peers
 
 
+_OF_OTHERS: Final = (RuntimeError, ConnectionError, TimeoutError)  # what gloo and NCCL raise, and what wires do
+
+
 class _Exchanging:
     __slots__ = ("_peers", "_what")
 
@@ -59,13 +62,13 @@ class _Exchanging:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, _OF_OTHERS) and not isinstance(error, torch.OutOfMemoryError):
             what = self._what if isinstance(self._what, str) else sentence(self._what)
             raise PeerLost(f"{what}: {_cause(str(error))}", *self._peers) from error
 
 
 def exchanging(what: str | Instruction, *peers: int) -> AbstractContextManager[None]:
-    """Turn what gloo and NCCL raise into PeerLost, which names the exchange and knows the ``peers``.
+    """Turn what gloo, NCCL and wires raise into PeerLost, which names the exchange and knows the ``peers``.
 
     What the device itself lacks, which is no fault of others, stays as it is. Messages are sent and received within
     such contexts, so nothing is put into words before it fails.

@@ -294,7 +294,7 @@ def lowered(
     alone = {s for s in range(len(graph.stages)) if len(devices_of(s)) == 1}
     for device, rank in ranks.items():
         in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
-        lists[rank] = _sends_before_updates(in_order, alone)
+        lists[rank] = _sends_before_updates(_whole_backwards(in_order), alone)
     return lists
 
 
@@ -355,6 +355,25 @@ class _LateUpdates:
                     ]
                 )
             yield s, version, known if turn is None else turn, turn is not None
+
+
+def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return ``instructions`` with backwards whole whose parts follow each other, without a message that goes between.
+
+    One pass through the graph does less than two.
+    """
+    kept: list[Instruction] = []
+    for x in instructions:
+        before = kept[-1] if kept else None
+        if (
+            isinstance(x, BackwardWeights)
+            and isinstance(before, Backward)
+            and (x.stage, x.microbatch) == (before.stage, before.microbatch)
+        ):
+            kept[-1] = replace(before, inputs_only=False)
+        else:
+            kept.append(x)
+    return kept
 
 
 def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> list[Instruction]:
@@ -466,20 +485,25 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
     """Return ``instruction`` with microbatches and versions counted on by so many."""
     if microbatches == versions == 0:
         return instruction
-    match instruction:
-        case Forward() | Backward() | BackwardWeights():
-            return replace(
-                instruction,
-                microbatch=instruction.microbatch + microbatches,
-                version=instruction.version + versions,
-                lent=tuple((s, version + versions) for s, version in instruction.lent),
-            )
-        case Send() | Receive():
-            return replace(instruction, microbatch=instruction.microbatch + microbatches)
+    match instruction:  # passes and messages as a run makes each of them, which replace() would take longer for
+        case Forward(s, m, version, lent):
+            return Forward(s, m + microbatches, version + versions, _lent_later(lent, versions))
+        case Backward(s, m, version, covers, lent, inputs_only):
+            return Backward(s, m + microbatches, version + versions, covers, _lent_later(lent, versions), inputs_only)
+        case BackwardWeights(s, m, version, lent):
+            return BackwardWeights(s, m + microbatches, version + versions, _lent_later(lent, versions))
+        case Send(kind, s, m, peer, covers):
+            return Send(kind, s, m + microbatches, peer, covers)
+        case Receive(kind, s, m, peer, covers):
+            return Receive(kind, s, m + microbatches, peer, covers)
         case PutAside() | Reduce() | ReduceTied() | Norm() | Update() | Agree():
             return replace(instruction, version=instruction.version + versions)
         case Save(step):
             return Save(step + versions)
+
+
+def _lent_later(lent: Lent, versions: int) -> Lent:
+    return tuple((s, version + versions) for s, version in lent) if lent else lent
 
 
 def version_uses(instructions: Sequence[Instruction], stage: int, by: Collection[int] = ()) -> Counter[int]:

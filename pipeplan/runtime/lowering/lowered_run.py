@@ -13,7 +13,8 @@ from math import gcd, lcm
 from ...check.evaluate import evaluate
 from ...check.replica_sums import summed_beside
 from ...check.shared_weights import tied_violations
-from ...cost.stage_graph import StageGraph, first_on_devices, lending_stages, summed_stages
+from ...cost.shared_weights import first_on_devices, lending_stages, summed_stages
+from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...plan import Plan
@@ -261,7 +262,10 @@ def lower_run(
             program = timeline.program
         apart, clips = () if policy.drains else tied, plan.policy.waits_for_norm
         late = frozenset() if policy.drains else beside.keys()
-        return program, timeline, lowered(timeline, policy, interval, ranks, apart, lenders, clips, late)
+        # what shares an operation runs one after the other, and what the first of it makes goes then
+        fused = timeline.program.fused
+        runs = simulate(replace(timeline.program, fused=())) if fused else timeline
+        return program, timeline, lowered(runs, policy, interval, ranks, apart, lenders, clips, late)
 
     made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
     for length in sorted(set(lengths), reverse=True):

@@ -13,10 +13,8 @@ import gc
 import math
 import sys
 import warnings
-import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Final
 
@@ -26,17 +24,25 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .replay import SMALL, Call, Given, NotDeferred, Notes, View
 from .structure import substitute
+from .torch_operations import (
+    DRAWS,
+    FILLS,
+    aten,
+    is_elsewhere,
+    is_random,
+    is_whole,
+    keeps_statistics,
+    states_of,
+    storage_of,
+    takes_device,
+    tensors_in,
+    written_by,
+)
 
-SMALL: Final = 2**18  # bytes of a tensor that is made at once: biases, and all of a small model
 WIDEST: Final = 16  # bytes of an element
 THREADS: Final = "it is built by several threads"
-
-aten = torch.ops.aten
-_DRAWS = {
-    aten.normal_, aten.uniform_, aten.random_, aten.exponential_, aten.cauchy_, aten.geometric_, aten.log_normal_,
-}  # fmt: skip  # whose numbers don't depend on what was there
-_FILLS = _DRAWS | {aten.zero_, aten.fill_, aten.copy_}
 
 
 def lacking() -> str | None:
@@ -44,62 +50,6 @@ def lacking() -> str | None:
     if hasattr(torch._C, "_swap_tensor_impl"):
         return None
     return f"torch {torch.__version__} has no torch._C._swap_tensor_impl"
-
-
-class NotDeferred(Exception):
-    """What the program did cannot be done later; it says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A promised tensor: which storage, and where in it."""
-
-    storage: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(x: Tensor) -> _View:
-        if x.is_conj() or x.is_neg():
-            raise NotDeferred("it builds on a conjugated view")
-        return _View(_key(x), x.dtype, x.size(), x.stride(), int(x.storage_offset()))
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
-
-
-class _Given:
-    """A tensor with values that something is made from: as it was, or its sum to tell that it has changed since."""
-
-    def __init__(self, x: Tensor) -> None:
-        x = x.detach()
-        small = x.nbytes <= SMALL or x.is_meta
-        self._tensor = x.clone() if small else x
-        self._sum = None if small else _sum(x)
-
-    def value(self) -> Tensor:
-        if self._sum is not None and _sum(self._tensor) != self._sum:
-            raise NotDeferred("it builds on a large tensor that it changes later")
-        return self._tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One operation: what it reads and writes, by storage; ``made`` are those that it begins, by place among results.
-
-    ``fills`` are storages whose earlier content doesn't matter; ``states`` are the generators that it draws from, and
-    their states before.
-    """
-
-    function: Any
-    arguments: Any
-    reads: frozenset[int]
-    writes: frozenset[int]
-    fills: frozenset[int]
-    made: Mapping[int, _View]
-    states: Sequence[tuple[torch.Generator, Tensor]]
 
 
 class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
@@ -130,8 +80,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.fake = _Fake(allow_non_fake_inputs=True)
         self._warnings = ExitStack()
         self._blanks: set[int] = set()
-        self._calls: list[_Call] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other gets the place of one
+        self._notes = Notes()
 
     @property
     def puts_off(self) -> bool:
@@ -141,7 +90,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     @property
     def promises(self) -> bool:
         """Whether anything is promised."""
-        return bool(self._storages)
+        return bool(self._notes.storages)
 
     def __enter__(self) -> Deferred:
         self._warnings.enter_context(warnings.catch_warnings())
@@ -159,7 +108,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def holds(self, x: Tensor) -> bool:
         """Whether ``x`` is promised."""
-        return isinstance(x, FakeTensor) and x.fake_mode is self.fake and _key(x) in self._storages
+        return isinstance(x, FakeTensor) and x.fake_mode is self.fake and storage_of(x) in self._notes.storages
 
     def values(self, tensors: Iterable[Tensor], empty: Iterable[Tensor] = ()) -> Callable[[Tensor], Tensor]:
         """Make what is promised of ``tensors``, and room alone for those of ``empty`` that share nothing with them.
@@ -167,14 +116,14 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         Return what gives the value of each, and others as they are. Views of one storage stay so. NotDeferred where
         that is impossible.
         """
-        wanted = {_key(x) for x in tensors if self.holds(x)}
-        made = self._made(wanted)
+        wanted = {storage_of(x) for x in tensors if self.holds(x)}
+        made = self._notes.made(wanted)
         for x in empty:
             if self.holds(x):
-                self._room(_key(x), made)
+                self._notes.room(storage_of(x), made)
 
         def value(x: Tensor) -> Tensor:
-            return _View.of(x).on(made[_key(x)]) if self.holds(x) and _key(x) in made else x
+            return View.of(x).on(made[storage_of(x)]) if self.holds(x) and storage_of(x) in made else x
 
         return value
 
@@ -188,11 +137,12 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
                 return x
             if id(x) not in found:
                 with self.fake:
-                    storage = wholes.setdefault(_key(x), torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8))
+                    whole = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8)
+                    storage = wholes.setdefault(storage_of(x), whole)
                     twin = torch.empty(0, dtype=x.dtype)
                     twin.set_(storage.untyped_storage(), x.storage_offset(), x.size(), x.stride())
-                self._blanks.add(_key(storage))
-                self._storages[_key(storage)] = storage.untyped_storage()
+                self._blanks.add(storage_of(storage))
+                self._notes.storages[storage_of(storage)] = storage.untyped_storage()
                 found[id(x)] = parameter(x, twin)
                 kept.append(x)
             return found[id(x)]
@@ -202,7 +152,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def is_blank(self, x: Tensor) -> bool:
         """Whether nothing makes the values of ``x``."""
-        return self.holds(x) and _key(x) in self._blanks
+        return self.holds(x) and storage_of(x) in self._blanks
 
     def settle(self, known: Iterable[Tensor] = ()) -> None:
         """Give values to what is promised and held by others than those of ``known``: caches, and the program's own."""
@@ -225,17 +175,17 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         kwargs = kwargs or {}
         if not self.puts_off:
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         promised = [x for x in given if self.holds(x)]
         if not promised:
             return self._begun(func, args, kwargs, given)
-        if _keeps_statistics(func, args, kwargs):
+        if keeps_statistics(func, args, kwargs):
             raise NotDeferred("it runs a norm in training while it is built")
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         lazily = all(self.holds(x) for x in written)
-        if _random(func):
+        if is_random(func):
             return self._drawn(func, args, kwargs, written)
-        if not lazily or _leaves(func, kwargs):
+        if not lazily or is_elsewhere(func, kwargs):
             return self._at_once(func, args, kwargs, written)
         try:
             with self.fake:
@@ -253,13 +203,13 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _begun(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
         """Do what needs nothing that is promised; what becomes large is promised."""
         there = kwargs.get("device") in (None, torch.device("cpu"))
-        if not given and there and _makes(func) and not _random(func) and self._may_be_large(args):
+        if not given and there and takes_device(func) and not is_random(func) and self._may_be_large(args):
             with self.fake:
                 found = func(*args, **kwargs)
             if self._is_large(found):
                 self._note(func, args, kwargs, (), found, ())
                 return found
-        states = _states(kwargs) if _random(func) else ()
+        states = states_of(kwargs) if is_random(func) else ()
         versions = [x._version for x in given]
         found = func(*args, **kwargs)
         if [x._version for x in given] != versions:
@@ -270,9 +220,9 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], found: Any, states: Any, written: Any = ()
     ) -> Any:
         """Return ``found`` with what is large and new in it promised instead."""
-        old = {_key(x) for x in given if x.layout == torch.strided}
+        old = {storage_of(x) for x in given if x.layout == torch.strided}
         leaves, spec = pytree.tree_flatten(found)
-        large = [self._is_large(x) and x.device.type == "cpu" and _key(x) not in old for x in leaves]
+        large = [self._is_large(x) and x.device.type == "cpu" and storage_of(x) not in old for x in leaves]
         if not any(large):
             return found
         leaves = [self._twin(x) if lazily else x for x, lazily in zip(leaves, large, strict=True)]
@@ -282,8 +232,8 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _drawn(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
         """Draw what is promised, so that the generator goes on."""
-        states = _states(kwargs)
-        if func.overloadpacket in _DRAWS:
+        states = states_of(kwargs)
+        if func.overloadpacket in DRAWS:
             room = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
             func(room, *args[1:], **kwargs)
             self._note(func, args, kwargs, written, None, states)
@@ -303,7 +253,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return func(*values, **more)
 
     def _filled(self, arguments: Any) -> Any:
-        value = self.values(_tensors(arguments))
+        value = self.values(tensors_in(arguments))
         return pytree.tree_map_only(Tensor, value, arguments)
 
     def _may_be_large(self, args: Any) -> bool:
@@ -318,85 +268,33 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
         def noted(x: Tensor) -> Any:
             if id(x) not in kept:
-                kept[id(x)] = _View.of(x) if self.holds(x) else _Given(x)
+                kept[id(x)] = View.of(x) if self.holds(x) else Given(x)
             return kept[id(x)]
 
-        changed = {_key(x) for x in written}
-        fills = {_key(x) for x in written[:1] if func.overloadpacket in _FILLS and _is_whole(x)}
+        changed = {storage_of(x) for x in written}
+        fills = {storage_of(x) for x in written[:1] if func.overloadpacket in FILLS and is_whole(x)}
         arguments = pytree.tree_map_only(Tensor, noted, (args, kwargs))
-        reads = {x.storage for x in kept.values() if isinstance(x, _View)}
+        reads = {x.storage for x in kept.values() if isinstance(x, View)}
         if fills:
-            reads = {_key(x) for x in _tensors((args[1:], kwargs)) if self.holds(x)}
+            reads = {storage_of(x) for x in tensors_in((args[1:], kwargs)) if self.holds(x)}
         made = {
-            place: _View.of(x)
+            place: View.of(x)
             for place, x in enumerate(pytree.tree_leaves(found))
-            if isinstance(x, FakeTensor) and _key(x) not in self._storages
+            if isinstance(x, FakeTensor) and storage_of(x) not in self._notes.storages
         }
         for x in pytree.tree_leaves(found):
             if isinstance(x, FakeTensor):
-                self._storages.setdefault(_key(x), x.untyped_storage())
+                self._notes.storages.setdefault(storage_of(x), x.untyped_storage())
         begun = frozenset(view.storage for view in made.values())
         if changed or begun:
             writes = begun | changed
-            call = _Call(func, arguments, frozenset(reads), writes, begun | fills, made, states)
-            self._calls.append(call)
+            call = Call(func, arguments, frozenset(reads), writes, begun | fills, made, states)
+            self._notes.calls.append(call)
 
     def _twin(self, x: Tensor) -> Tensor:
         """Return a tensor like ``x`` without values."""
         with self.fake:
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
-
-    # --- doing it -----------------------------------------------------------------------------------------------------
-
-    def _made(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
-        """Return the storages ``wanted`` with what the program has put into them so far."""
-        chosen: list[_Call] = []
-        needed = set(wanted)
-        for call in reversed(self._calls):
-            if needed & call.writes:
-                chosen.append(call)
-                needed -= call.fills
-                needed |= call.reads
-        chosen.reverse()
-        last = {key: place for place, call in enumerate(chosen) for key in call.reads | call.writes}
-        made: dict[int, torch.UntypedStorage] = {}
-        generators = {id(own): own for call in chosen for own, _ in call.states}
-        before = {name: own.get_state() for name, own in generators.items()}
-        try:
-            with torch.no_grad():
-                for place, call in enumerate(chosen):
-                    self._do(call, made)
-                    for key in call.reads | call.writes:
-                        if last[key] == place and key not in wanted:
-                            made.pop(key, None)
-        finally:
-            for name, own in generators.items():
-                own.set_state(before[name])
-        for key in wanted:
-            self._room(key, made)
-        return made
-
-    def _do(self, call: _Call, made: dict[int, torch.UntypedStorage]) -> None:
-        for generator, state in call.states:
-            generator.set_state(state)
-
-        def value(x: Any) -> Any:
-            if isinstance(x, _View):
-                return x.on(self._room(x.storage, made))
-            return x.value() if isinstance(x, _Given) else x
-
-        args, kwargs = pytree.tree_map(value, call.arguments)
-        found = pytree.tree_leaves(call.function(*args, **kwargs))
-        for place, view in call.made.items():
-            x = found[place]
-            if (x.size(), x.stride(), x.storage_offset()) != (view.size, view.stride, view.offset):
-                raise NotDeferred(f"{call.function} makes another layout than was expected")
-            made[view.storage] = x.untyped_storage()
-
-    def _room(self, key: int, made: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        if key not in made:
-            made[key] = torch.UntypedStorage(self._storages[key].nbytes())  # type: ignore[no-untyped-call]
-        return made[key]
 
 
 def _become(x: Tensor, value: Tensor) -> None:
@@ -424,61 +322,6 @@ def more_of(x: Tensor) -> dict[str, Any]:
     with x.fake_mode:
         own = {*vars(torch.empty(0)), "_is_param"}
     return {name: value for name, value in vars(x).items() if name not in own}
-
-
-def _key(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else 0
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def _sum(x: Tensor) -> int:
-    return zlib.crc32(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _makes(func: Any) -> bool:
-    """Whether an operation takes the device that it makes a tensor on."""
-    return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _leaves(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation is to make something elsewhere, where nothing is promised."""
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type != "cpu"
-
-
-def _keeps_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation changes averages that it is given, as norms do without telling torch."""
-    names = [argument.name for argument in func._schema.arguments]
-    if "running_mean" not in names:
-        return False
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return given["running_mean"] is not None and bool(given.get("training") or given.get("use_input_stats"))
-
-
-def _states(kwargs: Mapping[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
-    generator = kwargs.get("generator") or torch.default_generator
-    return ((generator, generator.get_state()),)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    given: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return _tensors(given)
-
-
-def _is_whole(x: Tensor) -> bool:
-    """Whether ``x`` is all of its storage."""
-    return x.is_contiguous() and not x.storage_offset() and x.nbytes == x.untyped_storage().nbytes()
 
 
 def mode_of(tensors: Iterable[Tensor]) -> FakeTensorMode | None:

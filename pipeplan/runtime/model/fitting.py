@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import BadInput
-from ...problem import Chain
+from ...problem import LOSS_NAME, Chain
 from .loaded import LoadedModel
-from .network import LOSS, LOSS_NAME, LayerCode
+from .network import LOSS, LayerCode
 
 
 def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:

@@ -16,9 +16,10 @@ from ...errors import BadInput
 from ..device import CPU
 from .adapted import compiled_lines
 from .contract import boundaries_of, built_by, example_of, is_whole, sample_of
-from .deferred import Deferred, NotDeferred
+from .deferred import Deferred
 from .loaded import LoadedModel, ModelLayer
 from .network import Loss, chain_network, kind_of, loss_layer
+from .replay import NotDeferred
 from .spec import Data, ModelSpec, Samples, brings_data, builder_of, data_of
 from .state_file import read_state
 from .structure import leaves_in, tensors_in, tensors_of

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ...problem import SharedWeights
+from ...problem import LOSS_NAME, SharedWeights
 from ..device import place
 from .structure import mapped
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
 Loss = Callable[[Any, Any], Tensor]
-LOSS_NAME = "loss"
 LOSS, TARGET = -1, -2  # the numbers of two values that aren't counted: what training minimises, and what it compares
 
 

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import BadInput, PipeplanError
 from ..device import CPU
-from .deferred import SMALL, Deferred, NotDeferred, lacking, parameter
+from .deferred import Deferred, lacking, parameter
 from .loaded import LoadedModel
 from .loading import load_model
+from .replay import SMALL, NotDeferred
 from .spec import ModelSpec
 from .structure import substitute, tensors_of
 from .user_code import said

@@ -3,8 +3,10 @@
 The *spine* of a graph are the nodes that lie on a way to what entered. Where something that depends on weights alone
 meets the spine, the gradient that comes there is kept: from it the gradients of those weights follow, whenever.
 Weights that meet it at two nodes, one of which feeds the other, are left in the first part: from the first of these
-nodes a gradient would come to them along the spine as well. The idea is that of torch's own pipelining
-(Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 4.1), which holds all that was saved until the second part.
+nodes a gradient would come to them along the spine as well. So are weights of one dimension, as norms have: their
+gradients are a by-product of that of what entered, which would be computed and kept for them again. The idea is that
+of torch's own pipelining (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 4.1), which holds all that was
+saved until the second part.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from ...errors import RunFailed
 
@@ -112,7 +114,7 @@ class Group:
         pairs = self.edges()
         if pairs:
             edges, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self.leaves)
+            _run(edges, gradients, self.leaves)
         for one in self.caught:
             one.let_go()
 
@@ -171,13 +173,23 @@ def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Te
     now: list[Tensor] = []
     later: list[Group] = []
     for leaves, nodes in _grouped(meeting):
-        if len(nodes) > 1 and _in_a_row(nodes, children, spine):
+        if all(leaf.dim() < 2 for leaf in leaves) or (len(nodes) > 1 and _in_a_row(nodes, children, spine)):
             now += leaves
         else:
             later.append(Group(leaves, [Caught(node) for node in nodes]))
     edges, gradients = zip(*ends, strict=True)
-    torch.autograd.backward(edges, gradients, retain_graph=True, inputs=[*entries, *now])
+    _run(edges, gradients, [*entries, *now], keep=True)
     return WeightPart(later, saved)
+
+
+def _run(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor], keep: bool = False
+) -> None:
+    """Do what torch.autograd.backward does, but for its look at the gradients' shapes, which takes as long as the call
+    itself; there is one for each weight."""
+    _engine_run_backward(
+        edges, tuple(gradients), keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 Children = Mapping[Node, Sequence[Node]]
@@ -223,6 +235,8 @@ def _meeting(children: Children, spine: set[Node]) -> dict[Node, list[Any]]:
     known: dict[Node, list[Any]] = {}
 
     def leaves(top: Node) -> list[Any]:
+        if _is_leaf(top):
+            return [top]
         if top not in known:
             found: dict[Node, None] = {}
             stack, seen = [top], set[Node]()
@@ -255,8 +269,9 @@ def _grouped(meeting: Mapping[Node, Sequence[Any]]) -> list[tuple[list[Tensor], 
     for node, leaves in meeting.items():
         found = sorted({home[leaf] for leaf in leaves if leaf in home})
         if not found:
-            found = [len(groups)]
-            groups.append(({}, []))
+            home.update(dict.fromkeys(leaves, len(groups)))
+            groups.append((dict.fromkeys(leaves), [node]))
+            continue
         first = groups[found[0]]
         for other in found[1:]:
             first[0].update(groups[other][0])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
-from ...problem import LayerWork
-from ..model.network import LOSS_NAME, LayerCode, Network, drop, leaf, place_all, resident
+from ...problem import LOSS_NAME, LayerWork
+from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed
 from .beside import Others
 from .clock import Clock

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +50,15 @@ class ChangingBuffers:
         self._slots = [(owner, name) for owner in owners for name in owner._buffers if name != COUNT]
         self._changing: set[Slot] | None = None  # None: nothing has run yet
 
-    @contextmanager
-    def apart(self, recomputed: bool) -> Iterator[Before]:
+    def apart(self, recomputed: bool) -> AbstractContextManager[Before]:
         """Run a forward within the context: what it changes are copies. It is told what was there before.
 
         RunFailed when what will be ``recomputed`` begins to change a buffer late.
         """
+        return self._apart(recomputed) if self._slots else nullcontext(Before())
+
+    @contextmanager
+    def _apart(self, recomputed: bool) -> Iterator[Before]:
         chosen = self._slots if self._changing is None else [slot for slot in self._slots if slot in self._changing]
         before = [(slot, x) for slot in chosen if (x := _present(slot)) is not None]
         copies = {id(x): x.clone() for _, x in before}  # what is one buffer stays one

@@ -9,7 +9,7 @@ stage only passes on is nothing that it keeps; its gradient is added to that of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -238,6 +238,8 @@ class StageModule:
                     known[value] = known[value] + gradient if value in known else gradient
                 if held.want and not any(value in known for value in held.want):
                     raise RunFailed(f"no gradient comes back to the input of {names_of(piece)}")
+                if held.saved is not None:
+                    held.saved.clear()
                 self._activations.release(held.holding)
 
     def _recomputed(
@@ -304,13 +306,8 @@ class StageModule:
         """Return the context in which a stored piece runs."""
         return self._reading_newest(held.holding, counted) if self._reads_newest else self._saving(held, counted)
 
-    @contextmanager
-    def _saving(self, held: Held, counted: bool) -> Iterator[None]:
-        if not counted:
-            yield
-            return
-        with self._activations.saving(held.holding, self._permanent()):
-            yield
+    def _saving(self, held: Held, counted: bool) -> AbstractContextManager[None]:
+        return self._activations.saving(held.holding, self._permanent()) if counted else nullcontext()
 
     @contextmanager
     def _reading_newest(self, holding: Holding, counted: bool) -> Iterator[None]:
@@ -337,7 +334,7 @@ class StageModule:
 
     def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
         """What is sent must be what the other end expects: gloo would reinterpret or abort."""
-        if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
+        if x.shape != spec.shape or x.dtype != spec.dtype:
             found = TensorSpec(tuple(x.shape), x.dtype)
             raise RunFailed(
                 f"stage {self.index} {verb} {found} for microbatch {microbatch}; the model's example: {spec}"

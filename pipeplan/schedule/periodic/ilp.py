@@ -7,56 +7,25 @@ chooses K; ``retime`` then computes period and starts exactly, and memory is che
 
 from __future__ import annotations
 
-import os
-import subprocess
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
-from math import ceil, inf, lcm
-from traceback import walk_tb
+from math import ceil, lcm
 from typing import Any, Literal
 
 from ...cost import memory_model
 from ...cost.group_bound import group_bound
 from ...cost.stage_graph import StageGraph
-from ...errors import PipeplanError
 from ...plan import Pattern
-from ...scratch import scratch_folder
 from ..pattern import memory_fits, one_at_a_time, starts_of
 from .heights import height_bounds
 from .retime import Order, retime
+from .solvers import TOLERANCE, Solver, SolverLimits, solved
 
-Solver = Literal["cbc", "highs"]
 IlpStatus = Literal["optimal", "infeasible", "cutoff", "node limit", "time limit", "unproved"]
 
 OBJECTIVE_SCALE = 1e4  # CBC drops improvements below 1e-5, which is a lot for a frequency in (0, 1]
-STOP_S = 2.0  # that HiGHS may take to notice that it shall stop; its thread ends nobody's process
-TOLERANCE = 1e-6  # what a solver's arithmetic is trusted to, relative; also the margin of the second attempt
-
-
-@dataclass(frozen=True, slots=True)
-class SolverLimits:
-    """What ends a search: so many ``nodes``, seconds of its own, or seconds on the clock, whichever comes first.
-
-    Nodes are the same on every machine. ``own_s`` are of CPU time with CBC, while nobody limits ``clock_s``; HiGHS
-    only knows the clock.
-    """
-
-    nodes: int | None = None
-    own_s: float = 60.0
-    clock_s: float = inf
-
-    @property
-    def seconds(self) -> float:
-        """Seconds, of either kind, until the search ends."""
-        return max(0.01, min(self.own_s, self.clock_s))
-
-    def less(self, seconds: float) -> SolverLimits:
-        """Return what is left after so many seconds."""
-        return SolverLimits(self.nodes, self.own_s - seconds, self.clock_s - seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +209,7 @@ class _Model:
                     self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
 
     def versions(self, s: int) -> Any:
-        """Return the weight versions of stage s, where they follow what is in flight: see :func:`costs.versions`."""
+        """Return the weight versions of stage s, where they follow what is in flight: :func:`memory_model.versions`."""
         graph = self.graph
         counts = [
             (graph.resources[graph.stages[q].resource].replicas, self.in_flight(q, graph.position["F", q]))
@@ -249,7 +218,7 @@ class _Model:
         return self.updates_over(str(s), counts) + 1
 
     def updates_over(self, name: str, counts: list[tuple[int, Any]]) -> Any:
-        """Return the most of :func:`costs.updates_over` for pairs (replicas, microbatches held on each).
+        """Return the most of :func:`memory_model.updates_over` for pairs (replicas, microbatches held on each).
 
         Where it grows by one with each microbatch it is an expression, else a variable.
         """
@@ -307,105 +276,3 @@ class _Model:
             frequency = min(1.0, -self.problem.solverModel.getInfo().mip_dual_bound / OBJECTIVE_SCALE)
         bound = ceil(self.unit_ns / frequency * (1 - TOLERANCE))
         return _Answer(order, None if proved else ended, bound, seconds)
-
-
-def solved(problem: Any, solver: Solver, limits: SolverLimits) -> float:
-    """Have ``solver`` solve a PuLP problem within the limits; return the seconds that it took, of the limited kind."""
-    import pulp
-
-    with warnings.catch_warnings(), scratch_folder() as folder:
-        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
-        solving = _SOLVERS[solver](pulp, limits)
-        solving.tmpDir = str(folder)
-        began = _seconds(solver, limits)
-        try:
-            problem.solve(solving)
-        except pulp.PulpSolverError as error:
-            raise PipeplanError(f"the solver {solver} failed: {error}") from error
-        except BaseException as error:
-            _kill_solver(error)
-            raise
-        return _seconds(solver, limits) - began
-
-
-def _own_time(solver: Solver, limits: SolverLimits) -> bool:
-    """Whether the seconds of the limits are of the solver's own CPU time."""
-    return solver == "cbc" and limits.clock_s == inf
-
-
-def _seconds(solver: Solver, limits: SolverLimits) -> float:
-    """Return the seconds, of the kind that is limited, since some moment."""
-    return os.times().children_user if _own_time(solver, limits) else time.monotonic()
-
-
-def _kill_solver(error: BaseException) -> None:
-    """End the process of a solver whose wait ``error`` has ended: PuLP doesn't."""
-    for frame, _ in walk_tb(error.__traceback__):
-        for found in frame.f_locals.values():
-            if isinstance(found, subprocess.Popen):
-                found.kill()
-                found.wait()
-
-
-def _cbc(pulp: Any, limits: SolverLimits) -> Any:
-    # no threads option: CBC is single-threaded without it, and with "threads 1" now and then waits 10 s for itself
-    solver = pulp.PULP_CBC_CMD(
-        msg=False,
-        timeLimit=limits.seconds,
-        timeMode="cpu" if _own_time("cbc", limits) else "elapsed",
-        maxNodes=limits.nodes,
-        gapRel=0,
-        gapAbs=0,
-        options=["randomSeed 1", "randomCbcSeed 1"],
-    )
-    if not solver.available():
-        raise PipeplanError("the solver CBC, which PuLP 3 brings along, does not run on this machine; choose highs")
-    return solver
-
-
-def _highs(pulp: Any, limits: SolverLimits) -> Any:
-    class Highs(pulp.HiGHS):  # type: ignore[misc]  # PuLP has no types
-        def callSolver(self, lp: Any) -> None:
-            model = lp.solverModel
-            _in_a_thread(model)
-            statuses, status = type(model.getModelStatus()), model.getModelStatus()
-            if status == statuses.kSolutionLimit:  # by nodes; PuLP doesn't know it, but treats this one alike
-                model.getModelStatus = lambda: statuses.kIterationLimit
-
-    nodes = {} if limits.nodes is None else {"mip_max_nodes": limits.nodes}
-    solver = Highs(msg=False, threads=1, timeLimit=limits.seconds, gapRel=0, gapAbs=TOLERANCE, random_seed=1, **nodes)
-    if not solver.available():
-        raise PipeplanError("the solver HiGHS is not installed: pip install highspy, or choose cbc")
-    return solver
-
-
-def _in_a_thread(model: Any) -> None:
-    """Solve, and leave this thread what it needs for signals: what is raised here ends the solver, too."""
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            model.run()
-        finally:
-            ended.set()
-
-    model.HandleUserInterrupt = True
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        ended.wait()
-    except BaseException:
-        model.cancelSolve()
-        ended.wait(STOP_S)
-        raise
-
-
-_SOLVERS = {"cbc": _cbc, "highs": _highs}
-
-
-def refuse_lacking(solver: Solver) -> None:
-    """Raise PipeplanError where a solver doesn't run on this machine."""
-    import pulp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # as above
-        _SOLVERS[solver](pulp, SolverLimits())

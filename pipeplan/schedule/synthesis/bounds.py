@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...deadline import Deadline
 from ...integers import ceil_div
-from ..periodic.ilp import Solver, SolverLimits
+from ..periodic.solvers import Solver, SolverLimits
 from .problem import OrderProblem
 from .time_indexed import Slots, ask, slot_length
 
@@ -13,6 +13,7 @@ SOLVER_S = 20.0  # that one may take, whatever it is worth
 NARROW, WIDE = 1, 3  # slots that are looked at one by one, at either end: times those of the way of a microbatch
 WIDE_COUNTS = 4_000  # which makes for more difficult programs
 PRECISION = 400  # of the value: a bound is not looked for more closely
+HOPE = 16  # programs of all devices that cannot raise the bound by this part of what is open aren't asked further
 
 
 def floor(problem: OrderProblem) -> int:
@@ -53,14 +54,39 @@ def raised(
 ) -> int:
     """Return a lower bound of the value, ``low`` or more, by linear programs; an order of ``value`` is known.
 
-    Programs in long slots come first, then, where those say too little, in shorter ones. The first of either asks
-    whether any order is better than the known one; the others halve what is left.
+    Those of a single device, on which the others' passes only take their time, come first: they are small, and so in
+    exact slots of large problems too. Then come programs of all in long slots and, where those say too little, in
+    shorter ones. The first of each asks whether any order is better than the known one, or, where one device has said
+    something, whether there is more to say; the others halve what is left.
     """
     if not problem.measured:
         return low
+    alone = low
+    for device in _hardest(problem):
+        alone = _halved(problem, alone, value, solver, deadline, window, MOST_COUNTS["highs"], each_s, (device,))
+    hope, low = alone > low, alone
     for most in sorted({MOST_COUNTS["cbc"], MOST_COUNTS[solver]}):
-        low = _halved(problem, low, value, solver, deadline, window, most, each_s)
+        low = _halved(problem, low, value, solver, deadline, window, most, each_s, hope=hope)
     return low
+
+
+def _hardest(problem: OrderProblem) -> list[int]:
+    """Return the devices that may say most alone: the one whose passes begin last and must go back first, such as a V's
+    turn, and another that takes longer by itself."""
+
+    def outside(device: int) -> int:
+        kinds = problem.on[device]
+        back = [problem.rests[k] for k in kinds if not problem.is_weight(k)]
+        return min(problem.head[k] for k in kinds) + min(back)
+
+    def alone(device: int) -> int:
+        return max(problem.work[device], _held(problem, device))
+
+    used = [device for device in problem.devices if problem.on[device]]
+    if len(used) < 2:
+        return []
+    turn, longest = max(used, key=outside), max(used, key=alone)
+    return [turn, longest] if alone(longest) > alone(turn) else [turn]
 
 
 def _halved(
@@ -72,17 +98,21 @@ def _halved(
     window: int,
     most: int,
     each_s: float,
+    machines: tuple[int, ...] = (),
+    hope: bool = False,
 ) -> int:
     grain = problem.grain
     low = min(value, ceil_div(low, grain) * grain)
     asked = value - grain
+    if hope:
+        asked = min(asked, low + (value - low) // HOPE // grain * grain)
     while low < value and not deadline.passed:
-        slots = slots_of(problem, asked, window, most)
+        slots = slots_of(problem, asked, window, most, machines)
         if ask(slots, solver, SolverLimits(None, each_s, deadline.remaining_s())).impossible:
-            low = asked + grain
+            low, hope = asked + grain, False
         else:
             value = asked
-        if value - low <= value // PRECISION:
+        if hope or value - low <= value // PRECISION:
             break
         asked = low + (value - low) // (2 * grain) * grain
     return low
@@ -94,9 +124,10 @@ def bearable(problem: OrderProblem, value: int, solver: Solver) -> bool:
     return len(problem.durations) * len(slots.seen) <= WIDE_COUNTS
 
 
-def slots_of(problem: OrderProblem, value: int, window: int, most: int) -> Slots:
-    """Return the slots of a linear program of a bearable size."""
+def slots_of(problem: OrderProblem, value: int, window: int, most: int, machines: tuple[int, ...] = ()) -> Slots:
+    """Return the slots of a linear program of a bearable size, of all ``machines`` or some."""
     way = max(problem.head) + 1
     seen = min(value, 2 * window * way)
-    length = slot_length(problem, seen, most)
-    return Slots(problem, length, value, window * (way // length + 1))
+    kinds = sum(len(problem.on[machine]) for machine in machines) or len(problem.durations)
+    length = slot_length(problem, seen, most, kinds)
+    return Slots(problem, length, value, window * (way // length + 1), machines)

@@ -17,7 +17,7 @@ from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline, OutOfTime
 from ...errors import PipeplanError
 from ...integers import ceil_div
-from ..periodic.ilp import Solver, SolverLimits
+from ..periodic.solvers import Solver, SolverLimits
 from ..program import Program, pipelines
 from ..simulate import simulate
 from ..slots import Pass, explicit, shares

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ..periodic.ilp import Solver, SolverLimits, solved
+from ..periodic.solvers import Solver, SolverLimits, solved
 from .problem import OrderProblem, Word
 
 MARGIN = 1e-9  # of room, for what arithmetic in floating point loses
@@ -29,13 +29,31 @@ class Slots:
     """The order problem in slots of ``length`` ns, for values up to ``value``.
 
     Only the first and the last ``window`` slots are looked at one by one: what has started within those between counts
-    as started at their end, and they hold no more work than there is time.
+    as started at their end, and they hold no more work than there is time. Of the ``machines`` that aren't named passes
+    take their time, and are never in each other's way; all are where none is.
     """
 
     problem: OrderProblem
     length: int
     value: int
     window: int
+    machines: tuple[int, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The kinds of passes that are looked at."""
+        machines = self.machines or range(len(self.problem.on))
+        return tuple(k for k, machine in enumerate(self.problem.machines) if machine in machines)
+
+    def behind(self, kind: int) -> tuple[int, int]:
+        """Return the kind that is looked at which one needs, or -1, and from its start on for how many ns."""
+        problem, lag, needed = self.problem, 0, self.problem.needs[kind]
+        while needed >= 0:
+            lag += problem.durations[needed]
+            if needed in self.kinds:
+                return needed, lag
+            needed = problem.needs[needed]
+        return -1, 0
 
     @cached_property
     def durations(self) -> tuple[int, ...]:
@@ -73,7 +91,7 @@ class Slots:
     @cached_property
     def number(self) -> int:
         """How many slots there are until the last pass starts at the latest."""
-        return max(self.last(kind, 0) for kind in range(len(self.durations))) + 1
+        return max(self.last(kind, 0) for kind in self.kinds) + 1
 
     @cached_property
     def seen(self) -> tuple[int, ...]:
@@ -97,14 +115,16 @@ class Slots:
     def rows(self) -> Iterator[tuple[list[Term], float]]:
         """Yield the constraints: terms whose sum is at most a number."""
         problem = self.problem
-        for kind, needed in enumerate(problem.needs):
-            before = -1
+        for kind in self.kinds:
+            before, (needed, lag) = -1, self.behind(kind)
             for x in self.seen:
                 yield [(kind, before, 1), (kind, x, -1)], 0
                 before = x
                 if needed >= 0:
-                    yield [(kind, x, 1), (needed, self._at(x - self.durations[needed]), -1)], 0
+                    yield [(kind, x, 1), (needed, self._at(x - lag // self.length), -1)], 0
         for machine, kinds in enumerate(problem.on):
+            if self.machines and machine not in self.machines:
+                continue
             for x in self.seen:
                 yield [t for k in kinds for t in ((k, x, 1.0), (k, self._at(x - self.durations[k]), -1.0))], 1
             yield from self._between(kinds)
@@ -162,13 +182,12 @@ def _summed(changes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def slot_length(problem: OrderProblem, value: int, most: int) -> int:
-    """Return the length of slots that loses least by rounding, ``most`` of them times kinds at most.
+def slot_length(problem: OrderProblem, value: int, most: int, kinds: int) -> int:
+    """Return the length of slots that loses least by rounding, ``most`` of them times so many ``kinds`` at most.
 
     All that loses nothing is equal; of these it is the longest.
     """
     exact = gcd(*problem.durations)
-    kinds = len(problem.durations)
     if exact and kinds * (value // exact + 1) <= most:
         return exact
     least = max(1, -(-value * kinds // most))
@@ -214,7 +233,8 @@ def _variables(slots: Slots, category: str) -> Names:
 
     return {
         (kind, x): pulp.LpVariable(f"n{kind}_{x}", least[x], most[x], category)
-        for kind, (least, most) in enumerate(slots.range)
+        for kind in slots.kinds
+        for least, most in [slots.range[kind]]
         for x in slots.seen
         if least[x] < most[x]
     }

@@ -1,7 +1,11 @@
-"""The exchanges of GPUs, over gloo between CPUs: it takes the untagged messages of a pair in their order, as NCCL."""
+"""Exchanges as between GPUs, and between machines.
+
+Over gloo between CPUs: it takes the untagged messages of a pair in their order, as NCCL does.
+"""
 
 import traceback
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -66,9 +70,11 @@ def test_both_ends_of_a_pair_issue_in_the_same_order(name):
 
 
 def be_rank(job, rank, world, store, exchange, pipe):
-    """Be a rank for which gloo plays NCCL, or the CPU the GPU that several share."""
+    """Be a rank for which gloo plays NCCL, the CPU the GPU that several share, or each process a machine."""
     try:
         preparation.exchange_of = lambda device, machine: exchange
+        if exchange == "gloo":
+            preparation.this_machine = lambda: f"machine {rank}"
         preparation.open_links = partial(open_links, backend="gloo")
         preparation.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
         pipe.send(run_rank(job, rank, Launcher(lambda: dist.FileStore(store, world))))
@@ -104,8 +110,10 @@ def run_over(exchange, plan, folder, **options):
             process.join()
 
 
-@pytest.mark.parametrize("exchange", ["nccl", "staged"])
-@pytest.mark.parametrize("name", ["two edges each way", "replicas"])
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    [*product(["two edges each way", "replicas"], ["nccl", "staged"]), ("two edges each way", "gloo")],
+)
 def test_messages_in_order_train_as_one_process_does(name, exchange, tmp_path):
     plan = plan_named(name)
     report = run_over(exchange, plan, tmp_path)

@@ -67,13 +67,13 @@ class Hooked(nn.Module):
 
 # the modules, and of how many weights the gradients are there after the first part
 MODELS = {
-    "transformer": (lambda: nn.Sequential(Block(), Block()), (2, 5, D), 0),
+    "transformer": (lambda: nn.Sequential(Block(), Block()), (2, 5, D), 4),  # of norms
     "convolutions": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
         (2, 3, 6, 6),
-        0,
+        2,
     ),
-    "beside each other": (Beside, (3, D), 0),
+    "beside each other": (Beside, (3, D), 1),
     "in a row": (InARow, (3, D), 2),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), (3, D), 0),
     "hooked": (Hooked, (3, D), 0),

@@ -57,7 +57,10 @@ def test_gradients_and_statistics_equal_plain_training(checkpoint):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("checkpoint", [(), ((0, 4),), ((1, 3),), ((0, 1), (2, 5))])
 def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
-    """The first stage leaves its first layer that trains to the second part; recomputed layers run again once."""
+    """The first stage leaves its first layer that trains to the second part; recomputed layers run again once.
+
+    The last microbatch's could be run in two parts, and is run whole.
+    """
     target, runs = torch.zeros(6, 4), []
     inputs = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     options = {"loss": nn.functional.mse_loss, "checkpoint": checkpoint, "divisor": 3, "index": index}
@@ -66,15 +69,17 @@ def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
         stage, given = stage_of(layers, inputs[0], kind=kind, **options), []
         for m, x in enumerate(inputs):
             stage.forward(m, 0, x, target, counted=True)
-        for m in range(3):
+        for m in range(2):
             given.append(stage.backward_inputs(m, 0, None) if kind is SplitStage else stage.backward(m, 0, None))
         if kind is SplitStage:
-            assert all(gradient is None for gradient in stage.versions.gradients())
+            early = [gradient for gradient in stage.versions.gradients() if gradient is not None]
+            assert {gradient.dim() for gradient in early} <= {1}  # of norms
             held = stage._activations.held_bytes
-            for m in range(3):
+            for m in range(2):
                 stage.backward_weights(m, 0)
                 assert stage._activations.held_bytes < held
                 held = stage._activations.held_bytes
+        given.append(stage.backward(2, 0, None))
         assert stage._activations.held_bytes == 0
         runs.append((given, stage.versions.gradients(), list(nn.Sequential(*layers).buffers())))
     for one, other in zip(*runs, strict=True):

@@ -1,0 +1,306 @@
+"""Can sets of runs that each fit on one group of devices cover the chain between them, at a given period?
+
+A group of devices has a set of runs. They fit if its work suffices for all of theirs, and its memory for all that they
+hold together, by any of several *views*: at every instant what all runs take then, and at one instant of each run what
+that one takes more; when the last of the group's forwards starts, and the same microbatch is inside all its layers; and
+averaged over time. Let every layer have a *price*. If no groups whose replicas add up to the number of devices have
+sets that are worth as much as all layers, these can't be covered, whatever the prices are. So prices needn't be right,
+only good: a linear program sets them, by the sets that were worth most so far (Dantzig and Wolfe's decomposition, the
+integers of it relaxed). The set that is worth most is a dynamic program over runs from the last to the first, work and
+memory counted in cells and rounded down.
+
+All memory together gives another price: averages of all sets, and what each cut's way adds to the lives of all layers
+before it, take at most what all devices have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...integers import Ints, ceil_div
+from .facts import Facts, Floats
+from .pooled import Segments
+from .runs import LONGEST, NEVER, ROUNDING, Runs, held_together
+
+MOST_COVERED = 128  # layers
+CELLS = 64  # of work, and of memory
+ROUNDS = 60  # of prices, at most
+WORK = 30_000  # of rounds, in runs
+HOPELESS = 1.02  # devices that all known sets leave to do, over those there are
+CLASSES = 8  # of sets by the layer that is their last
+CENTRE = 0.6  # how much of the best prices so far goes into the next
+NOTHING = -1e300
+
+
+@dataclass(frozen=True)
+class View:
+    """What runs take of a device's memory: ``held`` adds up, and with ``held`` of all behind it each run takes ``top``.
+
+    Shares of the memory, tables ``[first, end]`` by the facts' ``spreads``. It is a view of sets whose last run ends
+    after one of the layers ``last``.
+    """
+
+    held: Floats
+    top: Floats
+    last: range
+
+
+def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[list[View]]:
+    """Return conditions of what is held in periods of ``tau`` ticks, each in one view of every set."""
+    memory, every = facts.memories[:, None, None].astype(np.float64), range(facts.count)
+    once = runs.at_once / memory
+    found = [[View(runs.always / memory, (runs.always + runs.spare) / memory, every)]]
+    if tau is None or not facts.periodic:
+        return [*found, [View(once, once, every)]]
+    mean = averages(facts, runs, segments, tau, runs.turning)
+    found.append([View(mean, mean, every)])
+    ends = [i for i in every if runs.turning[i + 1] < NEVER]
+    parts = min(CLASSES, len(ends))
+    classes = [ends[len(ends) * n // parts : len(ends) * (n + 1) // parts] for n in range(parts)]
+    found.append([])
+    for some in classes:
+        held = np.maximum(once, _when_last_starts(facts, runs, tau, some) / memory)
+        found[-1].append(View(held, held, range(some[0], some[-1] + 1)))
+    return found
+
+
+def _when_last_starts(facts: Facts, runs: Runs, tau: int, last: list[int]) -> Floats:
+    """Return what runs take at least when the forward of the last layer of their set starts, one of ``last``.
+
+    By then as many microbatches have come to each layer before it as periods pass on the way from there, and none has
+    left it that began its backward less than the rest of its life ago.
+    """
+    spreads = np.array([spread.high for spread in facts.spreads], dtype=np.int64)
+    steps = spreads[:, None] * min(tau, LONGEST)
+    inside = np.full((len(steps), facts.count), NEVER, dtype=np.int64)
+    for e in last:
+        there = facts.forward_before[e] - facts.forward_before[: e + 1]
+        back = facts.path_behind[: e + 1] - facts.path_behind[e] - there
+        life = runs.turning[e + 1] + int(facts.path_behind[e] - facts.path_behind[e + 1])
+        inside[:, : e + 1] = np.minimum(inside[:, : e + 1], there // steps + ceil_div(life + back, steps))
+    inside[:, last[-1] + 1 :] = 0
+    idle = spreads[:, None, None] * float(tau) - loads(facts)
+    return facts.fixed_alone + held_together(facts, inside, np.maximum(idle, 0.0))
+
+
+def loads(facts: Facts) -> Ints:
+    """Return the ticks of work of runs, with what each must recompute; tables by ``spreads``."""
+    load: Ints = (facts.behind + facts.blocked)[:, None] - (facts.behind - facts.blocked)[None, :]
+    return load + facts.recomputed
+
+
+def averages(facts: Facts, runs: Runs, segments: Segments, tau: int, turning: list[int]) -> Floats:
+    """Return what runs take of a device's memory and time on average, where a price joins the two if they recompute."""
+    count, price = facts.count, segments.price(0) if facts.recomputes else 0.0
+    behind = facts.behind.astype(np.float64)
+    added = np.array([max(0, min(turning[k], 2**60) - int(facts.path_behind[k])) for k in range(count + 1)])
+    places = np.zeros((count + 1, count + 1))
+    for end in range(1, count + 1):
+        if runs.turning[end] < NEVER:
+            step = 0 if facts.recomputes else None
+            places[:, end] = segments.costs(step, np.array([float(added[end])]))[0][:, end]
+    places += price * (behind[:, None] - behind[None, :])
+    found = []
+    for k, spread in enumerate(facts.spreads):
+        long = float(tau) * spread.high
+        room = (float(facts.memories[k]) + price) * long
+        found.append((facts.fixed_alone[k] * long + places) / room * (1 - ROUNDING))
+    return np.stack(found)
+
+
+class Sets:
+    """The sets of runs of groups with one number of replicas, in one view."""
+
+    def __init__(self, possible: npt.NDArray[np.bool_], work: Floats, view: View, k: int) -> None:
+        self.count, self.last = len(possible) - 1, view.last
+        held, top = (np.maximum(x[k], 0) * (1 - ROUNDING) for x in (view.held, view.top))
+        work = work * (1 - ROUNDING)
+        fits = possible & (top <= 1) & (work <= 1)
+        fits[:, view.last[-1] + 2 :] = False
+        cells = [np.where(fits, x, 0) * CELLS for x in (work, held)]
+        rooms = [np.where(fits, 1 - x, 0) * CELLS for x in (work, top)]  # for the runs behind
+        table = np.floor(np.stack([*cells, *rooms]) + ROUNDING).astype(int)
+        self.rows = [
+            [(end, *table[:, a, end].tolist()) for end in np.flatnonzero(fits[a]).tolist()] for a in range(self.count)
+        ]
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are."""
+        return sum(map(len, self.rows))
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer may be a run by itself."""
+        return any(end == layer + 1 for end, *_ in self.rows[layer])
+
+    def dearest(self, worth: Floats) -> tuple[float, list[tuple[int, int]]]:
+        """Return what the set that is worth most is worth, and its runs; ``worth`` is a table ``[first, end]``."""
+        size = CELLS + 1
+        behind = {end: np.full((size, size), NOTHING) for end in (self.count, self.count - 1)}  # best of sets behind it
+        starting: dict[int, Floats] = {}
+        for a in range(self.count - 1, -1, -1):
+            into = np.full((size, size), NOTHING)
+            for end, busy, held, idle, room in self.rows[a]:
+                if end - 1 in self.last:
+                    into[busy, held] = max(into[busy, held], worth[a, end])
+                times, rows = min(size - busy, idle + 1), min(size - held, room + 1)
+                cells = into[busy : busy + times, held : held + rows]
+                np.maximum(cells, behind[end][:times, :rows] + worth[a, end], out=cells)
+            starting[a] = into
+            behind[a - 1] = np.maximum(behind[a], into)
+        best = behind[-1]
+        place = int(best.argmax())
+        if best.flat[place] <= 0:
+            return 0.0, []
+        return float(best.flat[place]), self._traced(worth, starting, behind, divmod(place, size))
+
+    def _traced(
+        self, worth: Floats, starting: dict[int, Floats], behind: dict[int, Floats], place: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        x, y = place
+        value, before, found = behind[-1][x, y], 0, list[tuple[int, int]]()
+        while True:
+            first = next(a for a in range(before, self.count) if starting[a][x, y] == value)
+            for end, busy, held, idle, room in self.rows[first]:
+                if end - 1 in self.last and (x, y) == (busy, held) and worth[first, end] == value:
+                    return [*found, (first, end)]
+                fits = 0 <= x - busy <= idle and 0 <= y - held <= room
+                if fits and behind[end][x - busy, y - held] + worth[first, end] == value:
+                    found.append((first, end))
+                    x, y, before = x - busy, y - held, end + 1
+                    value = behind[end][x, y]
+                    break
+
+
+def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> bool:
+    """Whether no sets cover the chain in periods of ``tau`` ticks; None: in periods of any length."""
+    pool = None
+    if tau is not None and facts.periodic and not facts.recomputes:
+        pool = pooled(facts, runs, segments, tau)
+    load = loads(facts).astype(np.float64)
+    work = np.zeros(load.shape)
+    if tau is not None:
+        work = load / (float(tau) * np.array([spread.high for spread in facts.spreads])[:, None, None])
+    for parts in views(facts, runs, segments, tau):
+        groups = [[Sets(runs.possible[k], work[k], view, k) for view in parts] for k in range(len(work))]
+        if too_cheap(facts, groups, pool):
+            return True
+    return False
+
+
+def pooled(facts: Facts, runs: Runs, segments: Segments, tau: int) -> Floats:
+    """Return what runs take on average of as much memory as one device has, with what their first cut adds to the
+    lives of all layers before; nothing is recomputed. Tables by ``spreads``."""
+    plain = [int(x) for x in facts.path_behind]
+    mean = averages(facts, runs, segments, tau, plain)
+    longer = facts.hop * np.concatenate([[0], np.cumsum(facts.kept)]) / float(tau)
+    replicas = np.array([spread.low for spread in facts.spreads])[:, None, None]
+    found = mean * replicas + (longer / float(facts.memories[0]))[None, :, None] * (1 - ROUNDING)
+    return np.where(runs.possible, found, 0.0)
+
+
+def too_cheap(facts: Facts, groups: list[list[Sets]], pool: Floats | None) -> bool:
+    """Whether there are prices at which no groups' sets are worth as much as all layers.
+
+    ``groups`` are by ``spreads``, the sets of each in several parts.
+    """
+    count, devices = facts.count, len(facts.problem.platform)
+    costs = [spread.low for spread in facts.spreads]
+    alone = [
+        min((cost for cost, group in zip(costs, groups, strict=True) if any(x.has(i) for x in group)), default=1)
+        for i in range(count)
+    ]
+    master = Master(alone)
+    start = (facts.behind[:-1] - facts.behind[1:]) / max(1.0, float(facts.behind[0]))
+    centre = prices = np.append(start, 0.0)
+    best = np.inf
+    for _ in range(min(ROUNDS, WORK // max(1, sum(x.runs for group in groups for x in group)))):
+        total = np.concatenate([[0.0], np.cumsum(prices[:-1])])
+        table, slack = total[None, :] - total[:, None], float(prices[-1])
+        worth = []
+        for k, group in enumerate(groups):
+            value = table if pool is None else table - slack * pool[k]
+            most, found = max((sets.dearest(value) for sets in group), key=lambda one: one[0])
+            worth.append(most + slack * costs[k])
+            master.add(found, costs[k], 0.0 if pool is None else sum(float(pool[k][one]) for one in found))
+        every = _packed(worth, costs, devices) * (1 + ROUNDING)
+        if every < total[-1]:
+            return True
+        ratio = max(one / cost for one, cost in zip(worth, costs, strict=True)) / total[-1] if total[-1] > 0 else np.inf
+        if ratio < best:
+            best, centre = ratio, prices / (ratio * total[-1])
+        optimal = master.prices(pool is not None)
+        if float(optimal[:-1].sum()) <= devices * HOPELESS:
+            return False
+        prices = CENTRE * centre + (1 - CENTRE) * optimal
+    return False
+
+
+def _packed(worth: list[float], costs: list[int], devices: int) -> float:
+    """Return the most that groups are worth whose replicas add up to at most so many ``devices``."""
+    most = [0.0] * (devices + 1)
+    for p in range(1, devices + 1):
+        fits = [most[p - cost] + one for one, cost in zip(worth, costs, strict=True) if cost <= p]
+        most[p] = max(most[p - 1], *fits)
+    return most[devices]
+
+
+class Master:
+    """Prices of layers, and last that of memory: those at which all layers together are worth most while no known set
+    is worth more than it costs, the devices of its group."""
+
+    def __init__(self, alone: list[int]) -> None:
+        self.count = len(alone)
+        self._rows = [*np.eye(self.count + 1)]
+        self._limits = [*map(float, alone), 1.0]
+
+    def add(self, found: list[tuple[int, int]], cost: int, memory: float) -> None:
+        """Note a set of runs."""
+        row = np.zeros(self.count + 1)
+        for first, end in found:
+            row[first:end] = 1.0
+        row[-1] = cost - memory
+        self._rows.append(row)
+        self._limits.append(float(cost))
+
+    def prices(self, memory: bool) -> Floats:
+        """Return the prices, that of ``memory`` zero if not asked for."""
+        gains = np.ones(self.count + 1)
+        gains[-1] = 0.0
+        rows = np.array(self._rows)
+        if not memory:
+            rows[:, -1] = 0.0
+        return _maximum(rows, np.array(self._limits), gains)
+
+
+def _maximum(rows: Floats, limits: Floats, gains: Floats) -> Floats:
+    """Return some x >= 0 with the most ``gains @ x`` where ``rows @ x <= limits``, which are not negative.
+
+    The simplex algorithm; approximate where it takes too many steps.
+    """
+    height, width = rows.shape
+    table = np.zeros((height + 1, width + height + 1))
+    table[:-1, :width], table[:-1, width:-1], table[:-1, -1] = rows, np.eye(height), limits
+    table[-1, :width] = gains
+    basis = np.arange(width, width + height)
+    for _ in range(4 * (height + width)):
+        column = int(table[-1, :-1].argmax())
+        if table[-1, column] <= 1e-9:
+            break
+        entries = table[:-1, column]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.where(entries > 1e-9, table[:-1, -1] / entries, np.inf)
+        row = int(ratios.argmin())
+        if not np.isfinite(ratios[row]):
+            break
+        table[row] /= table[row, column]
+        other = table[:, column].copy()
+        other[row] = 0.0
+        table -= other[:, None] * table[row]
+        basis[row] = column
+    found = np.zeros(width + height)
+    found[basis] = table[:-1, -1]
+    return np.maximum(found[:width], 0.0)

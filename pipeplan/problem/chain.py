@@ -1,0 +1,172 @@
+"""What is the network? Its layers in an order that they may stand in, and who reads whose output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..integers import IntLike
+from .layers import Layer, LayerTimes, SharedWeights
+from .sums import Sums
+
+LOSS_NAME = "loss"  # how profiles name what comes behind the model
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A network as layers in topological order, with every cut allowed; the profile that all planning starts from.
+
+    ``edges`` makes it a DAG: pairs ``(i, j)``, i < j, mean that layer j reads the output of layer i; without edges each
+    layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
+    layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
+    have in common counts where it must be summed, and nothing where it is held once. ``order`` has the place of each
+    layer in the model's own order, None where they stand in that. The other fields say where the
+    numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
+    ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
+    microbatch's data takes a process that reads for itself: part of the forward times of the first layer and the last.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    input_bytes: int
+    edges: tuple[tuple[int, int], ...] | None = None
+    tied: tuple[tuple[int, int], ...] = ()
+    shared: tuple[SharedWeights, ...] | None = None
+    microbatch: int = 1
+    dtype: str = "float32"
+    device: str = ""
+    source: str = ""
+    worth: str = ""
+    beside: int = 1
+    reading_ns: int = 0
+    order: tuple[int, ...] | None = None
+
+    @property
+    def of_cpu(self) -> bool:
+        """Whether it was measured on a CPU, whose name the profiler ends with threads, and with what it measured."""
+        return re.search(r", \d+ threads?(, CPU time)?$", self.device) is not None
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def modules(self) -> int:
+        """Number of layers that are the model's own: without a last one that is the loss."""
+        count, last = len(self.layers), self.layers[-1]
+        return count - (count > 1 and last.name == LOSS_NAME and not last.weight_bytes)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Readers of each tensor in order: entry 0 for the network's input, entry i + 1 for the output of layer i."""
+        count = len(self.layers)
+        if self.edges is None:
+            return tuple((i,) if i < count else () for i in range(count + 1))
+        readers: list[set[int]] = [set() for _ in range(count + 1)]
+        for source, target in self.edges:
+            readers[source + 1].add(target)
+        readers[0] = set(range(count)) - set().union(*readers[1:])
+        return tuple(tuple(sorted(r)) for r in readers)
+
+    @cached_property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """Sizes of the tensors of :attr:`readers`."""
+        return (self.input_bytes, *(layer.output_bytes for layer in self.layers))
+
+    @cached_property
+    def cut_bytes(self) -> tuple[int, ...]:
+        """Bytes that cross the cut before layer i, for i = 0..L: each distinct tensor made before and read after it.
+
+        A skip connection is relayed stage by stage, so it counts in every cut that it crosses (ALGORITHMS section 1).
+        Entry 0 is the network's input; entry L is 0.
+        """
+        change = [0] * (len(self.layers) + 1)
+        for tensor, (size, readers) in enumerate(zip(self.tensor_bytes, self.readers, strict=True)):
+            if readers:
+                change[tensor] += size
+                change[readers[-1] + 1] -= size
+        return tuple(int(x) for x in np.cumsum(np.array(change, dtype=np.int64)))
+
+    @cached_property
+    def ties(self) -> tuple[SharedWeights, ...]:
+        """What tied layers share, or at most: of those that are connected all that the smallest has."""
+        if self.shared is not None:
+            return self.shared
+        found = []
+        for layers in connected(self.tied):
+            smallest = min((self.layers[i] for i in sorted(layers)), key=lambda layer: layer.weight_bytes)
+            found.append(SharedWeights(tuple(sorted(layers)), smallest.weight_bytes, smallest.parameter_count))
+        return tuple(found)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Prefix sums over the layers."""
+        return Sums.of(self)
+
+    def is_range(self, start: IntLike, stop: IntLike) -> Any:
+        """Whether a stage may have what stands from position ``start`` to ``stop``: any layers at all."""
+        return np.asarray(stop) > start
+
+    def reordered(self, order: Sequence[int]) -> Chain:
+        """Return the same network with its layers in another order that they may stand in: ``order[i]`` is layer i."""
+        if list(order) == list(range(len(self))):
+            return self
+        place = {old: new for new, old in enumerate(order)} | {-1: -1}
+
+        def moved(layers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted(place[i] for i in layers))
+
+        layers = []
+        for layer in (self.layers[i] for i in order):
+            saves = None if layer.saves is None else moved(layer.saves)
+            view = None if layer.view_of is None else place[layer.view_of]
+            needs = layer.weight_needs and replace(layer.weight_needs, saves=moved(layer.weight_needs.saves))
+            layers.append(replace(layer, saves=saves, view_of=view, weight_needs=needs))
+        own = tuple(order if self.order is None else (self.order[i] for i in order))
+        return replace(
+            self,
+            layers=tuple(layers),
+            edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
+            tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),
+            shared=self.shared and tuple(replace(x, layers=moved(x.layers)) for x in self.shared),
+            order=None if own == tuple(range(len(self))) else own,
+        )
+
+    def in_own_order(self) -> Chain:
+        """Return the same network with its layers in the model's own order."""
+        order = self.order
+        return self if order is None else self.reordered(sorted(range(len(self)), key=order.__getitem__))
+
+    def timed(self, times: LayerTimes | None) -> Chain:
+        """Return the same network with the times of a device's own profile; None: with its own."""
+        if times is None:
+            return self
+        if times not in self._timed:
+            rows = zip(times.forward_ns, times.backward_ns, times.backward_weight_ns, times.optimizer_ns, strict=True)
+            layers = (
+                replace(layer, forward_ns=f, backward_ns=b, backward_weight_ns=w, optimizer_ns=o)
+                for layer, (f, b, w, o) in zip(self.layers, rows, strict=True)
+            )
+            self._timed[times] = replace(self, layers=tuple(layers))
+        return self._timed[times]
+
+    @cached_property
+    def _timed(self) -> dict[LayerTimes, Chain]:
+        return {}
+
+
+def connected(sets: Iterable[Iterable[int]]) -> list[set[int]]:
+    """Return the unions of ``sets`` that have elements in common, in a chain of however many sets."""
+    several = [set(one) for one in sets]
+    if len(several) < 2:
+        return several
+    from networkx.utils import UnionFind  # not for one set: it takes longer to load than most plans to find
+
+    found = UnionFind()
+    for one in several:
+        found.union(*one)
+    return list(found.to_sets())

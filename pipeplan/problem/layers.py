@@ -1,0 +1,132 @@
+"""What does one layer cost, and what do layers share?
+
+Times are integer nanoseconds per microbatch, sizes integer bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .chain import Chain
+
+
+class PassWork(NamedTuple):
+    """What one pass of a layer asks of an estimated device for one microbatch, each operation under what bounds it.
+
+    Arithmetic in ns at the full peak, memory traffic in ns at the full bandwidth, the ``kernels`` that are too small
+    for either to matter, and the ``operations`` that the host issues. See :mod:`pipeplan.cost.roofline`.
+    """
+
+    compute_ns: int
+    memory_ns: int
+    kernels: int
+    operations: int
+
+
+class LayerWork(NamedTuple):
+    """What an estimate of a layer's times was made of, by pass."""
+
+    forward: PassWork
+    backward: PassWork
+    optimizer: PassWork
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNeeds:
+    """What of a layer is held from the first part of its backward, which computes the gradient of what it read, to the
+    second, which computes those of its weights: ``saved_bytes`` of what it had saved, with ``saves`` as a layer's, and
+    ``gradient_bytes`` of gradients that were computed meanwhile."""
+
+    saved_bytes: int
+    saves: tuple[int, ...]
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's measured costs for one microbatch: times in ns, sizes in bytes.
+
+    ``output_bytes`` is the size of the one tensor that it produces; ``saved_bytes`` is what its forward keeps for its
+    backward when the layer is a stage by itself, None for "what it reads" (MadPipe section 3). ``saves`` names the
+    layers whose outputs are among that, -1 for the network's input and its own index for its own output, so that ranges
+    of layers count each once; None where that isn't known: its bytes are then shared with no other layer. ``view_of``
+    is the layer (or -1) in whose output's storage the output lies, None where it has its own, of ``storage_bytes``
+    (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
+    weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
+    ``work`` is what its times were made of, if they are estimated; ``weight_needs`` what its weights' gradients need
+    when they are computed later, None where that isn't known.
+    """
+
+    name: str
+    forward_ns: int
+    backward_ns: int
+    weight_bytes: int
+    output_bytes: int
+    saved_bytes: int | None = None
+    saves: tuple[int, ...] | None = None
+    view_of: int | None = None
+    storage_bytes: int | None = None
+    backward_weight_ns: int | None = None
+    optimizer_ns: int = 0
+    parameters: int | None = None
+    work: LayerWork | None = None
+    weight_needs: WeightNeeds | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of scalar parameters."""
+        return self.weight_bytes // 4 if self.parameters is None else self.parameters
+
+    @property
+    def weight_part_ns(self) -> int:
+        """The part of ``backward_ns`` that computes weight gradients: as measured, else half of it for a layer with
+        weights (two products of equal size, as in a linear layer) and nothing for one without."""
+        if self.backward_weight_ns is not None:
+            return self.backward_weight_ns
+        return self.backward_ns // 2 if self.weight_bytes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """Weights that all of ``layers``, two or more in order, use: each has ``weight_bytes`` of them among its own.
+
+    ``parameters`` counts scalars, None for ``weight_bytes / 4``.
+    """
+
+    layers: tuple[int, ...]
+    weight_bytes: int
+    parameters: int | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of scalar parameters."""
+        return self.weight_bytes // 4 if self.parameters is None else self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """What a device's own profile says of every layer, in ns per microbatch; the fields of Layer of the same names."""
+
+    name: str
+    forward_ns: tuple[int, ...]
+    backward_ns: tuple[int, ...]
+    backward_weight_ns: tuple[int, ...]
+    optimizer_ns: tuple[int, ...]
+
+    @staticmethod
+    def of(chain: Chain, name: str) -> LayerTimes:
+        """Return the times of ``chain``."""
+        rows = [(x.forward_ns, x.backward_ns, x.weight_part_ns, x.optimizer_ns) for x in chain.layers]
+        return LayerTimes(name, *zip(*rows, strict=True))
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The four kinds of times."""
+        return self.forward_ns, self.backward_ns, self.backward_weight_ns, self.optimizer_ns
+
+    @property
+    def waited_ns(self) -> tuple[int, ...]:
+        """The part of each backward that earlier layers wait for."""
+        return tuple(b - w for b, w in zip(self.backward_ns, self.backward_weight_ns, strict=True))

@@ -1,0 +1,97 @@
+"""How are weights kept, and how often are they updated?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
+CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than those
+    "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
+    "soon as it has its own; weights flush and 2bw update from the same microbatches"
+)
+Weights = Literal["flush", "2bw", "stash", "latest"]
+TOGETHER: tuple[Weights, ...] = ("flush", "2bw")  # all stages make every update from the same microbatches
+Optimizer = Literal["sgd", "momentum", "adam"]
+Precision = Literal["fp32", "mixed"]
+Zero = Literal[0, 1]
+Engine = Literal["torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How weights, gradients and optimizer state are kept, and how often they are updated (ALGORITHMS section 3).
+
+    ``accumulate`` is the number of microbatches per update. None means: open, the planner decides it. Until then 2bw
+    takes costs at their limit, the updates so rare that they cost next to nothing and that microbatches in flight are
+    never too many for two versions: what is infeasible then, or takes longer, is and does so at every interval. Other
+    policies take one update per microbatch.
+    ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
+    With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
+    one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
+    ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
+    optimizer's state; None: what ``optimizer`` and ``precision`` say. ``shared_bytes_per_parameter`` of them are what
+    replicas share with ``zero``.
+    With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
+    keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
+    looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
+    ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
+    to receive every microbatch of a mini-batch.
+    With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
+    gradient and they have summed one number.
+    """
+
+    weights: Weights = "2bw"
+    accumulate: int | None = None
+    optimizer: Optimizer = "sgd"
+    precision: Precision = "fp32"
+    offload: bool = False
+    vertical_sync: bool = False
+    bucket_parameters: int = 16 * 10**6
+    coarsening: int | None = None
+    bytes_per_parameter: int | None = None
+    shared_bytes_per_parameter: int | None = None
+    zero: Zero = 0
+    engine: Engine | None = None
+    pipelines: int = 1
+    clip: bool = False
+
+    def sharers(self, replicas: int) -> int:
+        """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
+        return replicas * self.pipelines if self.zero else 1
+
+    @property
+    def drains(self) -> bool:
+        """Whether the pipeline empties before every update."""
+        return self.weights == "flush"
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether all stages make every update from the same microbatches, so that copies of weights stay equal.
+
+        Under the other policies each stage updates when its own backwards are over, at other times than the rest.
+        """
+        return self.weights in TOGETHER
+
+    def goes_with(self, weights: Weights) -> bool:
+        """Whether ``weights`` could be kept so instead: where gradients are clipped all stages update together."""
+        return not self.clip or weights in TOGETHER
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether optimizer steps come behind a drained batch, with sums or after them, and not among its backwards."""
+        return self.coarsening is not None or (self.clip and self.drains)
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether an update's gradients wait aside for the norm of all, while passes make the next ones."""
+        return self.clip and not self.drains
+
+    def update_interval(self, replicas: int = 1) -> int:
+        """Microbatches between two weight updates of a stage with ``replicas`` replicas."""
+        return max(replicas, self.accumulate or (ENDLESS if self.open else 1))
+
+    @property
+    def open(self) -> bool:
+        """Whether costs are those of any interval between updates: lower bounds for each."""
+        return self.accumulate is None and self.weights == "2bw"

@@ -1,0 +1,262 @@
+"""What is there to say of a plan beside its stages? How good it is, what it was chosen from, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..check.bounds import bounded
+from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.replica_sums import exposed_sums
+from ..check.targets import TARGETS
+from ..cost.saved import for_weights
+from ..names import shown
+from ..partition.contiguous.grouped import coarseness
+from ..partition.contiguous.orders import Orders
+from ..plan import Bound, Plan
+from ..problem import Chain, Level, Platform, Policy, Weights
+from ..units import format_bandwidth, format_bytes, format_ns
+
+
+def bound_class(bound: Bound) -> str:
+    """Return the class of plans that a bound holds for, in words, and whether it does however rare updates are."""
+    if bound.allocation in TARGETS:
+        return f"{bound.allocation}{f' under {bound.schedule}' if bound.schedule else ''}, this interval"
+    extras = ["replicas"] if bound.replicas else []
+    extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
+    allowed = f" with {' and '.join(extras)}" if extras else ""
+    under = f" under {bound.schedule}" if bound.schedule else ""
+    order = ", any order" if bound.any_order else ""
+    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval{order}"
+
+
+def distance(bound: Bound, period_ns: int) -> str:
+    """Return how far a period is above a bound, in words; of a bound that was only claimed, that nobody checked it."""
+    return "claimed, not checked" if bound.claimed else f"gap {gap(period_ns, bound):.2%}"
+
+
+def bound_figures(plan: Plan) -> list[dict[str, Any]]:
+    """Return a valid plan's bounds for scripts: class, whether derived here, and if so, how far the plan is above."""
+    period = evaluate(plan).period_ns
+    return [
+        {
+            "class": bound.allocation,
+            "replicas": bound.replicas,
+            "checkpointing": bound.checkpointing,
+            "any_interval": bound.any_interval,
+            "any_order": bound.any_order,
+            "schedule": bound.schedule,
+            "period_ns": bound.period_ns,
+            "checked": not bound.claimed,
+            "gap": None if bound.claimed else gap(period, bound),
+        }
+        for bound in plan.lower_bounds
+    ]
+
+
+def orders_sentence(plan: Plan, bound: Bound) -> str | None:
+    """Return in which orders stages were given unequal devices for ``bound``, in words; None where there is but one."""
+    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains
+    if bound.allocation != "contiguous" or not searched:
+        return None
+    return Orders.of(bounded(plan, bound)).sentence()
+
+
+def coarse_sentence(plan: Plan) -> str | None:
+    """Return what a search among very many GPUs or cuts has left out, in words."""
+    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains and plan.lower_bounds
+    return coarseness(bounded(plan, plan.lower_bounds[0])) if searched else None
+
+
+def layer_order(plan: Plan) -> str | None:
+    """Return in which order the layers of a DAG stand, and what that was chosen from, in words; None for the own."""
+    about = plan.provenance.options.get("layer_order")
+    whose = "in the profile's order" if plan.chain.order is None else "in another order than the model's own"
+    if isinstance(about, dict) and isinstance(about.get("orders"), int):
+        return f"{whose}, the best of {about['orders']} that were tried"
+    if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
+        return None if plan.chain.order is None else whose
+    which = f"all {about['ideals']} cuts of all" if about.get("all") else f"{about['ideals']} cuts of some"
+    return f"{whose}; contiguous stages were tried at {which} orders"
+
+
+def idle_devices(plan: Plan) -> list[int]:
+    """Return the devices of the platform on which a plan has no stage."""
+    return sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
+
+
+def throughput(plan: Plan, result: Evaluation) -> str:
+    """Return microbatches and samples per second."""
+    rate = 1e9 / result.period_ns
+    text = f"{rate:.2f} microbatches/s"
+    return text if plan.chain.microbatch == 1 else f"{text} = {rate * plan.chain.microbatch:.1f} samples/s"
+
+
+def machine(platform: Platform) -> str:
+    """Return what the GPUs are and how they are joined, in words: ``GPUs of 16.00 GB, joined 4 at 12.0 GB/s``."""
+    memories = sorted({device.memory_bytes + platform.reserved_bytes for device in platform.devices})
+    memory = format_bytes(memories[0]) + (f" to {format_bytes(memories[-1])}" if len(memories) > 1 else "")
+    memory += f" less {format_bytes(platform.reserved_bytes)} reserved" if platform.reserved_bytes else ""
+    how = ", transfers block" if platform.blocking else ""
+    if platform.overhead_ns:
+        how += f", messages take {format_ns(platform.overhead_ns)} at each end"
+    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{how}"
+
+
+def _joint(level: Level) -> str:
+    text = f"{level.count} at {format_bandwidth(level.bandwidth)}"
+    return text if level.links is None else f"{text} by {level.links} link{'s' if level.links > 1 else ''} each"
+
+
+def alone_ns(chain: Chain) -> int:
+    """Return the time of one microbatch's forward and backward on one GPU, if that had the memory."""
+    return int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+
+
+def waited_sums(plan: Plan, result: Evaluation) -> str | None:
+    """Return for which sum over replicas updates wait longest, where that is 1% of the period or more."""
+    exposed = max(exposed_sums(plan, result), key=lambda x: x.waited_ns, default=None)
+    if exposed is None or 100 * exposed.waited_ns < plan.interval * result.period_ns:
+        return None
+    more = exposed.waited_ns / plan.interval
+    text = f"each update of stage {exposed.stage} waits up to {format_ns(exposed.waited_ns)} for its replicas' sum of "
+    text += f"{format_ns(exposed.sum_ns)}, {format_ns(more)} for a microbatch, which the period doesn't count"
+    if exposed.interval is not None:
+        return f"{text}; --accumulate {exposed.interval} leaves passes to hide it"
+    if plan.policy.weights == "2bw" and not plan.chain.tied:
+        return f"{text}; there is no room for a second gradient"
+    return text
+
+
+def unknown_between(chain: Chain) -> str | None:
+    """Return that peaks of schedules that split backwards are too low, where the profile lacks what they hold."""
+    if for_weights(chain) is not None:
+        return None
+    return (
+        "peaks leave out gradients that wait between the two parts of a backward, which the profile doesn't know; "
+        "profile --split-backward measures them"
+    )
+
+
+def restriction(plan: Plan, result: Evaluation) -> list[str]:
+    """Return what a plan was restricted to, and at which price, in lines; nothing where it wasn't."""
+    options = plan.provenance.options
+    target, price = TARGETS.get(str(options.get("for"))), options.get("price")
+    if target is None:
+        return []
+    lines = [f"for         {target.what}: whole units, equal pipelines, {' or '.join(target.kinds)}"]
+    if any(bound.schedule == "interleaved" and bound.period_ns < result.period_ns for bound in plan.lower_bounds):
+        lines.append(
+            "leaves out  the bound for interleaved: which units stages have beside how many, and waits between them"
+        )
+    if plan.policy.engine is not None:
+        most = max(use.buffer_bytes for use in result.devices)
+        lines.append(f"holds       buffers for all microbatches of a step: up to {format_bytes(most)} of a GPU")
+    if isinstance(price, dict) and price:
+        found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
+        lines.append(f"price       without that restriction {', '.join(found)}")
+    return lines
+
+
+def _dearer(period_ns: int, result: Evaluation) -> str:
+    """Return in words how much longer the plan's period is than one without its restriction."""
+    ratio = result.period_ns / period_ns
+    if ratio <= 1:
+        return "no shorter than this"
+    return f"{ratio:.2f} times longer" if ratio >= 1.1 else f"{ratio - 1:.1%} longer"
+
+
+def robustness(plan: Plan) -> list[str]:
+    """Return what a plan takes under drawn durations, and what the one of least period loses then, in lines; nothing of
+    plans that were not chosen by that."""
+    found = plan.provenance.options.get("robust")
+    nominal = found.get("nominal") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(nominal, dict):
+        return []
+    share, runs, p95 = found.get("jitter"), found.get("runs"), found.get("p95_ns")
+    period, other = nominal.get("period_ns"), nominal.get("p95_ns")
+    times = [x for x in (runs, found.get("microbatches"), p95, period, other) if isinstance(x, int)]
+    if not isinstance(share, float) or len(times) < 5 or min(times) < 1:
+        return []
+    runs, count, p95, period, other = times
+    drawn = f"{runs} runs of {count} microbatches, durations drawn around the planned by {100 * share:.4g}%"
+    alone = "nominal     what is chosen by the planned period alone"
+    lost = f": {format_ns(period)}, p95 {format_ns(other)}, {other / p95 - 1:.2%} longer" if other > p95 else " is this"
+    return [f"robust      p95 {format_ns(p95)} in {drawn}", alone + lost]
+
+
+def ordering(plan: Plan) -> list[str]:
+    """Return how good the order of passes is at least, in a line; nothing of plans whose order no search has found."""
+    found = plan.provenance.options.get("order")
+    if not isinstance(found, dict):
+        return []
+    bound, value = found.get("bound_ns"), found.get("value_ns")
+    if not isinstance(bound, int) or not isinstance(value, int) or not 0 < bound <= value:
+        return []
+    gap = "proved best" if bound == value else f"gap {value / bound - 1:.2%}"
+    return [f"orders      no other order of these stages drains before {format_ns(bound)}: {gap}"]
+
+
+MEANING: dict[Weights, str] = {
+    "2bw": "two versions of them, gradients one update late, so that the pipeline never drains",
+    "stash": "a version for each update that a microbatch in flight misses, never drained",
+    "latest": "one version, forward and backward on the newest",
+    "flush": "one version, the pipeline drains before every update",
+}
+
+
+def updates(plan: Plan, result: Evaluation) -> str:
+    """Return how often weights are updated, in microbatches and samples, and what updating more often would cost."""
+    each = plan.chain.microbatch
+    text = _every(plan.interval) + ("" if each == 1 else f" = {plan.interval * each} samples")
+    for other in plan.provenance.alternatives:
+        if other.weights == plan.policy.weights and other.period_ns is not None:
+            text += f"; {_every(other.microbatches)}: {longer(other.period_ns, result)} with the same stages"
+    return text
+
+
+def _every(microbatches: int) -> str:
+    return "every microbatch" if microbatches == 1 else f"every {microbatches} microbatches"
+
+
+def other_weights(plan: Plan, result: Evaluation) -> str | None:
+    """Return what was found with the same updates of weights that are kept otherwise, or None where nobody looked."""
+    found = [
+        f"{x.weights} "
+        + ("finds no plan" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
+        + ("" if x.period_ns is None or x.microbatches == plan.interval else f" {_every(x.microbatches)}")
+        for x in plan.provenance.alternatives
+        if x.weights != plan.policy.weights
+    ]
+    same = all(
+        x.microbatches == plan.interval for x in plan.provenance.alternatives if x.weights != plan.policy.weights
+    )
+    return f"{', '.join(found)}, by a quick search{' at the same interval' if same else ''}" if found else None
+
+
+def longer(period_ns: int, result: Evaluation) -> str:
+    """Return in words how much longer or shorter a period is than the plan's."""
+    ratio = period_ns / result.period_ns
+    if max(ratio, 1 / ratio) >= 1.1:
+        return f"{ratio:.2f} times longer" if ratio > 1 else f"{1 / ratio:.2f} times shorter"
+    return f"{abs(ratio - 1):.1%} {'longer' if ratio >= 1 else 'shorter'}"
+
+
+def state(plan: Plan) -> str:
+    """Return what is held for each weight, and how it is updated, in words."""
+    policy = plan.policy
+    return (
+        f"{policy.optimizer} in {policy.precision}"
+        + _per_parameter(policy)
+        + (", state on the host" if policy.offload else "")
+        + (", state shared by replicas" if policy.zero else "")
+        + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
+        + (", vertical sync" if policy.vertical_sync else "")
+        + (", gradients clipped" if policy.clip else "")
+    )
+
+
+def _per_parameter(policy: Policy) -> str:
+    size, shared = policy.bytes_per_parameter, policy.shared_bytes_per_parameter
+    if size is None:
+        return ""
+    return f", {size if shared is None else f'{size - shared} + {shared}'} bytes a parameter"

@@ -1,0 +1,230 @@
+"""How do two processes of one machine give each other tensors? By memory that both have, and notes of what is there.
+
+gloo goes through the loopback's TCP, where a thread at each end has to be woken for every part of a message. On cores
+that compute that takes half a millisecond of a message; a copy into shared memory and a note about it take a tenth.
+Neither memory nor sockets are in any folder, so nothing is left whoever dies; that somebody did shows in his socket.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..model.network import TensorSpec
+from .transport import exchanging
+
+Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
+
+_NOTE: Final = struct.Struct("=4q")  # what has happened, the message, and its place in memory
+_GIVEN, _WANTED, _TAKEN = range(3)
+_HEARD: Final = 4096  # bytes at once; what is said at once is less
+_TIME: Final = struct.Struct("@ll")  # seconds and microseconds, as sockets want them
+_SECRET: Final = 16  # bytes by which a process that connects is known to be one of the run's
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What one process writes to and another reads: slots from places on, each mapped by itself."""
+
+    file: int
+    end: int = 0  # how long the writer has made it
+    slots: dict[int, Tensor] = field(default_factory=dict)
+
+    def slot(self, place: int, spec: TensorSpec) -> Tensor:
+        """Return what is at a place that was made for ``spec``."""
+        found = self.slots.get(place)
+        if found is None:
+            mapped = mmap.mmap(self.file, _room(spec), offset=place)
+            found = torch.frombuffer(mapped, dtype=torch.uint8)[: spec.nbytes].view(spec.dtype).view(spec.shape)
+            self.slots[place] = found
+        return found
+
+    def grow(self, spec: TensorSpec) -> int:
+        """Return the place of a new slot for ``spec``."""
+        place, self.end = self.end, self.end + _room(spec)
+        os.ftruncate(self.file, self.end)
+        return place
+
+
+def _room(spec: TensorSpec) -> int:
+    return -(-max(spec.nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+class Wire:
+    """The way to another process and back. What goes out is written to memory of our own, of which slots are used again
+    when the other has read them; what comes in is read from the other's.
+
+    ConnectionError where the other has gone, TimeoutError where it says nothing while ``timeout`` is waited for it.
+    """
+
+    def __init__(self, link: socket.socket, mine: int, its: int, timeout: timedelta) -> None:
+        self._link, self._mine, self._its = link, _Memory(mine), _Memory(its)
+        self._timeout_s = timeout.total_seconds()
+        self._free: dict[TensorSpec, list[int]] = {}  # places of our own that can be written to
+        self._full: dict[int, TensorSpec] = {}  # those that are to be read, and for what they were made
+        self._given: dict[Message, int] = {}  # what there is to be taken, and where
+        self._wanted: set[Message] = set()  # what the other is ready for
+        self._unsaid = b""  # goes with the next note
+        link.settimeout(None)
+        limit = _TIME.pack(int(self._timeout_s), max(1, timeout.microseconds))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            link.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def give(self, message: Message, tensor: Tensor, spec: TensorSpec) -> None:
+        """Give the other a copy of ``tensor``; nobody waits."""
+        free = self._free.setdefault(spec, [])
+        place = free.pop() if free else self._mine.grow(spec)
+        self._full[place] = spec
+        self._mine.slot(place, spec).copy_(tensor.detach())
+        if not self._said(_GIVEN, message, place):
+            raise ConnectionError("the other process has closed its connection")
+
+    def take(self, message: Message, spec: TensorSpec) -> Tensor:
+        """Return what the other gives, once it has."""
+        while message not in self._given:
+            self._hear()
+        place = self._given.pop(message)
+        tensor = self._its.slot(place, spec).clone()
+        self._unsaid += _NOTE.pack(_TAKEN, *message, place)
+        return tensor
+
+    def want(self, message: Message) -> None:
+        """Tell the other that ``message`` may come; one that has gone need not know."""
+        self._said(_WANTED, message)
+
+    def await_wanted(self, message: Message) -> bool:
+        """Wait until the other wants ``message``, which is told once; whether there was anything to wait for."""
+        if message not in self._wanted:
+            self._hear(patiently=False)
+        waits = message not in self._wanted
+        while message not in self._wanted:
+            self._hear()
+        self._wanted.remove(message)
+        return waits
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.close()
+        for memory in (self._mine, self._its):
+            memory.slots.clear()
+            os.close(memory.file)
+
+    def _said(self, what: int, message: Message, place: int = 0) -> bool:
+        """Whether the other is there to be told."""
+        said, self._unsaid = self._unsaid + _NOTE.pack(what, *message, place), b""
+        try:
+            self._link.send(said)
+        except BlockingIOError as error:
+            raise self._silence() from error
+        except ConnectionError:
+            return False
+        return True
+
+    def _hear(self, patiently: bool = True) -> None:
+        """Take in what the other has said; ``patiently`` wait for something."""
+        try:
+            heard = self._received(0 if patiently else socket.MSG_DONTWAIT)
+        except BlockingIOError as error:
+            if patiently:
+                raise self._silence() from error
+            return
+        if not heard:
+            raise ConnectionError("the other process has closed its connection")
+        for what, kind, number, place in _NOTE.iter_unpack(heard):
+            if what == _GIVEN:
+                self._given[kind, number] = place
+            elif what == _WANTED:
+                self._wanted.add((kind, number))
+            else:
+                self._free[self._full.pop(place)].append(place)
+
+    def _received(self, flags: int) -> bytes:
+        try:
+            return self._link.recv(_HEARD, flags)
+        except ConnectionResetError:  # told once, where the other hadn't heard all; what it said is still there
+            return self._link.recv(_HEARD, flags)
+
+    def _silence(self) -> TimeoutError:
+        return TimeoutError(f"nothing for {self._timeout_s:g} s")
+
+
+# --- the connecting -------------------------------------------------------------------------------------------------
+
+
+def open_wires(rank: int, peers: Collection[int], machine: str, timeout: timedelta) -> dict[int, Wire] | None:
+    """Return wires from ``rank`` to its ``peers``, or None unless all ranks are on one ``machine`` that has such.
+
+    All ranks call this together, and each is among its peers' peers.
+    """
+    with exchanging("the connecting of processes", *peers):
+        listener, secret = _listener(), secrets.token_bytes(_SECRET)
+        here = None if listener is None else (machine, _network(), listener.getsockname(), secret)
+        everybodys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybodys, here)
+        if listener is None:
+            return None
+        with closing(listener):
+            if None in everybodys or len({there[:2] for there in everybodys}) > 1:
+                return None
+            listener.settimeout(timeout.total_seconds())
+            links: dict[int, socket.socket] = {}
+            for peer in peers:
+                if peer > rank:
+                    links[peer] = link = _socket()
+                    link.connect(everybodys[peer][2])
+                    link.send(everybodys[peer][3] + struct.pack("=q", rank))
+            while len(links) < len(peers):
+                link, _ = listener.accept()
+                link.settimeout(timeout.total_seconds())
+                said = link.recv(_HEARD)
+                if said[:_SECRET] == secret:
+                    links[struct.unpack("=q", said[_SECRET:])[0]] = link
+            return {peer: _wire(link, timeout) for peer, link in links.items()}
+
+
+def _wire(link: socket.socket, timeout: timedelta) -> Wire:
+    """Return the wire over ``link``, at whose other end the same is done."""
+    mine = os.memfd_create("pipeplan")
+    socket.send_fds(link, [b"memory"], [mine])
+    _, files, _, _ = socket.recv_fds(link, _HEARD, 1)
+    if not files:
+        raise ConnectionError("the other process has closed its connection")
+    os.set_inheritable(files[0], False)
+    return Wire(link, mine, files[0], timeout)
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _listener() -> socket.socket | None:
+    """Return a socket that others can connect to by a name that is in no folder; None where there is no such thing."""
+    if sys.platform != "linux":
+        return None
+    found = _socket()
+    try:
+        os.close(os.memfd_create("pipeplan"))
+        found.bind(b"\0pipeplan-" + secrets.token_hex(_SECRET).encode())
+        found.listen(socket.SOMAXCONN)
+    except OSError:
+        found.close()
+        return None
+    return found
+
+
+def _network() -> str:
+    """Return what tells containers apart in which such names aren't the same."""
+    return os.readlink("/proc/self/ns/net") if os.path.exists("/proc/self/ns/net") else ""

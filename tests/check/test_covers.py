@@ -1,0 +1,75 @@
+import random
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from cases.chains import published
+from oracles.any_class import optimum
+
+from pipeplan.check.bounds import derived_up_to, proof
+from pipeplan.check.bounds.covers import CELLS, Master, Sets, View
+from pipeplan.check.bounds.strong import Proved
+from pipeplan.partition.granularity import merge_articulation
+from pipeplan.problem import Chain, Layer, Platform, Problem
+
+
+def test_a_plan_is_proved_the_best_by_the_stages_that_fit_on_one_gpu():
+    """ResNet-50 without replicas and recomputation on 6 GPUs of 6 GB, where the best plan known takes 129.922 ms. What
+    has been found up to a period is found again by whoever claims it."""
+    chain = merge_articulation(published("resnet50"), saved="input")
+    problem = Problem(chain, Platform.flat(6, 6 * 10**9, 12 * 10**9), replicas=False, checkpointing="none")
+    assert proof(problem).period_ns < 105 * 10**6
+    assert proof(problem, up_to=129_900_000) == Proved(129_900_000, "covers")
+    again = Problem(
+        merge_articulation(published("resnet50"), saved="input"),
+        problem.platform,
+        replicas=False,
+        checkpointing="none",
+    )
+    assert derived_up_to(again, 129_900_000) == 129_900_000
+
+
+def test_a_microbatch_is_inside_all_layers_of_a_gpu_at_once():
+    """Four layers keep 60 bytes or more each: no GPU of 100 has two, though each runs in a fraction of a period."""
+    layers = tuple(Layer(f"{i}", 10 + i, 10, 0, 1, 60 + i) for i in range(4))
+    problem = Problem(Chain("c", layers, 0), Platform.flat(3, 100, 10**12), replicas=False, checkpointing="none")
+    assert proof(problem).infeasible
+    assert proof(problem).part == "packing"
+    assert optimum(problem) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_set_worth_most_is_found(seed):
+    """All sets of runs of five layers whose shares are whole cells, by enumeration."""
+    rng = np.random.default_rng(seed)
+    count = 5
+    work, held = (rng.integers(0, CELLS // 2, (count + 1, count + 1)) / CELLS for _ in range(2))
+    top = held + rng.integers(0, CELLS // 2, held.shape) / CELLS
+    possible = np.triu(rng.random(held.shape) < 0.8, 1)
+    last = range(2, 4 + seed % 2)
+    worth = rng.integers(1, 100, held.shape).astype(float)
+    sets = Sets(possible, work, View(held[None], top[None], last), 0)
+    best, found = sets.dearest(worth)
+    runs = [(a, b) for a in range(count) for b in range(a + 1, count + 1) if possible[a, b]]
+    most = 0.0
+    for size in (1, 2, 3):
+        for some in combinations(sorted(runs, reverse=True), size):
+            apart = all(one[0] > other[1] for one, other in pairwise(some))
+            behind = [sum(held[r] for r in some[:i]) for i in range(size)]
+            fits = all(x + top[r] <= 1 for x, r in zip(behind, some, strict=True)) and sum(work[r] for r in some) <= 1
+            if apart and fits and some[0][1] - 1 in last:
+                most = max(most, sum(worth[r] for r in some))
+    assert best == most == sum(worth[r] for r in found)
+
+
+def test_prices_are_the_optimum_of_their_linear_program():
+    """Sets {0, 1}, {1, 2}, {0, 2} and single layers, at one GPU each: half a GPU a layer; a pair on two GPUs says
+    nothing more."""
+    master = Master([1, 1, 1])
+    rng = random.Random(0)
+    pairs = [[(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]
+    rng.shuffle(pairs)
+    for pair in pairs:
+        master.add(pair, 1, 0.0)
+    master.add([(0, 2)], 2, 0.0)
+    assert np.allclose(master.prices(False), [0.5, 0.5, 0.5, 0.0])

@@ -1,0 +1,113 @@
+"""What two processes of one machine give each other: nothing is lost, memory is used again, who goes is noticed."""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases.patience import SECONDS
+
+from pipeplan.runtime.exchange import wires
+from pipeplan.runtime.exchange.transport import PeerLost, exchanging
+from pipeplan.runtime.model.network import TensorSpec
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="wires are for Linux")
+PATIENT = timedelta(seconds=SECONDS)
+
+
+def both(timeout=PATIENT):
+    """The two ends of a wire."""
+    ends = {}
+
+    def open_end(name, link):
+        ends[name] = wires._wire(link, timeout)
+
+    links = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    threads = [threading.Thread(target=open_end, args=pair) for pair in enumerate(links)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5, 7),
+        torch.randn(300, 70),  # more than a page
+        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        torch.tensor(True),
+        torch.empty(0, 4),
+        torch.randn(4, requires_grad=True),
+    ],
+    ids=lambda x: f"{tuple(x.shape)}",
+)
+def test_what_is_taken_is_what_was_given(tensor):
+    here, there = both()
+    spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+    here.give((2, 7), tensor, spec)
+    found = there.take((2, 7), spec)
+    assert torch.equal(found, tensor)
+    assert found.dtype == tensor.dtype
+    assert not found.requires_grad
+
+
+def test_messages_are_told_apart_and_memory_is_used_again_once_they_are_taken():
+    here, there = both()
+    small, large = TensorSpec((10,), torch.float32), TensorSpec((5000,), torch.float32)
+    for number in range(50):
+        for kind, spec in ((0, small), (1, large), (2, small)):
+            here.give((kind, number), torch.full(spec.shape, 100 * number + kind), spec)
+        for kind, spec in ((2, small), (1, large), (0, small)):  # in another order
+            assert torch.equal(there.take((kind, number), spec), torch.full(spec.shape, 100 * number + kind))
+        there.want((0, number))
+        assert here.await_wanted((0, number)) in (True, False)
+    assert here._mine.end == 2 * wires._room(small) + wires._room(large)
+
+
+def test_a_message_is_waited_for_until_it_is_wanted():
+    here, there = both()
+    there.want((0, 0))
+    assert not here.await_wanted((0, 0))
+    threading.Timer(0.05, there.want, [(0, 1)]).start()
+    assert here.await_wanted((0, 1))
+
+
+def test_what_one_has_given_before_it_went_is_there():
+    here, there = both()
+    spec = TensorSpec((4,), torch.float32)
+    there.want((0, 0))  # which the other end never hears
+    here.give((0, 0), torch.ones(4), spec)
+    here.close()
+    assert torch.equal(there.take((0, 0), spec), torch.ones(4))
+    there.want((0, 1))  # nobody needs to know
+    gone = "the next: the other process has closed its connection"
+    with pytest.raises(PeerLost, match=gone) as caught, exchanging("the next", 1):
+        there.take((0, 1), spec)
+    assert caught.value.peers == (1,)
+    with pytest.raises(ConnectionError):
+        there.give((0, 1), torch.ones(4), spec)
+    with pytest.raises(ConnectionError):
+        there.await_wanted((0, 1))
+
+
+def test_silence_is_told_after_the_timeout():
+    here, _there = both(timedelta(seconds=0.01))
+    with pytest.raises(PeerLost, match=r"^a message: nothing for 0.01 s$"), exchanging("a message", 0):
+        here.take((0, 0), TensorSpec((4,), torch.float32))
+
+
+@pytest.mark.parametrize("others", [None, ("another", "net"), ("this", "other")])
+def test_ranks_that_cannot_all_have_wires_have_none(others, monkeypatch):
+    def gathered(everybodys, here):
+        everybodys[:] = [here, None if others is None else (*others, b"", b"")]
+
+    monkeypatch.setattr(wires, "_network", lambda: "net")
+    monkeypatch.setattr(wires.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(wires.dist, "all_gather_object", gathered)
+    assert wires.open_wires(0, [1], "this", PATIENT) is None
