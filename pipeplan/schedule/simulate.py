@@ -195,25 +195,22 @@ class _ProgramRun:
                 if not self.waiting[index]:
                     self._arrives(index)
         done, free, rules = self._settle(), self.free, self.rules
-        while self.events:
+        while self.events:  # of a lane with a rule of its own
             self.deadline.check()
             now, number = heappop(self.events)
             decide, announced = rules[number], self.announced[number]
-            if free[number] > now or not announced:
-                continue
             assert decide is not None, "only lanes with a rule are asked"
-            chosen = decide(now, announced)
-            if chosen is None:
-                continue
-            assert chosen.has_come(now), "a rule may only choose what has come"
-            del announced[0 if announced[0] is chosen else bisect_left(announced, chosen)]
-            index = chosen.step.microbatch * length + chosen.step.position
-            self.starts[index] = now
-            self.ran[number].append(chosen.step)
-            free[number] = now + self.durations[index]
-            if announced:
-                heappush(self.events, (free[number], number))
-            self.queue.append(index)
+            chosen = decide(now, announced) if announced and free[number] <= now else None
+            if chosen is not None:
+                assert chosen.has_come(now), "a rule may only choose what has come"
+                del announced[0 if announced[0] is chosen else bisect_left(announced, chosen)]
+                index = chosen.step.microbatch * length + chosen.step.position
+                self.starts[index] = now
+                self.ran[number].append(chosen.step)
+                free[number] = now + self.durations[index]
+                if announced:
+                    heappush(self.events, (free[number], number))
+                self.queue.append(index)
             done += self._settle()
         if done < self.steps:
             self._explain(done)
