@@ -129,10 +129,11 @@ def test_a_terminal_without_the_letters_gets_their_codes(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
 
     def said(*more: str) -> bytes:
-        line = [sys.executable, "-m", "pipeplan", "plan", "-", *SMALL, "-q", *more]
+        line = [sys.executable, "-m", "pipeplan", "plan", "-", *SMALL, *more]
         with profile.open("rb") as file:
             done = subprocess.run(line, stdin=file, capture_output=True, env=environment, timeout=SECONDS)
-        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.returncode == 0, done.stderr
+        assert b"rror" not in done.stderr  # progress may be there
         return done.stdout
 
     assert said().startswith(rb"\u00e9\u6a21\ud83d\ude00: 8 layers")

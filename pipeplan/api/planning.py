@@ -16,7 +16,7 @@ from ..files.plans import load_plan
 from ..names import shown
 from ..partition import ALGORITHMS
 from ..partition.merging import merging
-from ..plan import Plan, ScheduleKind
+from ..plan import ScheduleKind
 from ..planner.incumbent import GAP, Settings, Status
 from ..planner.plan import AUTO, Planned
 from ..planner.simulation import RUNS
@@ -190,13 +190,6 @@ def read_plan(path: str | Path) -> PlanResult:
 
     loaded = load_plan(str(path))
     return PlanResult(loaded, evaluate(loaded))
-
-
-def result_of(given: Plan) -> PlanResult:
-    """Return a valid plan as a result."""
-    from ..check.evaluate import evaluate
-
-    return PlanResult(given, evaluate(given))
 
 
 def _given(profile: Given, asked: Asked, microbatch: int | None, status: Status) -> Profile:

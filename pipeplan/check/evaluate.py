@@ -11,7 +11,7 @@ from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
 from ..plan import Bound, Plan, Schedule
 from ..problem import Platform
-from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind
+from ..schedule.kinds import KINDS, graph_of, kind_of, simulated_run
 from ..schedule.memory import run_uses
 from ..schedule.pattern import DeviceUse, Group, device_uses, groups, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
@@ -77,7 +77,7 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
     else:
         count = schedule.mini_batch
         deadline.check(count * len(graph.operations) * STEP_S)
-        timeline = simulate(program_of_kind(graph, schedule, None, count), deadline=deadline)
+        timeline = simulated_run(graph, schedule, None, count, deadline)
         makespan = flush_makespan_ns(timeline)
         period = ceil_div(makespan, count)
         uses = run_uses(timeline, platform)

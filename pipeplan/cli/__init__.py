@@ -105,6 +105,7 @@ def group() -> None:
 def main() -> NoReturn:
     """Run the ``pipeplan`` command; the one place where errors become exit codes."""
     codecs.register_error(ESCAPED, _escaped)
+    gc.set_threshold(10**5, 50, 100)  # millions of steps are no garbage: looking takes a fifth of the time
     if isinstance(sys.stdout, io.TextIOWrapper):  # where a letter is lacking it gets its code
         sys.stdout.reconfigure(errors=ESCAPED)
     if isinstance(sys.stdin, io.TextIOWrapper):  # - is a file like others, whatever the terminal speaks

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..integers import IntLike, Ints
 from ..plan import Stage
 from ..problem import Chain, SharedSums, Sums
-from .layer_orders import members
+from .layer_orders import layers_in, members
 from .saved import DagStorages, TensorFacts, foretell, storages
 
 ENDLESS = 2**59  # bytes; more than any memory, and sums of several still fit into an int64
@@ -72,10 +72,7 @@ class IdealChain(Chain):
     @cached_property
     def inside(self) -> Flags:
         """Which layers each ideal has, shape (ideals, layers)."""
-        count = len(self.whole)
-        octets = b"".join(ideal.to_bytes((count + 7) // 8, "little") for ideal in self.ideals)
-        rows = np.frombuffer(octets, dtype=np.uint8).reshape(len(self.ideals), -1)
-        return np.unpackbits(rows, axis=1, count=count, bitorder="little").astype(np.bool_)
+        return layers_in(self.ideals, len(self.whole))
 
     def is_range(self, start: IntLike, stop: IntLike) -> Any:
         """Whether ideal ``stop`` holds ideal ``start`` and more."""

@@ -35,7 +35,10 @@ def idle_layers(chain: Chain) -> IdleLayers:
     """Return the layers of ``chain`` that needn't be cut apart from others."""
     facts, before = storages(chain).facts, needed(chain)
     readers = [set(x) for x in chain.readers]
-    kept_by = [{i for i, tensors in enumerate(facts.kept) if t in tensors} for t in range(len(facts.sizes))]
+    kept_by: list[set[int]] = [set() for _ in facts.sizes]
+    for i, tensors in enumerate(facts.kept):
+        for t in tensors:
+            kept_by[t].add(i)
     early, beside = list[int](), dict[int, int]()
     for i in range(len(chain) - 1):
         if not _idle(chain, facts, i):
@@ -45,7 +48,8 @@ def idle_layers(chain: Chain) -> IdleLayers:
         if all(_empty(facts, t) for t in facts.kept[i]) and (unread or _empty(facts, own)):
             early.append(i)
         elif unread and own not in facts.kept[i]:
-            places = (j for j in range(len(chain)) if _has_all(facts, before, j, i) and _end(beside, j) != i)
+            others = readers[facts.reads[i][0]] if facts.reads[i] else range(len(chain))
+            places = (j for j in sorted(others) if _has_all(facts, before, j, i) and _end(beside, j) != i)
             place = next(places, None)
             if place is not None:
                 beside[i] = place

@@ -6,8 +6,11 @@ the layers. An order is a way through the ideals, one layer more at a time; stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from ..problem import Chain
 
@@ -18,17 +21,21 @@ def needed(chain: Chain) -> list[int]:
     They are the ones whose outputs it reads, with all that these need. The last layer, the loss, stays last, and the
     first, where reading data is part of its time. Without edges each layer needs the one before it.
     """
+    found = _needed_first(chain)
+    for j in range(len(chain)):
+        for i in members(found[j]):
+            found[j] |= found[i]
+    return found
+
+
+def _needed_first(chain: Chain) -> list[int]:
+    """Return of :func:`needed` some, of which a layer is free once the last is there."""
     count = len(chain)
     direct = [0] * count
     for i, j in chain.edges if chain.edges is not None else pairwise(range(count)):
         direct[j] |= 1 << i
     direct[-1] = (1 << (count - 1)) - 1
-    if chain.reading_ns:
-        direct = [x | (i > 0) for i, x in enumerate(direct)]
-    for j in range(count):
-        for i in members(direct[j]):
-            direct[j] |= direct[i]
-    return direct
+    return [x | (i > 0) for i, x in enumerate(direct)] if chain.reading_ns else direct
 
 
 def several_orders(chain: Chain) -> bool:
@@ -54,25 +61,36 @@ def ideals(
         group[j] |= 1 << i
     needs = [needs & ~bits for needs, bits in zip(before, group, strict=True)]
     after = [0] * count
-    for j in members(alone):
-        for i in members(needs[j]):
+    for j, some in enumerate(_needed_first(chain)):
+        for i in members(some):
             after[i] |= 1 << j
+    come = sum(1 << i for i in early)
+
+    def with_early(ideal: int, new: int) -> int:
+        """Return an ideal with what comes along with its ``new`` layers."""
+        while new:
+            may = 0
+            for i in members(new):
+                may |= after[i]
+            new = sum(1 << k for k in members(may & come & ~ideal) if not before[k] & ~ideal)
+            ideal |= new
+        return ideal
+
+    first = sum(1 << i for i in early if not before[i])
     found = {0}
-    layer = {0: sum(1 << j for j in members(alone) if not needs[j])}  # ideals, with what may come next
+    layer = {0: sum(1 << j for j in members(alone) if not needs[j] & ~first)}  # ideals, with what may come next
     while layer:
         bigger: dict[int, int] = {}
         for ideal, free in layer.items():
             for j in members(free):
-                one = ideal | group[j]
-                for i in early:
-                    if not before[i] & ~one:
-                        one |= 1 << i
+                new = group[j] if ideal else group[j] | first
+                one = with_early(ideal | new, new)
                 if one in bigger:
                     continue
-                more, next_ones = free ^ 1 << j, 0
+                more, may = free ^ 1 << j, 0
                 for i in members(one & ~ideal):
-                    next_ones |= after[i]
-                for k in members(next_ones & ~more):
+                    may |= after[i]
+                for k in members(may & alone & ~more & ~one):
                     if not needs[k] & ~one:
                         more |= 1 << k
                 bigger[one] = more
@@ -80,8 +98,22 @@ def ideals(
                 return None
         found |= bigger.keys()
         layer = bigger
-    work = [x.forward_ns + x.backward_ns for x in chain.layers]
-    return sorted(found, key=lambda ideal: (sum(work[i] for i in members(ideal)), ideal.bit_count(), ideal))
+    return by_work(chain, found)
+
+
+def by_work(chain: Chain, some: Iterable[int]) -> list[int]:
+    """Return ``some`` ideals in order of the work that they have, each behind those inside it."""
+    found = list(some)
+    work = np.array([x.forward_ns + x.backward_ns for x in chain.layers], dtype=np.int64)
+    before = np.matmul(layers_in(found, len(chain)), work, dtype=np.int64).tolist()
+    return [x for *_, x in sorted((ns, x.bit_count(), x) for ns, x in zip(before, found, strict=True))]
+
+
+def layers_in(some: Sequence[int], count: int) -> npt.NDArray[np.bool_]:
+    """Return which of ``count`` layers each of ``some`` ideals has, shape (ideals, layers)."""
+    octets = b"".join(ideal.to_bytes((count + 7) // 8, "little") for ideal in some)
+    rows = np.frombuffer(octets, dtype=np.uint8).reshape(len(some), -1)
+    return np.unpackbits(rows, axis=1, count=count, bitorder="little").astype(np.bool_)
 
 
 def members(bits: int) -> list[int]:

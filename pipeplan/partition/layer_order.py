@@ -15,7 +15,7 @@ from random import Random
 
 from ..cost.ideal_chain import IdealChain
 from ..cost.idle_layers import idle_layers
-from ..cost.layer_orders import ideals, members, needed, several_orders
+from ..cost.layer_orders import by_work, ideals, members, needed, several_orders
 from ..deadline import OutOfTime
 from ..plan import Allocation
 from ..problem import Chain, Problem
@@ -77,8 +77,17 @@ def best_ordered(problem: Problem, effort: OrderEffort = EFFORTS["normal"], seed
     every = _all_ideals(problem.chain, effort.most)
     if every is not None and len(every) <= effort.at_once:
         return _best_between(problem, every, complete=True)
-    best = _best_between_some(problem, effort, seed)
-    return best if every is None else _best_sifted(problem, every, best, effort)
+    if every is None:
+        return _best_between_some(problem, effort, seed)
+    long = len(problem.chain) >= effort.at_once
+    return _best_sifted(problem, every, _given(problem) if long else _best_between_some(problem, effort, seed), effort)
+
+
+def _given(problem: Problem) -> Ordered | None:
+    """Return the best allocation of the layers as they stand."""
+    count = len(problem.chain)
+    found = next(iter(contiguous(problem)), None)
+    return None if found is None else Ordered(tuple(range(count)), found, count + 1, complete=False)
 
 
 def between_all(problem: Problem, effort: OrderEffort) -> Problem | None:
@@ -170,9 +179,7 @@ def _best_between(problem: Problem, some: Iterable[int], complete: bool) -> Orde
 def _legal(problem: Problem, some: Iterable[int]) -> list[int]:
     """Return those of ``some`` ideals at which stages may be cut, in order of their work."""
     groups = [] if problem.tied != "together" and problem.policy.updates_together else problem.chain.tied
-    work = [x.forward_ns + x.backward_ns for x in problem.chain.layers]
-    legal = [x for x in some if all(x >> i & 1 == x >> j & 1 for i, j in groups)]
-    return sorted(legal, key=lambda x: (sum(work[i] for i in members(x)), x.bit_count(), x))
+    return by_work(problem.chain, (x for x in some if all(x >> i & 1 == x >> j & 1 for i, j in groups)))
 
 
 def _placed(between: Problem, allocation: Allocation, count: int) -> Ordered:

@@ -14,6 +14,7 @@ from ..choices import BEST
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..plan import Plan
+from ..schedule.kinds import kind_of, plan_timeline
 from ..schedule.memory import in_flight, most_held, run_uses
 from ..schedule.pattern import DeviceUse
 from ..schedule.program import Program
@@ -235,7 +236,12 @@ def simulate_plan(
         given = {name: value for name, value in (options or {}).items() if name == "weight_keeps"}
         order = best_orders(plan, microbatches, barrier, deadline=deadline.part(2), **given)[0].order
         return Simulation(plan, schedule, promised, order.timeline, barrier=barrier, order=order)
-    timeline = simulate(program_of(plan, schedule, microbatches, options))
+    asked = any(value is not None for value in (options or {}).values())
+    own = schedule == own_schedule(plan) and not asked and kind_of(plan).drains
+    if own and microbatches == plan.schedule.microbatches:
+        timeline = plan_timeline(plan)
+    else:
+        timeline = simulate(program_of(plan, schedule, microbatches, options))
     return Simulation(plan, schedule, promised, timeline, barrier=barrier)
 
 

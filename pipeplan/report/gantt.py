@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
@@ -34,9 +33,11 @@ MOST_SHOWN = 4  # mini-batches of a steady state
 READABLE_COLUMNS = 4  # of a typical bar, in a chart that shows its operations one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One operation in a row: [start, end) in ns. ``chunk`` counts the stages of its device before its own."""
+class Bar(NamedTuple):
+    """One operation in a row: [start, end) in ns. ``chunk`` counts the stages of its device before its own.
+
+    A tuple, as a chart may have millions.
+    """
 
     start_ns: int
     end_ns: int
@@ -96,8 +97,8 @@ def plan_window(plan: Plan) -> Window:
     shifted = []
     for row in timeline_rows(steady.timeline):
         bars = tuple(
-            replace(
-                bar, start_ns=bar.start_ns - begin, end_ns=bar.end_ns - begin, microbatch=bar.microbatch - first * batch
+            bar._replace(
+                start_ns=bar.start_ns - begin, end_ns=bar.end_ns - begin, microbatch=bar.microbatch - first * batch
             )
             for bar in row.bars
             if bar.start_ns < end and bar.end_ns > begin
@@ -139,14 +140,16 @@ def timeline_rows(timeline: Timeline) -> list[GanttRow]:
     for index, resource in enumerate(program.graph.resources):
         if not resource.is_link:
             chunk |= {s: i for i, s in enumerate(program.graph.stages_on(index))}
-    rows = []
+    rows, starts, given = [], timeline.start_ns, timeline.duration_ns
+    planned = [(work.duration_ns, work.kind, work.stage) for work in program.operations]
     for lane in program.lanes:
         bars = []
         for step in lane.steps:
-            work = program.operations[step.position]
-            place = 0 if lane.device is None else chunk[work.stage]
-            begin = timeline.begin_ns(step)
-            bars.append(Bar(begin, timeline.end_ns(step), work.kind, work.stage, step.microbatch, place))
+            microbatch, position = step.microbatch, step.position
+            length, kind, stage = planned[position]
+            begin = starts[microbatch][position]
+            end = begin + (length if given is None else given[microbatch][position])
+            bars.append(Bar(begin, end, kind, stage, microbatch, 0 if lane.device is None else chunk[stage]))
         rows.append(GanttRow(lane.name if lane.device is None else f"GPU {lane.device}", tuple(bars), lane.device))
     return rows
 
@@ -214,19 +217,23 @@ def draw(rows: Sequence[GanttRow], start_ns: int, end_ns: int, width: int) -> li
     """
     margin = max((len(row.name) for row in rows), default=0) + 1
     columns = max(1, width - margin)
-    lines = []
+    lines, span = [], max(1, end_ns - start_ns)
     for row in rows:
         cells: list[tuple[str, str]] = [(".", "dim")] * columns
         for bar in row.bars:
-            if bar.start_ns >= end_ns or bar.end_ns < start_ns:
+            begin, end, kind, *_ = bar
+            if begin >= end_ns or end < start_ns:
                 continue
-            left = _column(max(bar.start_ns, start_ns), start_ns, end_ns, columns)
-            right = _column(min(bar.end_ns, end_ns), start_ns, end_ns, columns)
-            right = max(right, left + 1)
+            left = _rounded((max(begin, start_ns) - start_ns) * columns, span)
+            right = max(left + 1, _rounded((min(end, end_ns) - start_ns) * columns, span))
+            if right == left + 1:  # no room for a label
+                if left < columns:
+                    cells[left] = (FILL[kind], STYLES[kind])
+                continue
             size = right - left
-            text = (bar.label if len(bar.label) <= size else "").ljust(size, FILL[bar.kind])
+            text = (bar.label if len(bar.label) <= size else "").ljust(size, FILL[kind])
             for offset, sign in enumerate(text[: max(0, columns - left)]):
-                cells[left + offset] = (sign, STYLES[bar.kind])
+                cells[left + offset] = (sign, STYLES[kind])
         line = Text(row.name.ljust(margin), no_wrap=True)
         for sign, style in cells:
             line.append(sign, style)
@@ -234,5 +241,7 @@ def draw(rows: Sequence[GanttRow], start_ns: int, end_ns: int, width: int) -> li
     return lines
 
 
-def _column(time_ns: int, start_ns: int, end_ns: int, columns: int) -> int:
-    return round(Fraction((time_ns - start_ns) * columns, max(1, end_ns - start_ns)))
+def _rounded(numerator: int, denominator: int) -> int:
+    """Return the nearest whole number, of two the even one."""
+    whole, rest = divmod(numerator, denominator)
+    return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2 > 0))

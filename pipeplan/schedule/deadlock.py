@@ -36,23 +36,28 @@ def standstill(lists: Mapping[int, Sequence[Meet | None]]) -> tuple[dict[int, in
     and a meeting takes place when all its ranks have come to it. What runs under these rules runs under every weaker
     one. With them the run is determined, so following it once is a proof. Linear in the operations.
     """
-    place = dict.fromkeys(lists, 0)
+    place, work = dict.fromkeys(lists, 0), list(lists)
+    come: dict[Meet, int] = {}  # how many ranks wait at each
+    while work:
+        rank = work.pop()
+        own, at = lists[rank], place[rank]
+        while at < len(own):
+            meet = own[at]
+            if meet is not None:
+                come[meet] = come.get(meet, 0) + 1
+                if come[meet] < len(meet.ranks):
+                    break
+                del come[meet]
+                for other in meet.ranks:
+                    if other != rank:
+                        place[other] += 1
+                        work.append(other)
+            at += 1
+        place[rank] = at
 
     def next_of(rank: int) -> Meet | None:
         return lists[rank][place[rank]] if place.get(rank, 0) < len(lists.get(rank, ())) else None
 
-    work = list(lists)
-    while work:
-        rank = work.pop()
-        while place[rank] < len(lists[rank]):
-            meet = lists[rank][place[rank]]
-            others = set() if meet is None else meet.ranks - {rank}
-            if any(next_of(other) != meet for other in others):
-                break
-            for other in others:
-                place[other] += 1
-                work.append(other)
-            place[rank] += 1
     stuck = {rank: at for rank, at in place.items() if at < len(lists[rank])}
     return stuck, _circle({rank: _awaited(rank, next_of) for rank in stuck}) if stuck else []
 

@@ -7,10 +7,11 @@ program and simulated run whatever its kind.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 
 from ..cost.stage_graph import StageGraph, stage_graph
+from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import Weights
@@ -338,7 +339,15 @@ def plan_timeline(plan: Plan, microbatches: int | None = None) -> Timeline:
     """
     if microbatches is None:
         microbatches = shown_microbatches(plan)
-    return simulate(plan_program(plan, microbatches))
+    return simulated_run(graph_of(plan), plan.schedule, plan.pattern, microbatches, NEVER)
+
+
+@lru_cache(maxsize=1)
+def simulated_run(
+    graph: StageGraph, schedule: Schedule, pattern: Pattern | None, microbatches: int, deadline: Deadline
+) -> Timeline:
+    """Return the run of :func:`program_of_kind`; the last one is remembered, as it is judged and then shown."""
+    return simulate(program_of_kind(graph, schedule, pattern, microbatches), deadline=deadline)
 
 
 def shown_microbatches(plan: Plan) -> int:

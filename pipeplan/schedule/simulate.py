@@ -18,7 +18,7 @@ import numpy as np
 
 from ..deadline import NEVER, Deadline
 from ..errors import PipeplanError
-from .program import Arrival, Decide, Program, Step
+from .program import Arrival, Decide, Program, Step, first_come
 from .timeline import Timeline, Times
 
 STEP_S = 5e-6  # what a step takes at least to be made and simulated
@@ -82,6 +82,10 @@ class _ProgramRun:
         self.announced: list[list[Arrival]] = [[] for _ in program.lanes]
         self.free = [0] * len(program.lanes)  # when each lane that decides has done what it chose
         self.expected: dict[int, Arrival] = {}  # steps whose last transfer waits for its link
+        self.rules: list[Decide | None] = [lane.rule() if lane.rule else None for lane in program.lanes]
+        self.comers: list[list[tuple[int, int]] | None] = [  # (arrival, step) of lanes that run what comes first
+            [] if rule is first_come else None for rule in self.rules
+        ]
         self.ran: list[list[Step]] = [[] for _ in program.lanes]
         self.steps = 0
         self._prepare_lanes()
@@ -185,32 +189,28 @@ class _ProgramRun:
 
     def timeline(self) -> Timeline:
         length, covers = self.length, [work.covers for work in self.program.operations]
-        rules: list[Decide | None] = [lane.rule() if lane.rule else None for lane in self.program.lanes]
         for lane in self.program.lanes:
             for step in lane.steps:
                 index = step.microbatch * length + step.position
                 if not self.waiting[index]:
                     self._arrives(index)
-        done, free = self._settle(), self.free
-        while self.events:
+        done, free, rules = self._settle(), self.free, self.rules
+        while self.events:  # of a lane with a rule of its own
             self.deadline.check()
             now, number = heappop(self.events)
             decide, announced = rules[number], self.announced[number]
-            if free[number] > now or not announced:
-                continue
             assert decide is not None, "only lanes with a rule are asked"
-            chosen = decide(now, announced)
-            if chosen is None:
-                continue
-            assert chosen.has_come(now), "a rule may only choose what has come"
-            del announced[0 if announced[0] is chosen else bisect_left(announced, chosen)]
-            index = chosen.step.microbatch * length + chosen.step.position
-            self.starts[index] = now
-            self.ran[number].append(chosen.step)
-            free[number] = now + self.durations[index]
-            if announced:
-                heappush(self.events, (free[number], number))
-            self.queue.append(index)
+            chosen = decide(now, announced) if announced and free[number] <= now else None
+            if chosen is not None:
+                assert chosen.has_come(now), "a rule may only choose what has come"
+                del announced[0 if announced[0] is chosen else bisect_left(announced, chosen)]
+                index = chosen.step.microbatch * length + chosen.step.position
+                self.starts[index] = now
+                self.ran[number].append(chosen.step)
+                free[number] = now + self.durations[index]
+                if announced:
+                    heappush(self.events, (free[number], number))
+                self.queue.append(index)
             done += self._settle()
         if done < self.steps:
             self._explain(done)
@@ -232,13 +232,32 @@ class _ProgramRun:
         return Timeline(replace(program, lanes=lanes), rows, self.given)
 
     def _settle(self) -> int:
-        """Start everything whose start is known, and return how many steps that were."""
+        """Start everything whose start is known, and what comes first where nothing else decides; return how many steps
+        that were. It ends where a lane with another rule is the next to be asked."""
         length, total, batch = self.length, self.total, self.program.batch
         starts, waiting, durations, following = self.starts, self.waiting, self.durations, self.following
         after, joins, queue, leaders = self.after, self.joins, self.queue, self.leaders
+        comers, events, free, deciding = self.comers, self.events, self.free, self.deciding
         done = 0
-        while queue:
-            index = queue.popleft()
+        while True:
+            if not queue:
+                if not events:
+                    return done
+                now, number = events[0]
+                waits = comers[number]
+                if waits is None:
+                    return done
+                heappop(events)
+                if free[number] > now or not waits or waits[0][0] > now:
+                    continue
+                index = heappop(waits)[1]
+                starts[index] = now
+                self.ran[number].append(Step(*divmod(index, length)))
+                free[number] = now + durations[index]
+                if waits:
+                    heappush(events, (free[number], number))
+            else:
+                index = queue.popleft()
             done += 1
             if not done % _CHECKED:
                 self.deadline.check()
@@ -262,7 +281,11 @@ class _ProgramRun:
                 if starts[other] < earliest:
                     starts[other] = earliest
                 waiting[other] -= 1
-                if not waiting[other]:
+                if waiting[other]:
+                    continue
+                if deciding[other] < 0 and not leaders:
+                    queue.append(other)
+                else:
                     self._arrives(other)
             if position + 1 == joins:
                 m = index // length
@@ -272,7 +295,6 @@ class _ProgramRun:
                 waiting[other] -= 1
                 if not waiting[other]:
                     self._arrives(other)
-        return done
 
     def _end_together(self, index: int) -> int:
         """Return when the operation ends that has this step and others; the first of them has the others follow."""
@@ -296,6 +318,13 @@ class _ProgramRun:
         if number < 0:
             self.queue.append(index)
             return
+        waits, at = self.comers[number], self.starts[index]
+        if waits is not None:
+            heappush(waits, (at, index))
+            heappush(self.events, (max(at, self.free[number]), number))
+            if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
+                self._expect(index + 1, at + self.durations[index])
+            return
         expected = self.expected.pop(index, None)
         if expected is not None:
             del self.announced[number][bisect_left(self.announced[number], expected)]
@@ -306,7 +335,7 @@ class _ProgramRun:
 
     def _expect(self, index: int, at_ns: int) -> None:
         number = self.deciding[index]
-        if number >= 0 and self.waiting[index] == 1:
+        if number >= 0 and self.comers[number] is None and self.waiting[index] == 1:
             self.expected[index] = self._arrival(index, at_ns, False)
             insort(self.announced[number], self.expected[index])
 

@@ -119,7 +119,14 @@ class Timeline:
 
     def busy_ns(self, lane: int) -> int:
         """Return the time that a lane works."""
-        return sum(map(self.length_ns, self.program.lanes[lane].steps))
+        return self._busy_ns[lane]
+
+    @cached_property
+    def _busy_ns(self) -> list[int]:
+        if self.duration_ns is not None:
+            return [sum(map(self.length_ns, lane.steps)) for lane in self.program.lanes]
+        planned = [work.duration_ns for work in self.program.operations]
+        return [sum([planned[step.position] for step in lane.steps]) for lane in self.program.lanes]
 
     def span_ns(self, lane: int) -> int:
         """Return the time from a lane's first start to its last end."""

@@ -25,7 +25,7 @@ MACHINE: dict[str, Any] = {
     "mem": "1GB",
     "bandwidth": "3GB/s",
     "latency": "500us",
-    "overhead": "250us",
+    "overhead": "120us",
 }  # as the demo says it
 MEASURED_STEPS = 30
 

@@ -7,6 +7,7 @@ bound is above a truth, or says that nothing fits where something does. Then as 
 drained, message-driven and nF1B, which must not be below their bounds either.
 
     python scripts/checks/bounds.py --instances 300
+    python scripts/checks/bounds.py --instances 300 --special   # the same of class one-special
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -27,6 +29,8 @@ from oracles.any_class import optimum
 from pipeplan.check.bounds import proof, quick_proof
 from pipeplan.check.bounds.strong import Refutations
 from pipeplan.check.evaluate import evaluate
+from pipeplan.partition.madpipe.exact import one_special_bound
+from pipeplan.planner.portfolio import proved_special
 from pipeplan.problem import Problem
 
 
@@ -36,7 +40,10 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--details", action="store_true", help="print every instance")
+    parser.add_argument("--special", action="store_true", help="hold the bound of class one-special to its optimum")
     options = parser.parse_args()
+    if options.special:
+        sys.exit(special(range(options.first, options.first + options.instances)) > 0)
     ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
     wrong = infeasible = proved = covered = 0
     spent = 0.0
@@ -76,6 +83,32 @@ def main() -> None:
         print(f"{kind:40s} {len(pairs):9d} {one:9.3f} {two:8.3f} {exact:7.0%}")
     wrong += sum(above(seed) for seed in range(options.first, options.first + options.instances))
     sys.exit(wrong > 0)
+
+
+def special(seeds: range) -> int:
+    """Print how far the bound of class one-special, and MadPipe's rules alone, are below its optimum; return how often
+    either is above."""
+    wrong, ratios = 0, defaultdict[str, list[tuple[float, float]]](list)
+    for seed in seeds:
+        problem = replace(instance(seed), replicas=False, checkpointing="none")
+        truth = optimum(problem, special=True)
+        if truth is None:
+            continue
+        rules, bound = one_special_bound(problem), proved_special(problem)
+        if rules is None or bound is None or bound > truth:
+            wrong += 1
+            print(f"{seed}: optimum of class one-special {truth}, bounds {rules} and {bound}", flush=True)
+            continue
+        equal = len(set(problem.platform.devices)) == 1
+        levels = "two levels" if len(problem.platform.levels) > 1 else "flat"
+        ratios[f"{levels}, {'equal' if equal else 'unequal'} devices"].append((truth / rules, truth / bound))
+    print(f"{'optimum / bound':28s} instances  MadPipe's rules  exact  whole  exact")
+    for kind, found in ratios.items():
+        means = [sum(pair[i] for pair in found) / len(found) for i in (0, 1)]
+        exact = [sum(pair[i] == 1 for pair in found) / len(found) for i in (0, 1)]
+        print(f"{kind:28s} {len(found):9d} {means[0]:16.3f} {exact[0]:6.0%} {means[1]:6.3f} {exact[1]:6.0%}")
+    print(f"{wrong} wrong")
+    return wrong
 
 
 def refuted(problem: Problem, truth: int) -> bool:

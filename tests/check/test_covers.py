@@ -8,25 +8,19 @@ from oracles.any_class import optimum
 
 from pipeplan.check.bounds import derived_up_to, proof
 from pipeplan.check.bounds.covers import CELLS, Master, Sets, View
-from pipeplan.check.bounds.strong import Proved
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.problem import Chain, Layer, Platform, Problem
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 
 def test_a_plan_is_proved_the_best_by_the_stages_that_fit_on_one_gpu():
-    """ResNet-50 without replicas and recomputation on 6 GPUs of 6 GB, where the best plan known takes 129.922 ms. What
-    has been found up to a period is found again by whoever claims it."""
+    """ResNet-50 without replicas and recomputation on 6 GPUs of 6 GB, where the best plan known takes 129.922 ms;
+    what doesn't take long says less."""
     chain = merge_articulation(published("resnet50"), saved="input")
     problem = Problem(chain, Platform.flat(6, 6 * 10**9, 12 * 10**9), replicas=False, checkpointing="none")
-    assert proof(problem).period_ns < 105 * 10**6
-    assert proof(problem, up_to=129_900_000) == Proved(129_900_000, "covers")
-    again = Problem(
-        merge_articulation(published("resnet50"), saved="input"),
-        problem.platform,
-        replicas=False,
-        checkpointing="none",
-    )
-    assert derived_up_to(again, 129_900_000) == 129_900_000
+    assert derived_up_to(problem, 129_900_000) == 129_900_000
+    assert proof(problem).part == "covers"
+    other = Problem(chain, problem.platform, Policy(accumulate=64), replicas=False, checkpointing="none")
+    assert proof(other).period_ns < 105 * 10**6
 
 
 def test_a_microbatch_is_inside_all_layers_of_a_gpu_at_once():

@@ -9,7 +9,7 @@ from oracles.partition import checkpoints
 
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.plan import Stage
+from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Problem
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -66,10 +66,13 @@ def allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
                     yield tuple(Stage(cuts[s], cuts[s + 1], groups[s], recomputed[s]) for s in range(size))
 
 
-def optimum(problem: Problem, solver: str = "highs") -> int | None:
-    """Return the shortest period (ns) of all allocations, or None when none fits."""
+def optimum(problem: Problem, solver: str = "highs", special: bool = False) -> int | None:
+    """Return the shortest period (ns) of all allocations, or None when none fits; with ``special`` of those that have
+    one stage on every device but one."""
     ranked = []
     for i, stages in enumerate(allocations(problem)):
+        if special and not Allocation(stages).one_special:
+            continue
         graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
         bound = group_bound(graph)
         if bound is not None:

@@ -82,14 +82,14 @@ def _when_last_starts(facts: Facts, runs: Runs, tau: int, last: list[int]) -> Fl
         life = runs.turning[e + 1] + int(facts.path_behind[e] - facts.path_behind[e + 1])
         inside[:, : e + 1] = np.minimum(inside[:, : e + 1], there // steps + ceil_div(life + back, steps))
     inside[:, last[-1] + 1 :] = 0
-    idle = spreads[:, None, None] * float(tau) - loads(facts)
+    idle = spreads[:, None, None] * float(tau) - work_of(facts)  # which may go into recomputation
     return facts.fixed_alone + held_together(facts, inside, np.maximum(idle, 0.0))
 
 
-def loads(facts: Facts) -> Ints:
-    """Return the ticks of work of runs, with what each must recompute; tables by ``spreads``."""
-    load: Ints = (facts.behind + facts.blocked)[:, None] - (facts.behind - facts.blocked)[None, :]
-    return load + facts.recomputed
+def work_of(facts: Facts) -> Ints:
+    """Return the ticks of work of each run, without recomputation; table ``[first, end]``."""
+    found: Ints = (facts.behind + facts.blocked)[:, None] - (facts.behind - facts.blocked)[None, :]
+    return found
 
 
 def averages(facts: Facts, runs: Runs, segments: Segments, tau: int, turning: list[int]) -> Floats:
@@ -180,7 +180,7 @@ def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> 
     pool = None
     if tau is not None and facts.periodic and not facts.recomputes:
         pool = pooled(facts, runs, segments, tau)
-    load = loads(facts).astype(np.float64)
+    load = (work_of(facts) + facts.recomputed).astype(np.float64)
     work = np.zeros(load.shape)
     if tau is not None:
         work = load / (float(tau) * np.array([spread.high for spread in facts.spreads])[:, None, None])
