@@ -28,6 +28,7 @@ from .jobs import in_order
 
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
+LITTLE = 1.01  # times the bound: no walks are made for less
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
@@ -111,6 +112,8 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
             patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
             patience, try_ = min(moves, patience), incumbent.try_
             local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.times)
+    if incumbent.best_ns is not None and incumbent.best_ns <= proved.period_ns * LITTLE:
+        return
     status.phase = "walks"
     for round_ in range(effort.rounds):
         steps = _moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent))
