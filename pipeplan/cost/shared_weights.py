@@ -47,6 +47,8 @@ def first_on_devices(stages: Sequence[Stage], chosen: Iterable[int]) -> list[int
 
 def borrowed_weights(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:
     """Return for each stage which of ``chain.shared`` it uses and an earlier stage on the same devices holds."""
+    if not chain.sums.shared:
+        return [[] for _ in stages]
     held: dict[tuple[int, ...], set[int]] = {}
     found = []
     for stage in stages:

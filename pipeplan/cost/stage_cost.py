@@ -61,7 +61,7 @@ class StageCost:
         return self.forward_ns + self.backward_ns
 
 
-Known = dict[tuple[Any, ...], StageCost]
+Known = dict[tuple[Any, ...], Any]  # what is the same in many graphs: costs of stages, groups, links, transfers
 
 
 def stage_cost(
@@ -129,9 +129,8 @@ def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> 
     slowest = {devices: platform.slowest(devices) for devices in {stage.devices for stage in stages}}
     loads = dict.fromkeys(slowest, 0)
     for stage in stages:
-        sums, start, stop = chain.timed(slowest[stage.devices].times).sums, stage.start, stage.stop
-        forward, backward = sums.forward_ns, sums.backward_ns
-        loads[stage.devices] += int(forward[stop] - forward[start] + backward[stop] - backward[start])
+        passes = chain.timed(slowest[stage.devices].times).sums.passes_ns
+        loads[stage.devices] += passes[stage.stop] - passes[stage.start]
     floor = 0
     for devices, work in loads.items():
         floor = max(floor, ceil_div(time_model.scaled(work, slowest[devices].speed), len(devices)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
@@ -172,7 +173,7 @@ def stage_graph(
 ) -> StageGraph:
     """Return the stage graph of ``stages``: they cover the chain in order, on equal or disjoint device groups.
 
-    ``known`` remembers what stages cost between graphs of the same chain, platform and policy.
+    ``known`` remembers what stages, groups and links are between graphs of the same chain, platform and policy.
 
     With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
     without ``sharing``: as if servers that share links had one for each pair of their devices and direction, and as if
@@ -183,14 +184,15 @@ def stage_graph(
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
-    parts = _parts(chain, platform, policy, stages, transfers, {} if known is None else known)
-    resources = [device_group(platform, devices) for devices in groups]
+    known = {} if known is None else known
+    parts = _parts(chain, platform, policy, stages, transfers, known)
+    resources = [_once(known, device_group, platform, devices) for devices in groups]
     if platform.blocking or platform.overhead_ns:
         parts = _held(chain, platform, stages, parts, transfers, sharing)
     if platform.blocking:
         transfers = [False] * len(transfers)
     levels = [
-        platform.level_between(one.devices, other.devices) if transfer else 0
+        _once(known, Platform.level_between, platform, one.devices, other.devices) if transfer else 0
         for (one, other), transfer in zip(pairwise(stages), transfers, strict=True)
     ]
     outgoing: dict[tuple[int, ...], Resource] = {}
@@ -205,7 +207,8 @@ def stage_graph(
         key: object = shared or one_way
         if key not in links:
             links[key] = len(resources)
-            resources.append(shared or link_between(platform.both_ways(level), *(groups[i] for i in one_way)))
+            ends = (groups[i] for i in one_way)
+            resources.append(shared or _once(known, link_between, platform.both_ways(level), *ends))
         return links[key]
 
     forward: list[Operation] = []
@@ -215,7 +218,7 @@ def stage_graph(
         backward.append(Operation("B", s, part.backward_ns, part.resource))
         if s < len(transfers) and transfers[s]:
             here, there = part.resource, parts[s + 1].resource
-            duration = platform.transfer_ns(chain.cut_bytes[stage.stop], levels[s])
+            duration = _once(known, Platform.transfer_ns, platform, chain.cut_bytes[stage.stop], levels[s])
             forward.append(Operation("SEND_F", s, duration, link(here, there, levels[s])))
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here, levels[s])))
     if not free_sums:
@@ -226,6 +229,14 @@ def stage_graph(
     tied = tied_stages(chain, stages)
     operations = (*forward, *reversed(backward))
     return StageGraph(tuple(parts), operations, tuple(resources), policy, len(platform), tied, norm_ns)
+
+
+def _once(known: Known, make: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Return what ``make`` makes of the arguments, remembered in ``known``, which is of one platform."""
+    key = make, first if isinstance(first, bool) else None, *others
+    if key not in known:
+        known[key] = make(first, *others)
+    return known[key]
 
 
 def _parts(

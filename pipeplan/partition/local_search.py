@@ -108,15 +108,14 @@ def _changed(problem: Problem, stages: Stages, rng: random.Random, parts: bool =
     elif parts:
         moves = (*moves, _exchanged)
     limit = MOST_STAGES_PER_DEVICE * len(problem.platform)
-    found = (changed for move in moves for changed in move(problem, stages, where, _kept if parts else _whole))
+    found = (changed for move in moves for changed in move(problem, stages, where, kept if parts else _whole))
     total, before = _work(problem), set(map(id, stages))
     return [(changed, len(changed) <= limit and _take_time(total, changed, before)) for changed in found]
 
 
 def _work(problem: Problem) -> list[int]:
     """Return the time of the layers before each position."""
-    total: list[int] = (problem.chain.sums.forward_ns + problem.chain.sums.backward_ns).tolist()
-    return total
+    return problem.chain.sums.passes_ns
 
 
 def _whole(stage: Stage, start: int, stop: int) -> Stage:
@@ -124,7 +123,7 @@ def _whole(stage: Stage, start: int, stop: int) -> Stage:
     return replace(stage, start=start, stop=stop, checkpoint=((start, stop),) if stage.checkpoint else ())
 
 
-def _kept(stage: Stage, start: int, stop: int) -> Stage:
+def kept(stage: Stage, start: int, stop: int) -> Stage:
     """Return the stage with other layers, of which those are recomputed that were.
 
     Segments at the stage's ends grow with it; new layers behind a stored one are stored.

@@ -1,8 +1,8 @@
 """Which allocation is the best so far, how is it scheduled, and can another one beat it?
 
 Searches propose allocations and never schedule; the incumbent schedules and never proposes. Contiguous allocations go
-to 1F1B*, which is exact and instant; others to the integer program with the best period so far as its cutoff. Where
-GPUs decide as they go there is no pattern, and the simulated run decides.
+to 1F1B*, which is exact and instant; others are settled by propagation, with the best period so far as the cutoff, and the
+few that it leaves open by the integer program. Where GPUs decide as they go there is no pattern, and the simulated run decides.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from ..deadline import Deadline, OutOfTime
 from ..partition.balance import simplest
 from ..plan import Allocation, AllocationClass, Bound, Pattern, Schedule, Stage
 from ..problem import Checkpointing, Problem
+from ..schedule.pattern import one_at_a_time
 from ..schedule.periodic.ilp import IlpStatus, schedule_ilp
 from ..schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ..schedule.periodic.solvers import Solver, SolverLimits
+from ..schedule.periodic.turns import settle
 from .limits import LimitSearch
 
 MARGIN = 1000
+SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
+MOST_SPLITS = 5000
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 KEPT = 8  # plans near the best
 MOST_KNOWN = 50_000  # stages whose costs are remembered
@@ -146,6 +150,12 @@ class Incumbent:
     def best_ns(self) -> int | None:
         """Cost that an allocation must beat, or None while nothing fits."""
         return None if self.best is None else self.best.cost
+
+    @property
+    def to_beat(self) -> int:
+        """The longest period that makes a plan the best, whatever its stages."""
+        assert self.best is not None
+        return self.best.cost - self.best.cost // MARGIN - 1
 
     def bound(self, allocation: AllocationClass, replicas: bool, checkpointing: Checkpointing, period_ns: int) -> None:
         """Note a lower bound that a search has proved, at the problem's interval or at every one."""
@@ -281,6 +291,11 @@ class Incumbent:
             return None, "infeasible"
         if cutoff is not None and bound >= cutoff:
             return None, "cutoff"
+        nodes = self.settings.node_limit
+        splits = MOST_SPLITS if nodes is None else min(MOST_SPLITS, SPLITS * nodes)
+        settled = settle(graph, bound, (cutoff or one_at_a_time(graph).period_ns + 1) - 1, splits)
+        if settled.proved:
+            return settled.pattern, "cutoff" if settled.pattern is None else "optimal"
         result = schedule_ilp(
             graph,
             solver=self.settings.solver,

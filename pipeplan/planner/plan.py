@@ -86,7 +86,9 @@ def make_plan(
     else:
         relaxed = widen and problem.policy.vertical_sync
         moves = algorithm == AUTO and EFFORTS[effort].moves > 0
-        incumbent, status = _plan_pattern(problem, synced(propose) if relaxed else propose, settings, widen, moves)
+        again = partial(search, effort=EFFORTS[effort].without_walks) if moves else propose
+        first, again = (synced(one) if relaxed else one for one in (propose, again))
+        incumbent, status = _plan_pattern(problem, first, again, settings, widen, moves)
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent, algorithm))
@@ -203,14 +205,14 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
 
 
 def _plan_pattern(
-    problem: Problem, propose: Propose, settings: Settings, widen: bool, moves: bool
+    problem: Problem, propose: Propose, again: Propose, settings: Settings, widen: bool, moves: bool
 ) -> tuple[Incumbent, str | None]:
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
-    Where ``propose`` makes local ``moves``, which others pay at another interval, it makes them as well with the one
-    that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search is run
-    once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought for a
-    smaller interval. The bounds are those of the first, which hold for every interval.
+    Where ``propose`` makes local ``moves``, which others pay at another interval, ``again`` makes them as well with the
+    one that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search
+    is run once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought
+    for a smaller interval. The bounds are those of the first, which hold for every interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
@@ -218,9 +220,11 @@ def _plan_pattern(
     elsewhere = None
     if settings.jobs > 1 and moves and quick and problem.policy.open:  # it may be in vain
         alone = replace(settings, progress=None, status=Status())
-        elsewhere = Task(_searched, propose, at_interval(problem, filled), alone)
+        elsewhere = Task(_searched, again, at_interval(problem, filled), alone)
     try:
-        return _at_best_interval(problem, propose, settings, widen, filled if moves and quick else None, elsewhere)
+        return _at_best_interval(
+            problem, propose, again, settings, widen, filled if moves and quick else None, elsewhere
+        )
     finally:
         if elsewhere is not None:
             elsewhere.end()
@@ -236,6 +240,7 @@ def _searched(propose: Propose, problem: Problem, settings: Settings) -> tuple[S
 def _at_best_interval(
     problem: Problem,
     propose: Propose,
+    repeat: Propose,
     settings: Settings,
     widen: bool,
     filled: int | None,
@@ -253,7 +258,7 @@ def _at_best_interval(
     sooner = filled is not None and again.problem.policy.update_interval() <= filled
     if sooner and not incumbent.near_bound and not _ended(status, incumbent):
         other = at_interval(problem, filled)  # it begins as if the interval were given
-        found, cut = _searched(propose, other, settings) if elsewhere is None else _awaited(elsewhere)
+        found, cut = _searched(repeat, other, settings) if elsewhere is None else _awaited(elsewhere)
         status = cut or status
         best = None if found is None else rescheduled(other, found, None)
         if best is not None and best.cost < incumbent.best.cost:
@@ -262,7 +267,7 @@ def _at_best_interval(
             status = cut or status
     shortest = widen and again.best_ns == incumbent.best_ns
     if quick and not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
-        status = run_search(propose, again, dispensable=True) or status
+        status = run_search(repeat, again, dispensable=True) or status
     again.bounds = incumbent.bounds
     for scheduled in incumbent.near:
         same = rescheduled(problem, scheduled, again.problem.policy.accumulate)

@@ -5,23 +5,29 @@ Never worse than exact contiguous. Budgets count candidates, so equal inputs giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 
 from ..check.bounds import proof, quick_proof
+from ..cost.misfit import Misfits
 from ..partition.balance import balance
+from ..partition.contiguous.claims import longest_period_ns
 from ..partition.contiguous.contiguous import contiguous
 from ..partition.cuts import legal_cuts
 from ..partition.local_search import local_search
 from ..partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
 from ..partition.madpipe.tables import MOST_CUTS
-from ..plan import Allocation
+from ..partition.wander import wander
+from ..plan import Allocation, Stage
 from ..problem import Checkpointing, Problem
-from .incumbent import Incumbent
+from ..schedule.periodic.ilp import IlpStatus
+from .incumbent import Incumbent, Scheduled, Settings, Status
+from .jobs import in_order
 
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+MUCH = 0.2  # of the bound by averages, which a plan may be above it
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
 
@@ -29,9 +35,11 @@ MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a seco
 class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
 
-    There are ``walks`` of local moves, each with chances of its own, and one more that keeps what is recomputed in
-    part. One ends early after ``patience`` moves in a row that can't pay by their bounds, for each percent that the
-    best plan is above the bound by averages: the more there is to gain. ``nodes`` end the integer program of one
+    Local ``moves`` are made several ``times``, each with chances of its own, and once more keeping what is recomputed
+    in part. They end early after ``patience`` of them in a row that can't pay by their bounds, for each percent that
+    the best plan is above the bound by averages: the more there is to gain. Then come ``rounds`` of ``walks`` that may
+    become worse meanwhile, as long as a round has found something better: each of ``steps`` where there are
+    :data:`MUCH` or more to gain, else of as many less. ``nodes`` end the integer program of one
     candidate, ``solver_s`` one that takes long for them; a
     plan whose search they cut short says ``node limit`` or ``time limit``.
     """
@@ -39,15 +47,23 @@ class SearchEffort:
     periods: int
     moves: int
     patience: int
+    times: int
+    rounds: int
     walks: int
+    steps: int
     nodes: int
     solver_s: float
 
+    @property
+    def without_walks(self) -> SearchEffort:
+        """The same for a second search of nearly the same problem."""
+        return replace(self, rounds=0)
+
 
 EFFORTS = {
-    "quick": SearchEffort(0, 0, 0, 0, 3000, 300),
-    "normal": SearchEffort(8, 8000, 150, 2, 50, 20),
-    "high": SearchEffort(24, 60000, 600, 4, 3000, 300),
+    "quick": SearchEffort(0, 0, 0, 0, 0, 0, 0, 3000, 300),
+    "normal": SearchEffort(8, 8000, 150, 2, 2, 3, 12000, 50, 20),
+    "high": SearchEffort(24, 60000, 600, 4, 8, 12, 40000, 3000, 300),
 }
 
 
@@ -79,17 +95,74 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
         if done():
             return
     status.phase = "where local moves start"
+    made: set[tuple[int, tuple[Stage, ...]]] = set()
     for start in _starts(incumbent):
         status.phase = "local moves"
-        for walk in range(effort.walks + 1 if effort.walks else 0):
+        for walk in range(effort.times + 1 if effort.times else 0):
             if walk:
                 if incumbent.best is None:
                     break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
+            if (walk, start.stages) in made:
+                continue  # it would be the same again
+            made.add((walk, start.stages))
             moves = _moves(effort, problem, start)
             patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
             patience, try_ = min(moves, patience), incumbent.try_
-            local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.walks)
+            local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.times)
+    status.phase = "walks"
+    for round_ in range(effort.rounds):
+        steps = _moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent))
+        if incumbent.best_ns is not None:
+            steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
+        if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
+            return
+
+
+def _walk_start(incumbent: Incumbent) -> Allocation:
+    return next(balance(incumbent.problem)) if incumbent.best is None else incumbent.best.allocation
+
+
+def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
+    """Take the best of some walks from the best so far, each of its own chances; return whether it was better.
+
+    They don't see what others find, so they may be made in processes of their own.
+    """
+    before, settings = incumbent.best, incumbent.settings
+    alone = replace(settings, progress=None, status=Status())
+    start = _walk_start(incumbent)
+    arguments = [(incumbent.problem, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
+    for found, stopped in in_order(settings.jobs, _walk, arguments):
+        incumbent.stopped = incumbent.stopped or stopped
+        if found is not None and not incumbent.near_bound:
+            incumbent.take(found)
+        if incumbent.expired or incumbent.near_bound:
+            break
+    return incumbent.best is not before
+
+
+def _walk(
+    problem: Problem,
+    settings: Settings,
+    start: Allocation,
+    best: Scheduled | None,
+    floor_ns: int | None,
+    steps: int,
+    seed: int,
+) -> tuple[Scheduled | None, IlpStatus | None]:
+    """Return the best that a walk from ``start`` finds, if it beats ``best``, and what cut anything short."""
+    incumbent, misfits = Incumbent(problem, settings, start=best), Misfits(problem)
+    incumbent.floor_ns = floor_ns
+    longest = longest_period_ns(problem)
+
+    def misfit(stages: tuple[Stage, ...], enough: float) -> float:
+        return misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, enough)
+
+    def done() -> bool:
+        return incumbent.expired or incumbent.near_bound
+
+    wander(problem, start, misfit, incumbent.try_, steps, done, seed)
+    return None if incumbent.best is best else incumbent.best, incumbent.stopped
 
 
 def places(problem: Problem) -> int:

@@ -1,0 +1,218 @@
+"""Can given stages keep to a period, and in which order on each device? By propagation and branching, at one period.
+
+With the period T fixed, two operations u < v of a resource with r replicas follow each other in one of a few ways: v
+starts ``k`` times r T, and the length of u, or more, after u, and ends before u's next turn but k. (k is -K of
+ALGORITHMS section 6.) A way bounds the distance of starts, distances add up along paths, and what a device holds is
+linear in its k: each narrows the other until nothing changes, and then a k is split. Mostly nothing is to be split: a
+period below what can be reached is refuted at once, which takes the integer program many times as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+
+from ...cost.stage_graph import StageGraph
+from ...integers import Ints
+from ...plan import Pattern
+from ..pattern import memory_fits, starts_of
+from .heights import height_bounds
+from .retime import retime
+
+FAR = -(2**61)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The best pattern that was found, if any, a period (ns) that no pattern is below, and how many times was split.
+
+    ``proved``: there is no pattern below the best, nor below the periods that were asked for.
+    """
+
+    pattern: Pattern | None
+    bound_ns: int
+    nodes: int
+    proved: bool
+
+
+def settle(graph: StageGraph, low: int, high: int, nodes: int) -> Settled:
+    """Return the pattern of the shortest period in [low, high] as far as splitting ``nodes`` times finds it.
+    Deterministic.
+    """
+    best, used = None, 0
+    if graph.policy.vertical_sync or any(stage.lent for stage in graph.stages):
+        return Settled(None, low, 0, False)
+    while low <= high:
+        search = _Search(graph, high, nodes - used)
+        order = search.run(height_bounds(graph, high, high))
+        used += search.nodes
+        if order is None:
+            if search.spent:
+                return Settled(best, low, used, False)
+            return Settled(best, high + 1, used, True)
+        pattern = retime(graph, order)
+        if pattern is None or pattern.period_ns > high or not memory_fits(graph, starts_of(pattern), pattern.period_ns):
+            return Settled(best, low, used, False)  # operations without length may lose their order
+        best, high = pattern, pattern.period_ns - 1
+    return Settled(best, low, used, True)
+
+
+@dataclass(slots=True)
+class _State:
+    """``after[u, v]``: v starts at least so long (ns) after u; ``least`` and ``most`` bound the k of each pair."""
+
+    after: Ints
+    least: Ints
+    most: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """At one instant a device holds ``weigh @ k + fixed`` bytes and its versions at most; ``own`` are the pairs whose
+    k count them, one less than what is in flight."""
+
+    weigh: Ints
+    room: int
+    own: tuple[tuple[int, int], ...]  # (pair, stage)
+
+
+class _Search:
+    def __init__(self, graph: StageGraph, period: int, budget: int) -> None:
+        self.graph, self.period, self.budget, self.nodes, self.spent = graph, period, budget, 0, False
+
+    def run(self, ways: dict[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], int] | None:
+        """Return the heights of a pattern; None where there is none, or the budget is ``spent``."""
+        graph, period = self.graph, self.period
+        pairs = sorted(ways)
+        if any(least > most for least, most in ways.values()):
+            return None
+        self.u, self.v = (np.array([pair[i] for pair in pairs], dtype=np.int64) for i in (0, 1))
+        length = np.array([op.duration_ns for op in graph.operations], dtype=np.int64)
+        self.of_u, self.of_v = length[self.u], length[self.v]
+        self.turn = np.array(
+            [graph.resources[graph.operations[u].resource].replicas * period for u, _ in pairs], dtype=np.int64
+        )
+        self.index = {pair: i for i, pair in enumerate(pairs)}
+        self.rooms = [room for device in range(len(graph.resources)) for room in self._rooms(device)]
+        count = len(length)
+        after = np.full((count, count), FAR, dtype=np.int64)
+        np.fill_diagonal(after, 0)
+        slack = lcm(*(resource.replicas for resource in graph.resources)) * period
+        at = np.arange(count - 1)
+        after[at, at + 1], after[at + 1, at] = length[:-1], -(length[:-1] + slack)
+        policy = graph.policy
+        if policy.weights == "2bw" and policy.accumulate is not None:
+            after[-1, 0] = max(after[-1, 0], length[-1] - policy.accumulate * period)
+        least = np.array([-ways[pair][1] for pair in pairs], dtype=np.int64)
+        most = np.array([-ways[pair][0] for pair in pairs], dtype=np.int64)
+        found = self._solve(_State(after, least, most))
+        return None if found is None else {pair: -int(found.least[i]) for pair, i in self.index.items()}
+
+    def _solve(self, state: _State) -> _State | None:
+        if not self._narrow(state):
+            return None
+        width = state.most - state.least
+        open_ = np.flatnonzero(width)
+        if not len(open_):
+            return state
+        if self.nodes >= self.budget:
+            self.spent = True
+            return None
+        self.nodes += 1
+        at = self._branch(state, open_, width)
+        middle = int(state.least[at])
+        for low, high in ((state.least[at], middle), (middle + 1, state.most[at])):
+            part = _State(state.after.copy(), state.least.copy(), state.most.copy())
+            part.least[at], part.most[at] = low, high
+            found = self._solve(part)
+            if found is not None or self.spent:
+                return found
+        return None
+
+    def _branch(self, state: _State, open_: Ints, width: Ints) -> int:
+        weight = (self.of_u + self.of_v)[open_]
+        return int(open_[np.lexsort((-weight, width[open_]))[0]])
+
+    def _narrow(self, state: _State) -> bool:
+        """Narrow the bounds until nothing changes; return whether anything is left."""
+        u, v, turn, after = self.u, self.v, self.turn, state.after
+        while True:
+            after[u, v] = np.maximum(after[u, v], state.least * turn + self.of_u)
+            after[v, u] = np.maximum(after[v, u], self.of_v - (state.most + 1) * turn)
+            for i in range(len(after)):
+                np.maximum(after, after[:, i, None] + after[i], out=after)
+            if after.diagonal().any():
+                return False
+            least = np.maximum(state.least, -((-after[u, v] - self.of_v) // turn) - 1)
+            most = np.minimum(state.most, (-after[v, u] - self.of_u) // turn)
+            if (least > most).any() or not self._fit(least, most):
+                return False
+            if (least == state.least).all() and (most == state.most).all():
+                return True
+            state.least, state.most = least, most
+
+    def _fit(self, least: Ints, most: Ints) -> bool:
+        """Narrow the bounds by what devices hold; return whether they can hold it."""
+        for held in self.rooms:
+            weigh, room = held.weigh, held.room
+            up = weigh > 0
+            left = room - int(weigh @ np.where(up, least, most))
+            left -= sum(self._weights(s, int(least[pair])) for pair, s in held.own)
+            if left < 0:
+                return False
+            many = np.flatnonzero(weigh)
+            step = left // np.abs(weigh[many])
+            rising = up[many]
+            more, less = many[rising], many[~rising]
+            most[more] = np.minimum(most[more], least[more] + step[rising])
+            least[less] = np.maximum(least[less], most[less] - step[~rising])
+            for pair, s in held.own:
+                here = int(least[pair])
+                base = self._weights(s, here)
+                while most[pair] > here:
+                    top = int(most[pair])
+                    if self._weights(s, top) - base + int(weigh[pair]) * (top - here) <= left:
+                        break
+                    most[pair] = top - 1
+        return not (least > most).any()
+
+    def _weights(self, s: int, k: int) -> int:
+        return self.graph.weights_bytes(s, self.graph.versions(s, k + 1, 1))
+
+    def _rooms(self, device: int) -> list[_Room]:
+        graph, memory = self.graph, self.graph.resources[device].memory_bytes
+        if memory is None:
+            return []
+        stages = graph.stages_on(device)
+        memory -= sum(graph.stages[s].buffer_bytes for s in stages)
+        own = tuple((self.index[graph.position["F", s], graph.position["B", s]], s) for s in stages)
+        found = []
+        for s in stages:
+            extra = graph.stages[s].peak_bytes - graph.stages[s].kept_bytes
+            for at, more in ((graph.position["F", s], 0), (graph.position["B", s], extra)):
+                if at == graph.position["B", s] and not extra:
+                    continue
+                weigh, room = np.zeros(len(self.u), dtype=np.int64), memory - more
+                for q in stages:
+                    room -= self._hold(weigh, q, at)
+                found.append(_Room(weigh, room, own))
+        return found
+
+    def _hold(self, weigh: Ints, q: int, at: int) -> int:
+        """Add to ``weigh`` what stage q keeps when operation ``at`` starts; return what it keeps at k = 0."""
+        graph = self.graph
+        kept = graph.stages[q].kept_bytes
+        forward, backward = graph.position["F", q], graph.position["B", q]
+        if at in (forward, backward):
+            weigh[self.index[forward, backward]] += kept
+            return kept
+        constant = 0
+        for other, sign in ((backward, 1), (forward, -1)):
+            if other < at:
+                weigh[self.index[other, at]] -= sign * kept
+            else:
+                weigh[self.index[at, other]] += sign * kept
+                constant += sign * kept
+        return constant
