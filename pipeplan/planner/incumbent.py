@@ -1,8 +1,9 @@
 """Which allocation is the best so far, how is it scheduled, and can another one beat it?
 
 Searches propose allocations and never schedule; the incumbent schedules and never proposes. Contiguous allocations go
-to 1F1B*, which is exact and instant; others are settled by propagation, with the best period so far as the cutoff, and the
-few that it leaves open by the integer program. Where GPUs decide as they go there is no pattern, and the simulated run decides.
+to 1F1B*, which is exact and instant; others are settled by propagation, with the best period so far as the cutoff, and
+the few that it leaves open by the integer program. Where GPUs decide as they go there is no pattern, and the simulated
+run decides.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from .incumbent import Incumbent, Scheduled, Settings, Status
 from .jobs import in_order
 
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
@@ -113,6 +114,7 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "walks"
     for round_ in range(effort.rounds):
         steps = _moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent))
+        steps = min(steps, STEPS_EACH * len(problem.chain) * len(problem.platform))
         if incumbent.best_ns is not None:
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
         if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
