@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -74,11 +75,13 @@ def bound_placed(seeds: range) -> None:
     ratios: dict[ScheduleKind, list[float]] = {}
     for seed in seeds:
         problem = drained_instance(seed, more=1, tied=seed % 3 == 1)
+        if seed % 3 == 0:  # what fills and drains is then little
+            problem = problem.with_policy(replace(problem.policy, accumulate=9 + seed % 5))
         count, free = problem.policy.accumulate or 1, any_bound(problem).period_ns
         for kind, best in soonest_placed(problem, (VEES, LOOPS)[seed // 2 % 2]).items():
             bound = placed_bound(problem, kind)
             if bound is None or max(free, bound.period_ns) > -(-best // count):
-                print(f"{seed}: {bound} is above the soonest, {best} / {count}, under {kind}")
+                print(f"{seed}: {bound} is above the soonest, {best} / {count}, under {kind}", flush=True)
             else:
                 ratios.setdefault(kind, []).append(best / (bound.period_ns * count))
     for kind, found in ratios.items():

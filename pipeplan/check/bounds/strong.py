@@ -48,7 +48,7 @@ MOST_TESTS = 26
 MOST_LAYERS = 256
 FINEST = 1000  # of a period, to which such a bound is made out
 LITTLE = 50  # of a period
-MOST_DEEPER = 4  # periods at which covers are looked for
+MOST_DEEPER = 6  # periods at which covers are looked for
 MOST_PLACED = 6  # layers, and devices, of which whole placements are looked at
 
 

@@ -133,12 +133,13 @@ class RunReport:
     that the operations took in this run, so that what is left is the model's error; ``measured_period_ns`` is the
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
     value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
-    messages travelled (gloo, nccl, or staged: over gloo through the hosts of GPUs), ``sums`` how those of gradients
-    did; ``memory`` is of GPUs alone. ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last
-    one, None in fp32. Of a long run ``times``, and so the figures, are those of its begin and its end: ``forgotten``
-    operations are left out. ``notes`` say what the author's module gave up to be run by stages, ``reading`` is that of
-    loaders. What stages wait for it is in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has
-    that of each update before, None where it was skipped.
+    messages travelled (nccl, or gloo between CPUs, or staged through the hosts of GPUs; within one machine the latter
+    two are shared memory but where threads receive), ``sums`` how those of gradients did; ``memory`` is of GPUs alone.
+    ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32. Of a long run
+    ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out. ``notes``
+    say what the author's module gave up to be run by stages, ``reading`` is that of loaders. What stages wait for it is
+    in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has that of each update before, None
+    where it was skipped.
     """
 
     steps: int
