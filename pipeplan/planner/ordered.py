@@ -10,7 +10,7 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput, InvalidPlan
 from ..plan import Allocation, Plan, Schedule
 from ..schedule.synthesis.problem import NoRoom
-from ..schedule.synthesis.synthesize import INTERRUPTED
+from ..schedule.synthesis.search import INTERRUPTED
 from ..schedule.written_program import order_of_program
 from .best_order import OWN, PLACEMENTS, TRIED, Found, best_orders
 from .other_schedules import schedule_stages
