@@ -376,7 +376,7 @@ class _LateUpdates:
 def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return ``instructions`` with backwards whole whose parts follow each other, without a message that goes between.
 
-    One pass through the graph does less than two. Those of stages that recompute apart, in the graphs of two parts, stay.
+    One pass through the graph does less than two. Those of stages that recompute apart stay: their graphs are for two.
     """
     apart = {x.stage for x in instructions if isinstance(x, Recompute)}
     kept: list[Instruction] = []

@@ -1,14 +1,22 @@
-"""Which stages can recompute in passes of their own, and which problem bounds orders with such passes and without?"""
+"""Which stages can recompute in passes of their own, and which problem bounds orders with such passes and without?
+
+And what is a known order worth with them?
+"""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph
-from .problem import NoRoom, OrderProblem, order_problem
+from ..program import Program
+from .justify import justified
+from .problem import NoRoom, OrderProblem, Word, order_problem
+from .timing import Orders
+from .words import program_of_words, words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +80,32 @@ def _holding(graph: StageGraph, apart: Set[int]) -> StageGraph:
             for s, x in enumerate(graph.stages)
         ),
     )
+
+
+def recomputed_early(graph: StageGraph, program: Program, microbatches: int) -> Program | None:
+    """Return a known order with recomputations in passes of their own as early as they can be, all within memory; None
+    where no device has room for any.
+
+    ``program`` is that of the first of the equal pipelines of ``graph``, which run ``microbatches`` together.
+    """
+    alone, stages = graph.first_replicas(), frozenset[int]()
+    for s in sorted(graph.recomputing):
+        if _right_before(alone, program, stages | {s}) is not None:
+            stages |= {s}
+    orders = _right_before(alone, program, stages) if stages else None
+    if orders is None:
+        return None
+    _, words = justified(orders.problem, orders.words())
+    return program_of_words(graph, microbatches, words, program.split, program.weight_keeps, stages)
+
+
+def _right_before(graph: StageGraph, program: Program, apart: Set[int]) -> Orders | None:
+    """Return the order in which stages ``apart`` recompute right before their backwards; None without room."""
+    with suppress(NoRoom):
+        split, keeps = program.split, program.weight_keeps
+        problem = order_problem(graph, program.microbatches, split=split, weight_keeps=keeps, apart=apart)
+        words: Sequence[Word] = [problem.with_again(word) for word in words_of(program, problem)]
+        fit = all(problem.holds(device, words[device]) for device in problem.devices)
+        orders = Orders(problem, words)
+        return orders if fit and orders.settle() else None
+    return None

@@ -13,7 +13,6 @@ from ...errors import PipeplanError
 from ...integers import ceil_div
 from ..periodic.solvers import Solver, SolverLimits
 from ..program import Program
-from ..simulate import simulate
 from .bounds import NARROW, WIDE, bearable, floor, raised, slots_of
 from .greedy import greedy, rules
 from .justify import justified, shake
@@ -23,6 +22,7 @@ from .patterns import repeated
 from .problem import OrderProblem, Word
 from .time_indexed import ask
 from .timing import Orders
+from .words import words_of
 
 EFFORT = 4 * 10**7  # operations that moves may time anew, unless more or less is asked for
 SHAKE = 48  # moves that take as long as one round of shaking
@@ -165,22 +165,10 @@ class Search:
 
     def _known(self) -> Iterable[list[Word]]:
         """Yield the words of known programs that fit."""
-        path, problem = len(self.graph.operations), self.plain
-        split = len(problem.durations) > path
+        problem = self.plain
         for program in self.known(self.graph, problem.microbatches):
-            if program.batch > 1 or (program.split and not split):
-                continue
-            words: list[Word] = [()] * len(problem.on)
-            for lane in simulate(program, deadline=self.deadline).program.lanes:
-                word: list[int] = []
-                for step in lane.steps:
-                    word.append(step.position)
-                    work = program.operations[step.position]
-                    if split and not program.split and work.kind == "B":
-                        word.append(path + work.stage)
-                if word:
-                    words[problem.machines[word[0]]] = tuple(word)
-            yield words
+            if program.batch == 1 and (len(problem.durations) > problem.path or not program.split):
+                yield words_of(program, problem, self.deadline)
 
     def _begin_with(self, words: Sequence[Word]) -> None:
         """Try an order of the plain problem, with recomputations right before their backwards."""

@@ -15,14 +15,15 @@ from typing import Any
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
 from ..periodic.solvers import Solver
-from ..program import Program, operations_of, pipelines
+from ..program import Program, pipelines
 from ..simulate import simulate
-from ..slots import Pass, explicit, shares
+from ..slots import shares
 from ..timeline import Timeline, flush_makespan_ns, longest_span_ns
 from .bounds import NARROW, SOLVER_S, raised
 from .problem import OrderProblem, Word, order_problem
 from .recomputing import recomputing_apart
 from .search import INTERRUPTED, Known, Search, nothing_known
+from .words import program_of_words
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def synthesize(
             search.cut = first.cut
 
     def run(stages: Set[int], words: Sequence[Word]) -> Timeline:
-        return simulate(_program(graph, microbatches, side_by_side, words, split, weight_keeps, stages))
+        return simulate(program_of_words(graph, microbatches, words, split, weight_keeps, stages))
 
     best = min((run(*one) for one in found), key=lambda timeline: worth(timeline, barrier))
     moved = first.tried + search.tried * (apart is not None)
@@ -129,29 +130,3 @@ def proved(
         return found
     low, value = found.bound_ns, found.value_ns
     return replace(found, bound_ns=raised(found.problem, low, value, solver, deadline, window, each_s))
-
-
-def _program(
-    graph: StageGraph,
-    microbatches: int,
-    side_by_side: int,
-    words: Sequence[Word],
-    split: bool,
-    weight_keeps: Fraction,
-    apart: Set[int],
-) -> Program:
-    works = operations_of(graph, 1, split, apart)
-
-    def passes(most: int) -> dict[int, list[Pass]]:
-        found = {}
-        for machine in dict.fromkeys(stage.resource for stage in graph.stages):
-            seen = dict.fromkeys(words[machine], 0)
-            order: list[Pass] = []
-            for kind in words[machine]:
-                if seen[kind] < most:  # a pipeline with fewer microbatches leaves the last out
-                    order.append((works[kind].kind, works[kind].stage, seen[kind]))
-                seen[kind] += 1
-            found[machine] = order
-        return found
-
-    return explicit(graph, microbatches, passes, side_by_side, split, weight_keeps if split else Fraction(1), apart)
