@@ -61,7 +61,7 @@ def test_a_backward_in_two_parts_finds_it_done():
 def test_bound_least_value_of_all_orders_and_what_is_found_agree(split):
     """Instances in which stages hold more where they recompute apart among them."""
     rng, won = random.Random(5), 0
-    for _ in range(12):
+    for _ in range(8):
         homes = rng.choice([[0, 1], [0, 1], [0, 1, 0]])
         times = [rng.randrange(1, 6) for _ in range(3)]
         graph = balanced(len(homes), times[0], times[1] + times[2], weight_part=times[2], homes=homes)
@@ -82,16 +82,16 @@ def test_bound_least_value_of_all_orders_and_what_is_found_agree(split):
             low = floor(apart.bounding)
             assert raised(apart.bounding, low, plain, "cbc", NEVER) <= least
         won += least < plain
-    assert won > 2
+    assert won > 1
 
 
 def test_never_worse_than_without_within_memory_and_the_same_again():
     won = 0
-    for homes, memory, whole in (([0, 1, 2], 12, 4), ([0, 1, 2], 14, 6), (vee(2), 20, 4)):
+    for homes, memory, whole in (([0, 1, 2], 14, 6), (vee(2), 20, 4)):
         graph = balanced(len(homes), 20, 40, weight_part=16, homes=homes)
         graph = recomputing(graph, [20, *[0] * (len(homes) - 2), 20], memory, whole=whole)
         inside = replace(graph, stages=tuple(replace(x, recompute_ns=0) for x in graph.stages))
-        options = {"moves": 200, "solver": None, "known": drained_programs}
+        options = {"moves": 100, "solver": None, "known": drained_programs}
         without, found = (synthesize(one, 5, **options) for one in (inside, graph))
         assert found.bound_ns <= found.value_ns <= without.value_ns
         assert synthesize(graph, 5, **options).program.lanes == found.program.lanes
