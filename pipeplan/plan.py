@@ -114,7 +114,8 @@ class Bound:
 class Schedule:
     """How microbatches run: the pattern without end, or ``microbatches`` per mini-batch in a drained schedule.
 
-    Of a written one ``order`` has the passes of every GPU, or group of them, in the order of these: ``0F0,0I0,0W0``.
+    Of a written one ``order`` has the passes of every GPU, or group of them, in the order of these: ``0F0,0I0,0W0``,
+    and ``0R0`` before ``0I0`` where a stage recomputes in a pass of its own.
     """
 
     kind: ScheduleKind = "pattern"

@@ -38,7 +38,8 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
 
     1. No forward comes before one has gone through the layers before; then there are M of all its passes, and the sum.
     2. Behind its last gradient of an input are the backwards of the layers before.
-    3. Each microbatch is held while it goes to the loss and back, so that takes M / a times as long, rounded up.
+    3. Each microbatch is held while it goes to the loss and back, so that takes M / a times as long, rounded up. It may
+       be recomputed meanwhile, but where the schedule has that within backwards.
 
     For these a it recomputes what its memory asks for, at the best ratio of bytes to time of any of its layers. Where
     the schedule may split backwards, what nothing waits for may come last. The least time at which stages with so few
@@ -47,10 +48,12 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
     count = len(problem.chain) + 1
     microbatches = problem.policy.accumulate or 1
     relaxed = time_model.relative(problem)
-    if kind is not None and not KINDS[kind].splits:
+    anyhow = kind is None or KINDS[kind].written
+    splits = anyhow or (kind is not None and KINDS[kind].splits)
+    if not splits:
         layers = tuple(replace(layer, backward_weight_ns=0) for layer in relaxed.chain.layers)
         relaxed = replace(relaxed, chain=replace(relaxed.chain, layers=layers))
-    stages = StageTables(relaxed, microbatches, kind is None or KINDS[kind].splits)
+    stages = StageTables(relaxed, microbatches, splits, anyhow)
     if count**2 * len(problem.platform) * len(list(_ranges(microbatches))) > _MOST:
         return None
     high = low = max(1, stages.shared_ns)
@@ -92,6 +95,7 @@ class StageTables:
     problem: Problem
     microbatches: int
     splits: bool
+    apart: bool = False  # whether recomputation may be a pass of its own
 
     @cached_property
     def ends(self) -> tuple[Ints, Ints]:
@@ -206,9 +210,10 @@ class StageTables:
             again = np.where(dropped > 0, dropped * np.minimum(self.price, 1e18), 0)
             fits = (room >= 0) & (again < 1e17) & (stop > start)
             own = work + np.where(fits, again, 0).astype(np.int64)
+            held = (work if self.apart else own) - later + self._behind[None, :]
             total = np.maximum(
                 self.there[:, None] + count * own + sums,
-                ends + np.maximum(count * (own - later), ceil_div(count, last) * (own - later + self._behind[None, :])),
+                ends + np.maximum(count * (own - later), ceil_div(count, last) * held),
             )
             yield np.where(fits, total, _BEYOND)
 

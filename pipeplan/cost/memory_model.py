@@ -233,6 +233,12 @@ def activations(
     return kept, peak, recompute
 
 
+def recomputed_bytes(chain: Chain, checkpoint: Sequence[tuple[int, int]]) -> int:
+    """Return what a microbatch holds beside what its stage keeps when all of its segments have run again, and none has
+    run backward."""
+    return sum(int(inner_bytes(chain, first, last)) for first, last in checkpoint)
+
+
 def stored(chain: Chain, start: IntLike, stop: IntLike, held: bool = False, inside: bool = False) -> IntLike:
     """Return the bytes that the stored run ``layers[start:stop]`` adds to what the stage keeps before it.
 

@@ -24,7 +24,9 @@ class StageCost:
     bytes) of the last one on the same devices that begins gradients of weights that this one keeps, of updates to come.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
-    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step.
+    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step,
+    ``recompute_ns`` the part, rounded down, in which layers run forward again; where that is a pass of its own, it is
+    ``recomputed_bytes`` that a microbatch holds behind it.
     ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
     optimizer's step where it overlaps with that instead of being charged to backwards. ``step_ns`` is that step where
     it waits for the norm of all gradients.
@@ -54,6 +56,8 @@ class StageCost:
     held_between_bytes: int | None = None
     gradient_bytes: int = 0
     lent: tuple[tuple[int, int], ...] = ()
+    recompute_ns: int = 0
+    recomputed_bytes: int = 0
 
     @property
     def total_ns(self) -> int:
@@ -95,6 +99,7 @@ def stage_cost(
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
     between = for_weights_bytes(chain, start, stop)
     share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
+    saved = max(peak, int(saved_bytes(chain, start, stop)))
     return StageCost(
         forward_ns=time_model.forward_ns(timed, start, stop, speed),
         backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed, elsewhere),
@@ -114,13 +119,15 @@ def stage_cost(
         update_interval=policy.update_interval(r),
         resource=resource,
         backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed, elsewhere),
-        saved_bytes=max(peak, saved_bytes(chain, start, stop)),
+        saved_bytes=saved,
         split_buffer_bytes=int(memory_model.split_message_bytes(policy, chain.cut_bytes[start] * (start > 0), r)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
         step_ns=step if policy.clip else 0,
         held_between_bytes=None if between is None else between[0],
         gradient_bytes=0 if between is None else between[1],
+        recompute_ns=time_model.recompute_ns(recompute, speed),
+        recomputed_bytes=max(saved, kept + memory_model.recomputed_bytes(chain, stage.checkpoint)),
     )
 
 

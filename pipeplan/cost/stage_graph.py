@@ -123,6 +123,11 @@ class StageGraph:
         )
         return replace(self, resources=tuple(alone))
 
+    @cached_property
+    def recomputing(self) -> frozenset[int]:
+        """The stages that run layers again, for some time."""
+        return frozenset(s for s, stage in enumerate(self.stages) if stage.recompute_ns)
+
     @property
     def contiguous(self) -> bool:
         """Whether every stage has its devices for itself."""

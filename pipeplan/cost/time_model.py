@@ -69,6 +69,11 @@ def backward_ns(
     return scaled(plain(total[stop] - total[start]) + recompute_ns + update, speed)
 
 
+def recompute_ns(forward_ns: int, speed: Fraction = Fraction(1)) -> int:
+    """The part of :func:`backward_ns` that runs layers forward again, rounded down: what is left has the rest."""
+    return forward_ns * speed.denominator // speed.numerator
+
+
 def work_ns(
     chain: Chain,
     policy: Policy,

@@ -53,6 +53,7 @@ def read_schedule(path: str) -> Written:
 def written_schedule(program: Program) -> str:
     """Return a program in torch's compute-only CSV: passes alone, a row for each device of the first pipeline.
 
-    ``0F0,0F1,0B0``, with ``I`` and ``W`` where the backward is split.
+    ``0F0,0F1,0B0``, with ``I`` and ``W`` where the backward is split; and ``R``, which torch doesn't know, where
+    recomputation comes apart from it.
     """
     return "\n".join(order_of_program(program)) + "\n"

@@ -15,7 +15,8 @@ from ..plan import Plan
 from ..schedule.program import Program
 from ..schedule.registry import drained_programs
 from ..schedule.synthesis.problem import NoRoom
-from ..schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
+from ..schedule.synthesis.search import INTERRUPTED
+from ..schedule.synthesis.synthesize import Synthesis, proved, synthesize
 from .other_schedules import schedule_graph
 
 OWN = "own"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..cost.roofline import Constants, timed
 from ..plan import Stage
 from ..problem import Chain, Platform, Policy
-from ..schedule.program import Program, Step
+from ..schedule.program import PASSES, Program, Step
 from ..schedule.timeline import Timeline
 from .costed import Configuration, Costed, costed
 
@@ -79,20 +79,22 @@ class _PathCounts:
     def add(self, step: Step) -> None:
         """Count one step."""
         work = self.program.operations[step.position]
-        if work.kind not in ("F", "B", "W"):
+        if work.kind not in PASSES:
             return
         stage = self.stages[work.stage]
         own = slice(stage.start, stage.stop)
         policy = self.program.graph.policy
         if work.kind == "F":
             self.forward[own] += 1
+        elif work.kind == "R":
+            pass
         elif self.program.split and work.kind == "B":
             self.backward[own] += 1 - self.weight_part[own]
         elif work.kind == "W":
             self.backward[own] += self.weight_part[own]
         else:
             self.backward[own] += 1
-        if work.kind == "B":
+        if work.kind == ("R" if work.stage in self.program.apart else "B"):
             for first, last in stage.checkpoint:
                 self.forward[first:last] += 1
         if work.kind == ("W" if self.program.split else "B") and policy.coarsening is None:
@@ -115,18 +117,13 @@ def _critical_path(timeline: Timeline, barrier: bool) -> Iterable[Step]:
         longest = max(lanes, key=timeline.span_ns)
         step = program.lanes[longest].steps[-1]
         until = timeline.begin_ns(program.lanes[longest].steps[0])
-    path = len(program.graph.operations)
     while True:
         yield step
         begin = timeline.begin_ns(step)
         if begin <= until:
             return
         candidates = [before[step]] if step in before else []
-        if step.position >= path:
-            source = program.position["B", program.operations[step.position].stage]
-            candidates.append(Step(step.microbatch, source))
-        elif step.position:
-            candidates.append(Step(step.microbatch, step.position - 1))
+        candidates += [Step(step.microbatch, source) for source in program.needs[step.position]]
         found = next((x for x in candidates if timeline.end_ns(x) == begin), None)
         if found is None:
             return

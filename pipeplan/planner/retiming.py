@@ -54,12 +54,10 @@ def retimed(timeline: Timeline) -> Retiming:
     program = timeline.program
     graph, length, count = program.graph, len(program.operations), program.microbatches
     path, lane = [-1] * (count * length), [-1] * (count * length)
-    half = len(graph.operations)
     for m in range(count):
-        for position in range(length):
-            if position:
-                behind = position - 1 if position < half else program.position["B", program.operations[position].stage]
-                path[m * length + position] = m * length + behind
+        for position, needed in enumerate(program.needs):
+            if needed:  # what else a backward needs is in its own lane
+                path[m * length + position] = m * length + needed[0]
     for one in program.lanes:
         steps = [step.microbatch * length + step.position for step in one.steps]
         for before, step in pairwise(steps):

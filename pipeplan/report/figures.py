@@ -23,8 +23,8 @@ from ..units import format_ns
 from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .tables import headline
 
-COLOURS = {"F": "#6ea8fe", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
-LATER = {"F": "#2f6fd0", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
+COLOURS = {"F": "#6ea8fe", "R": "#f2a07b", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
+LATER = {"F": "#2f6fd0", "R": "#c4602f", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
 SUFFIXES = (".svg", ".png", ".pdf")
 INCH_PER_ROW = 0.28
 MOST_BARS = 40_000  # beyond that a picture takes long and shows nothing

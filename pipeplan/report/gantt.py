@@ -16,6 +16,7 @@ from ..units import format_ns
 
 NAMES = {
     "F": "forward",
+    "R": "recomputation",
     "B": "backward",
     "W": "weight gradient",
     "SEND_F": "activation sent",
@@ -23,12 +24,13 @@ NAMES = {
 }
 STYLES = {
     "F": "black on bright_blue",
+    "R": "black on bright_red",
     "B": "black on bright_green",
     "W": "black on bright_magenta",
     "SEND_F": "black on cyan",
     "SEND_B": "black on yellow",
 }
-FILL = {"F": "=", "B": "#", "W": "+", "SEND_F": ">", "SEND_B": "<"}
+FILL = {"F": "=", "R": "~", "B": "#", "W": "+", "SEND_F": ">", "SEND_B": "<"}
 MOST_SHOWN = 4  # mini-batches of a steady state
 READABLE_COLUMNS = 4  # of a typical bar, in a chart that shows its operations one by one
 

@@ -8,12 +8,13 @@ from html import escape
 from typing import Any
 
 from ..runtime.measure.times import OpTime
+from ..schedule.program import PASSES
 from ..schedule.timeline import Timeline
 from .gantt import NAMES, Bar, GanttRow, timeline_rows
 from .traces import apart
 
 MOST_LINKED = 16  # GPUs of a chart that shows links unasked
-OF_MICROBATCHES = ("F", "B", "W", "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update
+OF_MICROBATCHES = (*PASSES, "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update
 IDLE = ("WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B")  # what a rank does that does nothing
 
 
@@ -102,7 +103,7 @@ def toolbar(charts: Sequence[Chart]) -> str:
         f"{', later stages of the GPU' if later else ''}</span>"
         for kind, name in names.items()
         for later in (False, True)
-        if (kind, later) in found and not (later and kind not in ("F", "B", "W"))
+        if (kind, later) in found and not (later and kind not in PASSES)
     ]
     if any(kind not in names for kind, _ in found):
         spans.append('<span><i style="background:var(--OTHER)"></i>anything else</span>')

@@ -4,18 +4,19 @@
 const ROW = 20, AXIS = 22, LEAST_SPAN = 100, TICK = 90;
 const UNITS = [[1e9, 's'], [1e6, 'ms'], [1e3, 'us'], [1, 'ns']];
 const WORDS = {
-  F: 'forward of microbatch #', B: 'backward of microbatch #', W: 'weight gradient of microbatch #',
+  F: 'forward of microbatch #', R: 'recomputation of microbatch #', B: 'backward of microbatch #', W: 'weight gradient of microbatch #',
   SEND_F: 'activation of microbatch # sent', SEND_B: 'gradient of microbatch # sent', DATA: 'data of microbatch #',
   UPDATE: 'update #', REDUCE: 'sum of gradients for update #', AGREE: 'agreement on update #', SAVE: 'checkpoint #',
 };
-const PASSES = new Set(['F', 'B', 'W', 'SEND_F', 'SEND_B', 'DATA']);
+const PASSES = new Set(['F', 'R', 'B', 'W', 'SEND_F', 'SEND_B', 'DATA']);
 const tip = document.getElementById('tip');
 const ms = ns => (ns / 1e6).toFixed(3) + ' ms';
 let colours = {}, scrolled = -1e9;
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ['ink', 'soft', 'line', 'page', 'F', 'B', 'W', 'SEND_F', 'SEND_B', 'F2', 'B2', 'W2', 'UPDATE', 'OTHER'];
+  const names = ['ink', 'soft', 'line', 'page', 'F', 'R', 'B', 'W', 'SEND_F', 'SEND_B', 'F2', 'R2', 'B2', 'W2', 'UPDATE',
+    'OTHER'];
   colours = Object.fromEntries(names.map(name => [name, style.getPropertyValue('--' + name).trim()]));
 }
 

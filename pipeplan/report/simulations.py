@@ -13,7 +13,6 @@ from rich.text import Text
 
 from ..plan import Plan
 from ..planner.simulation import Refused, Simulation, percentile_95
-from ..schedule.kinds import kind_of
 from ..schedule.synthesis.synthesize import Synthesis
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
@@ -21,10 +20,8 @@ from .looks import console, make_table, print_fitted
 from .tables import groups_line, headline
 from .words import unknown_between
 
-LEGEND = "F forward =, B backward #, transfers > and <, idle .; the number is the microbatch"
 SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")
 WIDE = 100  # columns from which a comparison under jitter shows everything
-SPLIT = "F forward =, B input gradient #, W weight gradient +, transfers > and <, idle .; the number is the microbatch"
 
 
 def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> None:
@@ -37,7 +34,7 @@ def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> N
     if places is not None:
         out.print(places)
     out.print(
-        f"{window.title}; {SPLIT if kind_of(plan).splits else LEGEND}{_shared(rows)}"
+        f"{window.title}; {_legend(rows)}{_shared(rows)}"
         f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
     )
     for line in draw(_shown(rows, links), start, end, out.width):
@@ -50,8 +47,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     timeline = simulation.timeline
     figures = simulation.figures()
     rows = timeline_rows(timeline)
-    legend = SPLIT if timeline.program.split else LEGEND
-    out.print(f"{figures['microbatches']} microbatches, {simulation.name}; {legend}{_shared(rows)}")
+    out.print(f"{figures['microbatches']} microbatches, {simulation.name}; {_legend(rows)}{_shared(rows)}")
     shown = _shown(rows, links)
     columns = out.width - max(len(row.name) for row in shown) - 1
     for title, start, end in panels(timeline, columns):
@@ -216,6 +212,14 @@ def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) 
 
 def _shown(rows: Sequence[GanttRow], links: bool) -> list[GanttRow]:
     return [row for row in rows if links or row.device is not None]
+
+
+def _legend(rows: Sequence[GanttRow]) -> str:
+    found = {bar.kind for row in rows for bar in row.bars}
+    parts = ["F forward ="]
+    parts += ["R recomputation ~"] if "R" in found else []
+    parts += ["B input gradient #", "W weight gradient +"] if "W" in found else ["B backward #"]
+    return f"{', '.join(parts)}, transfers > and <, idle .; the number is the microbatch"
 
 
 def _shared(rows: Sequence[GanttRow]) -> str:

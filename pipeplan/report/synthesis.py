@@ -30,6 +30,7 @@ def figures(found: Synthesis) -> dict[str, Any]:
         "longest_stage_bubble": timeline.longest_stage_bubble(),
         "most_held": max(most_held(timeline, lane) for lane, _ in devices),
         "peak_bytes": max(lane_use(timeline, lane).peak_bytes for lane, _ in devices),
+        "recompute_apart": sorted(timeline.program.apart),
         "moves": found.moves,
         "cut": found.cut,
     }
@@ -53,6 +54,9 @@ def print_synthesis(found: Synthesis, took_s: float, *, plain: bool, width: int 
     )
     out.print(f"span     {time(figure['longest_span_ns'])} of one GPU at most")
     out.print(f"held     {figure['most_held']} activations on a GPU at most{peak}")
+    if figure["recompute_apart"]:
+        stages = ", ".join(map(str, figure["recompute_apart"]))
+        out.print(f"again    stages {stages} recompute in passes of their own, R, which torch doesn't know")
     proved = "proved best" if found.optimal else f"gap {found.gap:.2%}"
     what = "makespan" if found.barrier else "span"
     out.print(f"bound    {time(found.bound_ns)}: no order has a shorter {what}; {proved}")

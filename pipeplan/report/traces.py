@@ -14,7 +14,7 @@ from ..runtime.measure.trace_file import figures_of
 from ..schedule.kinds import plan_program, shown_microbatches
 from ..schedule.memory import Change, activation_steps, run_uses, step_changes
 from ..schedule.pattern import DeviceUse
-from ..schedule.program import Program, Step
+from ..schedule.program import PASSES, Program, Step
 from ..schedule.timeline import Timeline
 from .chrome_trace import ChromeTrace, Slice, numbered
 
@@ -99,17 +99,22 @@ def apart(times: Iterable[OpTime]) -> list[list[OpTime]]:
 
 
 def _held(program: Program, times: Sequence[OpTime], origin_ns: int) -> list[tuple[int, int]]:
-    """Return (time, activation bytes from then on) of a rank: of passes whose forwards and backward are all known."""
-    passes = {(x.activity, x.stage, x.microbatch): x for x in times if x.activity in ("F", "B")}
+    """Return (time, activation bytes from then on) of a rank: of microbatches whose passes are all known."""
+    known = {(x.activity, x.stage, x.microbatch): x for x in times if x.activity in PASSES}
     changes: list[Change] = [(0, 0)]
-    for (kind, stage, m), backward in passes.items():
-        position = program.position["B", stage]
-        covers = program.operations[position].covers
-        forwards = [passes.get(("F", stage, m - k)) for k in range(covers)]
-        if kind != "B" or None in forwards:
+    for kind, stage, m in known:
+        if kind != "B":
             continue
-        for at, x in [(program.position["F", stage], x) for x in forwards if x] + [(position, backward)]:
-            changes += step_changes(program, at, x.start_ns - origin_ns, x.end_ns - origin_ns)
+        covers = program.operations[program.position["B", stage]].covers
+        passes: list[tuple[int, OpTime | None]] = []
+        for other in PASSES:
+            if (other, stage) in program.position:
+                count = covers if other == "F" else 1
+                passes += [(program.position[other, stage], known.get((other, stage, m - k))) for k in range(count)]
+        if all(x for _, x in passes):
+            for position, x in passes:
+                assert x is not None
+                changes += step_changes(program, position, x.start_ns - origin_ns, x.end_ns - origin_ns)
     changes.sort()
     held = accumulate(change for _, change in changes)
     together = groupby(zip((at for at, _ in changes), held, strict=True), key=lambda step: step[0])

@@ -20,6 +20,7 @@ from .lowering.instructions import (
     Pass,
     PutAside,
     Receive,
+    Recompute,
     Reduce,
     ReduceTied,
     Save,
@@ -151,6 +152,10 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
                 if s > 0:
                     assert back is not None, "later stages return the gradient of their input"
                     made[("B", s), m] = back
+            case Recompute(s, m, version, lent):
+                start = recorder.mark()
+                work.stages[s].recompute(m, version, lent)
+                recorder.note("R", s, m, start)
             case BackwardWeights(s, m, version, lent):
                 start = recorder.mark()
                 split(work.stages[s]).backward_weights(m, version, lent)

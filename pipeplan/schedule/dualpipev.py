@@ -44,7 +44,7 @@ def dualpipev(
 
     program = explicit(graph, microbatches, passes, count, split=True, weight_keeps=weight_keeps)
     fused = tuple(
-        tuple(step_of(graph, one, count, pipeline) for one in operation)
+        tuple(step_of(program.position, one, count, pipeline) for one in operation)
         for pipeline, share in enumerate(shares(microbatches, count))
         for d in range(len(homes))
         for operation in _operations(d, len(homes), share)

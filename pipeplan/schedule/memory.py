@@ -94,22 +94,29 @@ def step_changes(program: Program, position: int, start: int, end: int) -> list[
     """Return the changes of a device's activations by one of its steps, from ``start`` to ``end`` ns.
 
     A microbatch is held from the start of its F to the end of its B; a stage that recomputes holds its transient during
-    its B. When the backward is split, recomputed activations stay after it, and what the weight part needs is held to
-    the end of its W: the share of everything that the program says, or, if that is all, what the profile says, with
-    gradients that B makes.
+    its B, or, where it does so in a pass of its own, all that it recomputes from the start of that on. When the
+    backward is split, recomputed activations stay after it, and what the weight part needs is held to the end of its W:
+    the share of everything that the program says, or, if that is all, what the profile says, with gradients that B
+    makes.
     """
     work = program.operations[position]
     stage = program.graph.stages[work.stage]
-    transient = (stage.saved_bytes if program.split else stage.peak_bytes) - stage.kept_bytes
+    apart = work.stage in program.apart
+    whole = stage.recomputed_bytes if apart else stage.saved_bytes if program.split else stage.peak_bytes
+    transient = whole - stage.kept_bytes
     later, made = ceil(stage.saved_bytes * program.weight_keeps), 0
     if program.weight_keeps == 1 and stage.held_between_bytes is not None:
         later, made = stage.held_between_bytes, stage.gradient_bytes
     match work.kind:
         case "F":
             return [(start, stage.kept_bytes)]
+        case "R":
+            return [(start, transient)]
         case "B" if program.split:
-            more, less = transient + made, stage.saved_bytes + made - later
+            more, less = transient * (not apart) + made, whole + made - later
             return [(start, work.covers * more), (end, -work.covers * less)]
+        case "B" if apart:
+            return [(end, -whole)]
         case "B":
             return [(start, transient), (end, -transient), (end, -work.covers * stage.kept_bytes)]
         case "W":

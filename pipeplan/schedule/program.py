@@ -7,7 +7,7 @@ real machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -19,7 +19,8 @@ from ..errors import BadInput
 from ..plan import Pattern
 from .pattern import starts_of
 
-StepKind = Literal["F", "B", "W", "SEND_F", "SEND_B"]
+StepKind = Literal["F", "R", "B", "W", "SEND_F", "SEND_B"]
+PASSES: tuple[Literal["F", "R", "B", "W"], ...] = ("F", "R", "B", "W")  # what devices do
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,7 +38,8 @@ class Step:
 class Work:
     """What the steps of one position do: as an operation of the path, ``covers`` microbatches at a time.
 
-    In a program that splits the backward, ``B`` computes the gradient of the input and ``W`` those of the weights.
+    ``R`` runs what a stage recomputes again, where that is no part of its backward. In a program that splits the
+    backward, ``B`` computes the gradient of the input and ``W`` those of the weights.
     """
 
     kind: StepKind
@@ -90,7 +92,7 @@ class Program:
     ``batch``: microbatches that one backward covers. ``split``: whether the backward's weight part is a step of its
     own. ``limit``: how many batches may be between the first stage's first forward and last backward, None for what
     the order allows. ``weight_keeps``: the share of the activations that the weight part of a split backward needs; 1:
-    what the profile says, or all.
+    what the profile says, or all. ``apart``: stages whose recomputation is a step of its own, anywhere between F and B.
 
     ``fused`` are steps that follow each other in a lane and run as one operation: it starts when all that they need is
     there, and what they make leaves at its end. They are the two parts of a backward, or a forward and those, which run
@@ -106,16 +108,24 @@ class Program:
     weight_keeps: Fraction = Fraction(1)
     fused: tuple[tuple[Step, ...], ...] = ()
     overlap: Fraction = Fraction(0)
+    apart: frozenset[int] = frozenset()
 
     @cached_property
     def operations(self) -> tuple[Work, ...]:
-        """What each position does: the path, then the weight parts of all stages when the backward is split."""
-        return operations_of(self.graph, self.batch, self.split)
+        """What each position does: the path, then the weight parts of all stages when the backward is split, then the
+        recomputations that are apart."""
+        return operations_of(self.graph, self.batch, self.split, self.apart)
 
     @cached_property
     def position(self) -> dict[tuple[StepKind, int], int]:
         """Position of each (kind, stage)."""
         return {(work.kind, work.stage): i for i, work in enumerate(self.operations)}
+
+    @cached_property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each position those of the same microbatch that must be over before: what comes before it on the path, of
+        a weight part the input part, of a recomputation the forward, which its backward needs, too."""
+        return needs_of(self.operations)
 
     @cached_property
     def release(self) -> tuple[int, ...]:
@@ -183,8 +193,11 @@ def first_come(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
     return None
 
 
-def operations_of(graph: StageGraph, batch: int = 1, split: bool = False) -> tuple[Work, ...]:
+def operations_of(
+    graph: StageGraph, batch: int = 1, split: bool = False, apart: Set[int] = frozenset()
+) -> tuple[Work, ...]:
     """Return the operations of a program on ``graph``; times of what covers a batch are the sum over it."""
+    assert batch == 1 or not apart, "what recomputes a batch does so within its backward"
     works = []
     half = len(graph.round_trips)
     for position, op in enumerate(graph.operations):
@@ -192,13 +205,27 @@ def operations_of(graph: StageGraph, batch: int = 1, split: bool = False) -> tup
         duration = op.duration_ns
         if split and op.kind == "B":
             duration -= graph.stages[op.stage].backward_weight_ns
+        if op.kind == "B" and op.stage in apart:
+            duration -= graph.stages[op.stage].recompute_ns
         works.append(Work(op.kind, op.stage, covers * duration, op.resource, covers))
     if split:
         works += [
             Work("W", s, batch * stage.backward_weight_ns, stage.resource, batch)
             for s, stage in enumerate(graph.stages)
         ]
+    works += [Work("R", s, graph.stages[s].recompute_ns, graph.stages[s].resource) for s in sorted(apart)]
     return tuple(works)
+
+
+def needs_of(works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
+    """Return :attr:`Program.needs` of a program's operations."""
+    at = {(work.kind, work.stage): position for position, work in enumerate(works)}
+    found: list[tuple[int, ...]] = []
+    for position, work in enumerate(works):
+        before = at["B", work.stage] if work.kind == "W" else at["F", work.stage] if work.kind == "R" else position - 1
+        again = at.get(("R", work.stage)) if work.kind == "B" else None
+        found.append(tuple(x for x in (before, again) if x is not None and x >= 0))
+    return tuple(found)
 
 
 def device_of(graph: StageGraph, stage: int, microbatch: int) -> int:
@@ -281,12 +308,13 @@ def make_program(
     split: bool = False,
     limit: int | None = None,
     weight_keeps: Fraction = Fraction(1),
+    apart: Set[int] = frozenset(),
 ) -> Program:
     """Return the program whose lanes run ``orders``: (resource, replica) to steps in order.
 
     A lane without an order decides as it goes: as ``rules`` say for it, or for what comes first, as links do.
     """
-    works = operations_of(graph, batch, split)
+    works = operations_of(graph, batch, split, apart)
     on: list[list[int]] = [[] for _ in graph.resources]
     for position, work in enumerate(works):
         on[work.resource].append(position)
@@ -307,10 +335,10 @@ def make_program(
             )
             lanes.append(Lane(name, device, steps, rules.get((index, replica), lambda: first_come)))
     lanes.sort(key=lambda lane: (lane.device is None, -1 if lane.device is None else lane.device))
-    return Program(graph, microbatches, tuple(lanes), batch, split, limit, weight_keeps)
+    return Program(graph, microbatches, tuple(lanes), batch, split, limit, weight_keeps, apart=frozenset(apart))
 
 
-RankOpKind = Literal["F", "B", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+RankOpKind = Literal["F", "R", "B", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +386,8 @@ def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list
                 exchange("F", work.stage, m)
             case "SEND_B":
                 exchange("B", work.stage, m)
-            case "W":
-                ranks[device_of(graph, work.stage, m)].append(RankOp("W", work.stage, m, None, work.covers))
+            case "R" | "W":
+                ranks[device_of(graph, work.stage, m)].append(RankOp(work.kind, work.stage, m, None, work.covers))
             case "F" | "B":
                 ranks[device_of(graph, work.stage, m)].append(RankOp(work.kind, work.stage, m, None, work.covers))
                 neighbour = work.stage + (1 if work.kind == "F" else -1)

@@ -40,10 +40,10 @@ def simulate(program: Program, duration_ns: Times | None = None, deadline: Deadl
     """Return the as-soon-as-possible timeline of ``program``; ``duration_ns`` replaces the planned durations.
 
     A step needs its predecessor on the path (the backward of a batch all of its microbatches' last forwards, the weight
-    part its input part), a place under the program's ``limit``, and its lane. A stage with replicas starts at most
-    ``update_interval`` forwards per ``update_interval * sync_period`` of its devices: their all-reduces overlap with
-    work but share one network. A lane that decides hears of steps as soon as their arrival is known. Raises
-    PipeplanError when the order deadlocks, OutOfTime at the ``deadline``.
+    part its input part, a recomputation the forward and the backward that), a place under the program's ``limit``, and
+    its lane. A stage with replicas starts at most ``update_interval`` forwards per ``update_interval * sync_period`` of
+    its devices: their all-reduces overlap with work but share one network. A lane that decides hears of steps as soon
+    as their arrival is known. Raises PipeplanError when the order deadlocks, OutOfTime at the ``deadline``.
     """
     return _ProgramRun(program, duration_ns, deadline).timeline()
 
@@ -101,7 +101,7 @@ class _ProgramRun:
             index
             for group, steps in zip(self.groups, program.fused, strict=True)
             for index, step in zip(group, steps, strict=True)
-            if self._source(step) in group
+            if any(step.microbatch * self.length + source in group for source in program.needs[step.position])
         }
         self.ends: dict[int, int] = {}  # of operations with several steps, at each of these
         if not program.overlap or not self.groups:
@@ -119,13 +119,6 @@ class _ProgramRun:
         self.durations = tuple(durations)
         rows = range(0, self.total, self.length)
         self.given = tuple(self.durations[row : row + self.length] for row in rows)
-
-    def _source(self, step: Step) -> int:
-        """Return the step that another one needs: the one before it on the path, of a weight part the input part."""
-        work, position = self.program.operations[step.position], step.position - 1
-        if work.kind == "W":
-            position = self.program.position["B", work.stage]
-        return step.microbatch * self.length + position if position >= 0 else -1
 
     def _prepare_lanes(self) -> None:
         listed = bytearray(self.total)
@@ -156,18 +149,14 @@ class _ProgramRun:
         microbatches' forwards set off.
         """
         program, graph, length, batch = self.program, self.program.graph, self.length, self.program.batch
-        path, half, count = len(graph.operations), len(graph.round_trips), program.microbatches
+        half, count = len(graph.round_trips), program.microbatches
         self.after: list[list[tuple[int, int | None]]] = [[] for _ in range(length)]
         self.joins = half if batch > 1 else -1
         needed = [0] * length  # predecessors of every microbatch's step
-        for position in range(path - 1):
-            if position + 1 != self.joins:
-                self.after[position].append((1, None))
-            needed[position + 1] = batch if position + 1 == self.joins else 1
-        for position in range(path, length):
-            source = program.position["B", program.operations[position].stage]
-            self.after[source].append((position - source, None))
-            needed[position] = 1
+        for position, sources in enumerate(program.needs):
+            needed[position] = batch if position == self.joins else len(sources)
+            for source in sources if position != self.joins else ():
+                self.after[source].append((position - source, None))
         leaders = range(batch - 1, count, batch)
         for position in range(length):
             for m in range(count) if program.operations[position].covers == 1 else leaders:

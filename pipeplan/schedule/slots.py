@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from fractions import Fraction
 from typing import Literal
 
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
-from .program import Program, Step, make_program, no_pipelines
+from .program import Program, Step, StepKind, make_program, no_pipelines, operations_of
 
 Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 Slot = Callable[[Literal["F", "B"], int, int], int]  # (kind, stage, microbatch) -> unit time
@@ -41,25 +41,27 @@ def explicit(
     pipelines: int,
     split: bool = False,
     weight_keeps: Fraction = Fraction(1),
+    apart: Set[int] = frozenset(),
 ) -> Program:
     """Return the program of ``pipelines`` equal pipelines, for each device group of which ``passes`` gives a list.
 
     ``passes(count)`` says what a pipeline that runs ``count`` microbatches does, numbered from 0 in each; pipeline j
     has microbatches j, j + pipelines, .. of all, on device j of every group. The lists of a program that ``split`` s
-    the backward have weight parts, of kind ``W``.
+    the backward have weight parts, of kind ``W``, and those of stages that recompute ``apart`` that, of kind ``R``.
     """
+    position = {(work.kind, work.stage): at for at, work in enumerate(operations_of(graph, 1, split, apart))}
     orders = {}
     for pipeline, count in enumerate(shares(microbatches, pipelines)):
         for resource, order in passes(count).items():
-            orders[resource, pipeline] = [step_of(graph, one, pipelines, pipeline) for one in order]
-    return make_program(graph, microbatches, orders, split=split, weight_keeps=weight_keeps)
+            orders[resource, pipeline] = [step_of(position, one, pipelines, pipeline) for one in order]
+    return make_program(graph, microbatches, orders, split=split, weight_keeps=weight_keeps, apart=apart)
 
 
-def step_of(graph: StageGraph, one: Pass, pipelines: int, pipeline: int) -> Step:
-    """Return the step of a pass in one of several pipelines, which take microbatches in turn."""
+def step_of(position: Mapping[tuple[StepKind, int], int], one: Pass, pipelines: int, pipeline: int) -> Step:
+    """Return the step of a pass in one of several pipelines, which take microbatches in turn; ``position`` is that of
+    each (kind, stage)."""
     kind, stage, m = one
-    position = len(graph.operations) + stage if kind == "W" else graph.position[kind, stage]  # type: ignore[index]
-    return Step(m * pipelines + pipeline, position)
+    return Step(m * pipelines + pipeline, position[kind, stage])  # type: ignore[index]  # the kind of a pass
 
 
 def shares(microbatches: int, pipelines: int) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import BadInput
 from ..problem import Policy
-from .program import Step
+from .program import PASSES, Step
 from .timeline import Timeline, Turn
 
 
@@ -129,7 +129,7 @@ def used(
     for lane in program.lanes:
         for step in lane.steps:
             work = program.operations[step.position]
-            if work.kind in ("F", "B", "W"):
+            if work.kind in PASSES:
                 steps[work.stage].append(step)
     common = _common_versions(timeline, interval)
     entered: dict[int, int] = {}  # microbatch -> version of its forward on the first stage

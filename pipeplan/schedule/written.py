@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Literal
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+Kind = Literal["F", "R", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 Semantics = Literal["blocking", "together", "batched", "rank", "lazy", "pair", "free"]
 SEMANTICS: dict[Semantics, str] = {
     "blocking": "a send or receive keeps its rank until the other rank has come to it",
@@ -30,7 +30,8 @@ SEMANTICS: dict[Semantics, str] = {
 class Action:
     """What a rank does: compute ``stage`` on ``microbatch``, or exchange with the rank of a neighbouring stage.
 
-    ``I`` and ``W`` are the parts of a backward for inputs and for weights. The stage of a SEND is the sender's, that of
+    ``I`` and ``W`` are the parts of a backward for inputs and for weights; ``R`` runs again what the stage recomputes,
+    which otherwise the backward does. The stage of a SEND is the sender's, that of
     a RECV the receiver's.
     """
 
@@ -44,7 +45,7 @@ class Action:
     @property
     def computes(self) -> bool:
         """Whether this is no transfer."""
-        return self.kind in ("F", "B", "I", "W")
+        return self.kind in ("F", "R", "B", "I", "W")
 
 
 Rows = Sequence[Sequence[Action]]
@@ -83,6 +84,11 @@ class Written:
         return any(action.kind in ("I", "W") for row in self.rows for action in row)
 
     @cached_property
+    def apart(self) -> frozenset[int]:
+        """The stages whose recomputation comes apart from backwards."""
+        return frozenset(action.stage for row in self.rows for action in row if action.kind == "R")
+
+    @cached_property
     def parted(self) -> frozenset[tuple[int, int]]:
         """(stage, microbatch) of the backwards whose part for inputs comes apart."""
         return frozenset((action.stage, action.microbatch) for row in self.rows for action in row if action.kind == "I")
@@ -117,6 +123,8 @@ def _missing(written: Written, where: Container[Action]) -> Iterator[str]:
         for m in range(written.microbatches):
             if Action(stage, "F", m) not in where:
                 yield f"{stage}F{m} is missing"
+            if stage in written.apart and Action(stage, "R", m) not in where:
+                yield f"{stage}R{m} is missing"
             parts = "".join(kind for kind in ("B", "I", "W") if Action(stage, kind, m) in where)
             if parts not in ("B", "IW") and not (parts == "W" and stage == 0):
                 said = f"has {' and '.join(parts)}" if parts else "is missing"
@@ -168,13 +176,16 @@ def _needs(written: Written, parted: Parted, action: Action) -> list[Action]:
             return [Action(s, f"RECV_{kind}", m)]  # type: ignore[arg-type]  # one of the kinds
         return [Action(neighbour, "F" if kind == "F" else back(neighbour), m)]
 
+    again = [Action(s, "R", m)] if s in written.apart else []
     match action.kind:
         case "F":
             return arriving("F", s - 1)
+        case "R":
+            return [Action(s, "F", m)]
         case "B" | "I":
-            return [Action(s, "F", m), *arriving("B", s + 1)]
+            return [Action(s, "F", m), *again, *arriving("B", s + 1)]
         case "W":
-            return [Action(s, "F", m), *([Action(s, "I", m)] if s else arriving("B", s + 1))]
+            return [Action(s, "F", m), *again, *([Action(s, "I", m)] if s else arriving("B", s + 1))]
         case "SEND_F":
             return [Action(s, "F", m)]
         case "SEND_B":

@@ -13,8 +13,8 @@ from .program import Program, Step, pipelines, unequal
 from .slots import Pass, explicit
 from .written import Action, Written, deadlock, incomplete
 
-ACTION = re.compile(r"([0-9]{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]{1,6})")
-Order = tuple[str, ...]  # of each rank its passes, ``0F0,0I0,0W0``, as torch's compute-only CSV has them
+ACTION = re.compile(r"([0-9]{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|R|B|I|W)([0-9]{1,6})")
+Order = tuple[str, ...]  # of each rank its passes, ``0F0,0R0,0I0,0W0``: torch's compute-only CSV, and recomputation
 
 
 def action_of(text: str) -> Action | None:
@@ -80,6 +80,9 @@ def unfit(graph: StageGraph, order: Order, microbatches: int) -> str | None:
     if [written.homes.get(s) for s in range(written.stages)] != homes:
         said = [written.homes[s] for s in range(written.stages)]
         return f"the order's stages are on ranks {said}, those of the plan on {homes}"
+    stored = sorted(written.apart - graph.recomputing)
+    if stored:
+        return f"the order recomputes stage {stored[0]}, which recomputes nothing here"
     uneven = unequal(graph, "a written order")
     if uneven is None and written.microbatches * graph.resources[graph.stages[0].resource].replicas != microbatches:
         count = graph.resources[graph.stages[0].resource].replicas
@@ -103,7 +106,8 @@ def written_program(graph: StageGraph, microbatches: int, order: Order) -> Progr
     passes = {
         graph.stages[homes.index(rank)].resource: _passes(row, written.split) for rank, row in enumerate(written.rows)
     }
-    return explicit(graph, microbatches, lambda _: passes, pipelines(graph, "a written order"), split=written.split)
+    count = pipelines(graph, "a written order")
+    return explicit(graph, microbatches, lambda _: passes, count, split=written.split, apart=written.apart)
 
 
 def _passes(row: Sequence[Action], split: bool) -> list[Pass]:

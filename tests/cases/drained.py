@@ -16,6 +16,9 @@ from pipeplan.plan import Schedule, ScheduleKind, Stage
 from pipeplan.planner.drained_run import drained_run
 from pipeplan.problem import LayerTimes, Policy, Problem
 from pipeplan.schedule.kinds import refused
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.synthesis.recomputing import recomputed_early
+from pipeplan.schedule.timeline import flush_makespan_ns
 
 from .chains import random_chain, random_platform
 
@@ -47,7 +50,8 @@ def times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:
 
 
 def soonest(problem: Problem) -> dict[ScheduleKind, int]:
-    """Return the shortest mini-batch of all contiguous allocations, by the kinds of schedules, all limits tried."""
+    """Return the shortest mini-batch of all contiguous allocations, by the kinds of schedules, all limits tried, and of
+    some orders, in which stages recompute early."""
     layers, gpus, count = len(problem.chain), len(problem.platform), problem.policy.accumulate or 1
     best: dict[ScheduleKind, int] = {}
     for used in range(1, gpus + 1):
@@ -104,11 +108,15 @@ def _times(problem: Problem, stages: tuple[Stage, ...], count: int) -> list[tupl
         return []
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     found: list[tuple[ScheduleKind, int]] = []
+    used = sum(stage.replicas for stage in stages)
     kinds: tuple[ScheduleKind, ...] = ("flush", "1f1b", "zb1p")
     for kind in kinds:
         if refused(graph, Schedule(kind, count)) is None:
             run = drained_run(problem, stages, kind)
             found += [] if run is None else [(kind, run.makespan_ns)]
+            early = None if run is None or len(stages) < used else recomputed_early(graph, run.timeline.program, count)
+            if early is not None:
+                found.append(("written", flush_makespan_ns(simulate(early))))
     for limit in range(1, 2 * len(stages)):
         result = evaluate_simulated(graph, Schedule("message-driven", count, limit), problem.platform, NEVER)
         if fits(result):

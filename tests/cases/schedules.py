@@ -39,6 +39,37 @@ def balanced(
     return stage_graph(Chain("balanced", layers, 0), platform, Policy(weights="flush"), placed)
 
 
+def recomputing(
+    graph: StageGraph,
+    again: int | list[int],
+    memory: int | None = None,
+    *,
+    kept: int = 1,
+    inside: int = 4,
+    whole: int = 4,
+) -> StageGraph:
+    """Return a graph whose stages run layers again for ``again`` ns: microbatches hold ``kept`` bytes, ``inside`` a
+    backward that recomputes at most ``inside``, and ``whole`` where they have been recomputed apart."""
+    times = again if isinstance(again, list) else [again] * len(graph.stages)
+    stages = [
+        replace(
+            x,
+            backward_ns=x.backward_ns + ns,
+            recompute_ns=ns,
+            kept_bytes=kept if ns else inside,
+            peak_bytes=inside,
+            saved_bytes=inside,
+            recomputed_bytes=whole,
+        )
+        for x, ns in zip(graph.stages, times, strict=True)
+    ]
+    operations = [
+        replace(op, duration_ns=op.duration_ns + times[op.stage]) if op.kind == "B" else op for op in graph.operations
+    ]
+    resources = [x if x.is_link else replace(x, memory_bytes=memory or x.memory_bytes) for x in graph.resources]
+    return replace(graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources))
+
+
 def looped(devices: int, chunks: int) -> list[int]:
     """Return homes of ``chunks`` stages per device, stage i on device i mod p."""
     return list(range(devices)) * chunks

@@ -22,19 +22,18 @@ def words(problem: OrderProblem, machine: int) -> list[Word]:
             found.append(word)
             return
         for k in kinds:
-            needed = local[k]
-            if counts[k] < (problem.microbatches if needed is None else counts[needed]):
+            if counts[k] < min((counts[needed] for needed in local[k]), default=problem.microbatches):
                 grow((*word, k), {**counts, k: counts[k] + 1})
 
     grow((), dict.fromkeys(kinds, 0))
     return found
 
 
-def _needed_here(problem: OrderProblem, machine: int, kind: int) -> int | None:
+def _needed_here(problem: OrderProblem, machine: int, kind: int) -> list[int]:
     needed = problem.needs[kind]
     while needed >= 0 and problem.machines[needed] != machine:
         needed = problem.needs[needed]
-    return needed if needed >= 0 else None
+    return [x for x in (needed, problem.again[kind]) if x >= 0]
 
 
 def value(problem: OrderProblem, order: list[Word]) -> int | None:

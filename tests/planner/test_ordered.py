@@ -11,6 +11,7 @@ from cases.files import written
 
 import pipeplan as pp
 from pipeplan.check.evaluate import evaluate
+from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import written_schedule
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
@@ -19,7 +20,7 @@ from pipeplan.planner.best_order import best_orders
 from pipeplan.planner.ordered import ordered, ordered_alike
 from pipeplan.planner.plan import Planned
 from pipeplan.planner.simulation import simulate_plan
-from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.problem import Chain, Device, Layer, Platform, Policy
 from pipeplan.report.words import ordering
 from pipeplan.runtime.options import run_otherwise
 from pipeplan.schedule.kinds import plan_program
@@ -96,3 +97,25 @@ def test_backwards_stay_whole_where_their_parts_do_not_fit():
     assert ordered(planned, placements=("own",)) == planned
     whole = best_orders(plan, 3, placements=("own",))[0].order
     assert (whole.program.split, whole.optimal, whole.value_ns) == (False, True, planned.evaluation.makespan_ns)
+
+
+def test_its_own_order_recomputes_early_where_no_other_has_room():
+    """The second stage's segments never lie in memory together, so that it alone recomputes within its backwards."""
+    layers = tuple(Layer(f"l{i}", 2000, 4000, 0, 4, saved_bytes=10) for i in range(4))
+    stages = Stage(0, 2, (0,), ((0, 2),)), Stage(2, 4, (1,), ((2, 3), (3, 4)))
+    plan = Plan(
+        chain=Chain("four", layers, 4),
+        platform=replace(Platform.flat(2, 32, 10**9), devices=(Device(32), Device(22))),
+        policy=Policy("flush", accumulate=3),
+        allocation=Allocation(stages),
+        pattern=None,
+        lower_bounds=(),
+        provenance=Provenance("test"),
+        schedule=Schedule("1f1b", 3),
+    )
+    planned = Planned(plan, check(plan))
+    found = ordered(planned, placements=("own",))
+    assert found.plan.schedule.order == ("0F0,0F1,0R0,0B0,0F2,0R1,0B1,0R2,0B2", "1F0,1B0,1F1,1B1,1F2,1B2")
+    # the last backward is 4000 shorter, and the first, so that the last forward's output waits and isn't waited for
+    assert (planned.evaluation.makespan_ns, found.evaluation.makespan_ns) == (52_016 + 12_000, 52_008 + 8_000)
+    assert found.evaluation.devices[0].peak_bytes == 32

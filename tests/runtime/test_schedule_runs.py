@@ -24,7 +24,7 @@ from pipeplan.runtime.phases import of_schedule
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"
 VEE = [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 3, (1,)), Stage(3, 4, (1,)), Stage(4, 6, (0,))]
 ORDER = (
-    "0F0,0F1,3F0,3I0,3W0,0I0,0F2,3F1,0W0,3I1,0I1,3W1,3F2,3I2,0I2,0W1,3W2,0W2\n"
+    "0F0,0F1,3F0,0R0,3I0,3W0,0I0,0F2,3F1,0R1,0W0,3I1,0I1,3W1,3F2,0R2,3I2,0I2,0W1,3W2,0W2\n"
     "1F0,2F0,1F1,2F1,2I0,1I0,2W0,1F2,2I1,1W0,2F2,1I1,2I2,1I2,1W1,2W1,1W2,2W2\n"
 )
 

@@ -18,7 +18,7 @@ from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.periodic.ilp import SolverLimits
 from pipeplan.schedule.registry import drained_programs
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.synthesis import synthesize as synthesizing
+from pipeplan.schedule.synthesis import search as searching
 from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.greedy import greedy, rules
 from pipeplan.schedule.synthesis.justify import justified, shake
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_search_with_the_best_so_far(monkeypatch):
         raise KeyboardInterrupt
 
     graph = stages([0, 1, 2], 7, 9, 5)
-    monkeypatch.setattr(synthesizing, "ROUNDS", ((interrupted, 1, 0.1, 0),))
+    monkeypatch.setattr(searching, "ROUNDS", ((interrupted, 1, 0.1, 0),))
     found = synthesize(graph, 6, limit=2, solver=None)
     assert (found.cut, found.moves) == ("interrupted", 0)
     assert found.value_ns == synthesize(graph, 6, limit=2, solver=None, moves=0).value_ns

@@ -38,6 +38,11 @@ def torch_csv(asked: Asked) -> str:
             f"torch-csv: of {pipelines} pipelines DistributedDataParallel would sum the gradients, which it doesn't of "
             "split backwards; plan with --no-replicas, or with another --schedule"
         )
+    if program.apart:
+        raise CannotExpress(
+            f"torch-csv: stage {min(program.apart)} recomputes in passes of its own, which torch has none of; export "
+            "another --schedule, or plan with --no-checkpointing"
+        )
     if program.batch > 1:
         raise CannotExpress(f"torch-csv: one backward covers {program.batch} microbatches here, and one in torch")
     return written_schedule(program)

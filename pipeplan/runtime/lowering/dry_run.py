@@ -19,6 +19,7 @@ from .instructions import (
     Norm,
     PutAside,
     Receive,
+    Recompute,
     Reduce,
     ReduceTied,
     Save,
@@ -109,8 +110,9 @@ def program_lines(lowered: LoweredRun, most: int | None = None) -> list[str]:
     output to rank 1, ``0b3<1`` its receive of the gradient, ``0U4`` the update that makes version 4, ``0R4`` the sum
     over replicas before it, ``0+3R4`` that of the weights which stages 0 and 3 share, ``A4`` the agreement of all
     ranks on it, ``S20`` the checkpoint after update 20; ``1B4-7v3`` is one backward of microbatches 4 to 7,
-    ``1I4v3`` the first part of one that comes in two, ``1W4v3`` the second. Where
-    gradients are clipped, ``N4`` begins the sum for their norm, and ``0G4`` puts them aside until it is known.
+    ``1I4v3`` the first part of one that comes in two, ``1W4v3`` the second, ``1R4v3`` the recomputation for one that
+    does none itself. Where gradients are clipped, ``N4`` begins the sum for their norm, and ``0G4`` puts them aside
+    until it is known.
     """
     lines = []
     for rank, (device, instructions) in enumerate(zip(lowered.devices, lowered.instructions, strict=True)):
@@ -128,6 +130,8 @@ def word(instruction: Instruction) -> str:
             return f"{s}F{m}v{v}"
         case Backward(s, m, v, covers):
             return f"{s}{'I' if instruction.inputs_only else 'B'}{_span(m, covers)}v{v}"
+        case Recompute(s, m, v):
+            return f"{s}R{m}v{v}"
         case BackwardWeights(s, m, v):
             return f"{s}W{m}v{v}"
         case Send(kind, s, m, peer, covers):

@@ -48,6 +48,16 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """Run again what a stage recomputes, which its backward then finds done."""
+
+    stage: int
+    microbatch: int
+    version: int
+    lent: Lent = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardWeights:
     """Compute the gradients of a stage's weights, which its backward has left for later."""
 
@@ -151,6 +161,7 @@ class Save:
 
 Instruction = (
     Forward
+    | Recompute
     | Backward
     | BackwardWeights
     | Send
@@ -175,6 +186,8 @@ def sentence(instruction: Instruction) -> str:
     match instruction:
         case Forward(stage, microbatch, _):
             return f"the forward of microbatch {microbatch} on stage {stage}"
+        case Recompute(stage, microbatch, _):
+            return f"the recomputation of microbatch {microbatch} on stage {stage}"
         case Backward(stage, microbatch, _, covers):
             return f"the backward of {_which(microbatch, covers)} on stage {stage}"
         case BackwardWeights(stage, microbatch, _):
@@ -281,6 +294,9 @@ def lowered(
                 case "B":
                     use = use_of[step]
                     instruction = Backward(op.stage, op.microbatch, use.version, op.covers, use.lent, program.split)
+                case "R":
+                    use = use_of[step]
+                    instruction = Recompute(op.stage, op.microbatch, use.version, use.lent)
                 case "W":
                     use = use_of[step]
                     instruction = BackwardWeights(op.stage, op.microbatch, use.version, use.lent)
@@ -360,14 +376,16 @@ class _LateUpdates:
 def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return ``instructions`` with backwards whole whose parts follow each other, without a message that goes between.
 
-    One pass through the graph does less than two.
+    One pass through the graph does less than two. Those of stages that recompute apart stay: their graphs are for two.
     """
+    apart = {x.stage for x in instructions if isinstance(x, Recompute)}
     kept: list[Instruction] = []
     for x in instructions:
         before = kept[-1] if kept else None
         if (
             isinstance(x, BackwardWeights)
             and isinstance(before, Backward)
+            and x.stage not in apart
             and (x.stage, x.microbatch) == (before.stage, before.microbatch)
         ):
             kept[-1] = replace(before, inputs_only=False)
@@ -490,6 +508,8 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
             return Forward(s, m + microbatches, version + versions, _lent_later(lent, versions))
         case Backward(s, m, version, covers, lent, inputs_only):
             return Backward(s, m + microbatches, version + versions, covers, _lent_later(lent, versions), inputs_only)
+        case Recompute(s, m, version, lent):
+            return Recompute(s, m + microbatches, version + versions, _lent_later(lent, versions))
         case BackwardWeights(s, m, version, lent):
             return BackwardWeights(s, m + microbatches, version + versions, _lent_later(lent, versions))
         case Send(kind, s, m, peer, covers):
@@ -513,7 +533,7 @@ def version_uses(instructions: Sequence[Instruction], stage: int, by: Collection
     """
     found: Counter[int] = Counter()
     for x in instructions:
-        if isinstance(x, Forward | Backward | BackwardWeights) and (x.stage == stage or x.stage in by):
+        if isinstance(x, Forward | Recompute | Backward | BackwardWeights) and (x.stage == stage or x.stage in by):
             found[x.version if x.stage == stage else dict(x.lent)[stage]] += 1
     return found
 
@@ -527,9 +547,14 @@ def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
     newest = min(version_uses(instructions, stage), default=0)
     for x in instructions:
         match x:
-            case Forward(s, _, version) | Backward(s, _, version) | BackwardWeights(s, _, version) if s == stage:
+            case (
+                Forward(s, _, version)
+                | Recompute(s, _, version)
+                | Backward(s, _, version)
+                | BackwardWeights(s, _, version)
+            ) if s == stage:
                 passes.append((newest, version))
-            case Forward() | Backward() | BackwardWeights():
+            case Forward() | Recompute() | Backward() | BackwardWeights():
                 passes += [(newest, version) for s, version in x.lent if s == stage]
             case Update(s, version) if s == stage:
                 newest = version

@@ -34,6 +34,7 @@ from .instructions import (
     Norm,
     PutAside,
     Receive,
+    Recompute,
     Reduce,
     ReduceTied,
     Save,
@@ -107,7 +108,7 @@ class LoweredRun:
     def minibatch(self, instruction: Instruction) -> int:
         """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
         match instruction:  # what comes most often first: a run asks before each
-            case Forward() | Backward() | Send() | Receive() | BackwardWeights():
+            case Forward() | Backward() | Send() | Receive() | BackwardWeights() | Recompute():
                 return self.first.step + (instruction.microbatch - self.first.microbatch) // self.interval
             case PutAside(_, version) | Reduce(_, version) | ReduceTied(_, version) | Update(_, version):
                 return version - 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ...cost.time_model import update_share_ns
-from ...schedule.program import Program, make_program
+from ...schedule.program import PASSES, Program, make_program
 from ..lowering.instructions import Edge, Pass, edge_into
 from ..lowering.lowered_run import LoweredRun
 from .times import Activity, RankMeasurement, covers, median, settled, typical
@@ -41,7 +41,8 @@ def calibrated(
             replace(
                 cost,
                 forward_ns=occupied["F", s],
-                backward_ns=occupied["B", s] + occupied["W", s] + int(share),
+                backward_ns=occupied["R", s] + occupied["B", s] + occupied["W", s] + int(share),
+                recompute_ns=occupied["R", s],
                 backward_weight_ns=occupied["W", s] + int(share),
                 sync_period_ns=0,
                 update_ns=waits_ns[s] + (step if overlaps else 0) if lowered.drains else 0,
@@ -75,7 +76,14 @@ def calibrated(
                 orders[index, replica] = lane.steps
     limit = program.limit if decides else None
     return make_program(
-        measured, program.microbatches, orders, rules=rules, batch=program.batch, split=program.split, limit=limit
+        measured,
+        program.microbatches,
+        orders,
+        rules=rules,
+        batch=program.batch,
+        split=program.split,
+        limit=limit,
+        apart=program.apart,
     )
 
 
@@ -135,7 +143,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                     before += until - t.end_ns
                 case "DATA":
                     before += until - t.start_ns
-                case "F" | "B" | "W":
+                case "F" | "R" | "B" | "W":
                     spent[t.activity, t.stage, t.microbatch] = before + until - t.start_ns
                     before = 0
                 case "ROOM_F" | "ROOM_B" | "SEND_F" | "SEND_B":
@@ -146,7 +154,7 @@ def occupied(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> di
                 case "UPDATE":
                     key: tuple[Activity, int, int] = "UPDATE", t.stage, t.microbatch
                     spent[key] = spent.get(key, 0) + until - t.start_ns
-    return typical(lowered, ("F", "B", "W", "UPDATE"), ranks)
+    return typical(lowered, (*PASSES, "UPDATE"), ranks)
 
 
 def sums_ns(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> list[int]:

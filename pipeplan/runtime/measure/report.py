@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...schedule.memory import run_uses
+from ...schedule.program import PASSES
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, most_versions
 from ..lowering.lowered_run import LoweredRun
@@ -198,10 +199,10 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             planned_forward_ns=planned.forward_ns,
             planned_backward_ns=planned.backward_ns,
             forward_ns=durations["F", s],
-            backward_ns=durations["B", s] + durations["W", s],
+            backward_ns=sum(durations[k, s] for k in ("R", "B", "W")),
             update_ns=durations["UPDATE", s],
             data_ns=durations["DATA", s],
-            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in ("F", "B", "W")) - durations["DATA", s]),
+            exchange_ns=max(0, sum(busy[k, s] - durations[k, s] for k in PASSES) - durations["DATA", s]),
             versions=max(x.versions.get(s, 0) for x in measurements),
             planned_versions=max(most_versions(lowered.instructions[rank].short(), s) for rank in lowered.ranks_of(s)),
             data_wait_ns=waits[s],
@@ -309,7 +310,7 @@ def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> 
         ranks.append(Counter())
         for t in x.times:  # an update has a part for each chunk of the gradient
             ranks[-1][t.activity, t.stage, t.microbatch] += t.duration_ns
-    return typical(lowered, ("F", "B", "W", "DATA", "UPDATE"), ranks)
+    return typical(lowered, (*PASSES, "DATA", "UPDATE"), ranks)
 
 
 def _periods(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> tuple[float | None, float | None]:

@@ -12,6 +12,7 @@ from ..lowering.lowered_run import LoweredRun
 
 Activity = Literal[
     "F",
+    "R",
     "B",
     "W",
     "DATA",

@@ -54,6 +54,7 @@ class SplitStage(StageModule):
             pieces, self._apart = _first_apart(pieces)
         super().__init__(index, pieces, *arguments, **options)
         self._waiting: dict[int, list[Later]] = {}
+        self._again: dict[tuple[int, int], list[Graph]] = {}  # by microbatch and piece, what ran again before
         self._for_weights: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}  # by graph, of how many tensors which
 
     def backward_inputs(self, microbatch: int, version: int, gradient: Tensor | None, lent: Lent = ()) -> Tensor | None:
@@ -87,6 +88,8 @@ class SplitStage(StageModule):
         graphs = [Graph(held, piece.makes, (number, 0))]
         if held.again is not None:
             graphs = self._graphs_again(number, piece, held, flight)
+        elif piece.recompute:
+            graphs = self._again.pop((flight.microbatch, number))
         parts: list[WeightPart] = []
         holding: Holding = {}
         for graph in reversed(graphs):
@@ -115,6 +118,9 @@ class SplitStage(StageModule):
                     self._activations.hold(flight.pieces[-1].holding, known[value])
         self._activations.release(held.holding)
         return Later(parts, holding)
+
+    def _run_again(self, number: int, held: Held, flight: InFlight) -> None:
+        self._again[flight.microbatch, number] = self._graphs_again(number, self._pieces[number], held, flight)
 
     def _first_part(self, graph: Graph, ends: Sequence[tuple[GradientEdge, Tensor]]) -> WeightPart:
         saved = graph.held.saved

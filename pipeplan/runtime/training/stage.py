@@ -2,8 +2,9 @@
 
 A stage is cut into pieces: runs of stored layers and recomputed segments. Each piece has a graph of its own, so a
 backward goes piece by piece and frees each as soon as it is done, which is how the memory model counts (ALGORITHMS
-section 3). A recomputed piece keeps what it reads, and runs again in the backward, with the same random numbers. What a
-stage only passes on is nothing that it keeps; its gradient is added to that of the stage's own uses.
+section 3). A recomputed piece keeps what it reads, and runs again in the backward, or in a pass of its own before that,
+with the same random numbers. What a stage only passes on is nothing that it keeps; its gradient is added to that of the
+stage's own uses.
 """
 
 from __future__ import annotations
@@ -190,6 +191,20 @@ class StageModule:
         if self.takes_targets:
             self._keep_loss(microbatch, values[LOSS], trains=False)
         return self._closed(microbatch, values)
+
+    def recompute(self, microbatch: int, version: int, lent: Lent = ()) -> None:
+        """Run again all pieces that are recomputed, so that the backward of the microbatch finds their graphs."""
+        flight = self._in_flight[microbatch]
+        self.versions.install(version, lent)
+        for number, held in enumerate(flight.pieces):
+            if held.again is not None:
+                self._run_again(number, held, flight)
+        self.versions.released(version)
+
+    def _run_again(self, number: int, held: Held, flight: InFlight) -> None:
+        assert held.again is not None, "only what is recomputed runs again"
+        again, held.again = held.again, None
+        held.ends = self._recomputed(self._pieces[number], held, *again, flight)
 
     def backward(
         self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1, lent: Lent = ()

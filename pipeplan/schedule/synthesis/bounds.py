@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ...deadline import Deadline
 from ...integers import ceil_div
 from ..periodic.solvers import Solver, SolverLimits
@@ -35,12 +37,20 @@ def _held(problem: OrderProblem, machine: int) -> int:
     least = 0
     for store in problem.stores:
         area = -sum(
-            store.starts[k] * problem.head[k] + store.ends[k] * (problem.head[k] + problem.durations[k])
-            for k in problem.on[machine]
+            store.starts[k] * start + store.ends[k] * (start + problem.durations[k])
+            for k, start in _close(problem, machine)
         )
         if store.room[machine] > 0:
             least = max(least, ceil_div(problem.microbatches * area, store.room[machine]))
     return least
+
+
+def _close(problem: OrderProblem, machine: int) -> Iterator[tuple[int, int]]:
+    """Yield each kind of a machine and its start, all as early as they can be but recomputations, which come right
+    before their backward: they take memory, so that nothing is held for less time."""
+    for kind in problem.on[machine]:
+        backward = problem.backward_of.get(kind)
+        yield kind, problem.head[kind] if backward is None else problem.head[backward] - problem.durations[kind]
 
 
 def raised(

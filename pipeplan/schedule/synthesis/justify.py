@@ -76,11 +76,10 @@ def _shaken(problem: OrderProblem, orders: Orders, rng: random.Random, by: float
     middle, reach = whole * rng.random(), whole * rng.choice(REACHES)
     times = [end + rng.gauss(0, by) if abs(end - middle) < reach else float(end) for end in ends]
     for kind in problem.by_depth:
-        needed = problem.needs[kind]
         for o in range(kind * count, kind * count + count):
             if o > kind * count:
                 times[o] = max(times[o], times[o - 1])
-            if needed >= 0:
+            for needed in problem.before[kind]:
                 times[o] = max(times[o], times[needed * count + o - kind * count])
     rank = ranks(problem)
     for device in problem.devices:
@@ -118,8 +117,8 @@ class Line:
         self.problem, self.count = problem, problem.microbatches
         count, kinds = self.count, range(len(problem.durations))
         needed: list[list[int]] = [[] for _ in kinds]
-        for kind, other in enumerate(problem.needs):
-            if other >= 0:
+        for kind, others in enumerate(problem.before):
+            for other in others:
                 needed[other if back else kind].append(kind if back else other)
         step = 1 if back else -1
         self.needs = [

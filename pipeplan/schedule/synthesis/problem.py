@@ -7,16 +7,17 @@ so keeps each pass behind what it needs, and what devices hold. An order is then
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from graphlib import TopologicalSorter
 from math import gcd
 
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ..memory import step_changes
-from ..program import Program, operations_of
+from ..program import Program, Work, needs_of, operations_of
 
 NEVER_COUNTS = -(2**50)  # the tail of what has no part in the value
 Word = tuple[int, ...]  # kinds of passes of one machine, in order
@@ -40,8 +41,9 @@ class Store:
 class OrderProblem:
     """``microbatches`` of each kind of pass, a position of the program, to be ordered on machines, a graph's resources.
 
-    The first ``path`` kinds are on the way of a microbatch, those behind are weight parts.
-    ``needs[k]`` is the kind of the same microbatch that must be over before, or -1. The value of an order is the most,
+    The first ``path`` kinds are on the way of a microbatch, those behind are weight parts, and last recomputations.
+    ``needs[k]`` is the kind of the same microbatch that must be over before, or -1, and ``again[k]`` that of what a
+    backward has recomputed on its own machine, or -1. The value of an order is the most,
     over kinds k, of the end of the last of them plus ``tail[k]``. ``spans``: tails are less by when the device's first
     pass starts at the earliest, so that the value is the longest span of one device; else it is the makespan.
     """
@@ -55,6 +57,17 @@ class OrderProblem:
     microbatches: int
     spans: bool
     path: int
+    again: tuple[int, ...]
+
+    @cached_property
+    def before(self) -> tuple[tuple[int, ...], ...]:
+        """All kinds of the same microbatch that must be over before each kind."""
+        return tuple(tuple(x for x in pair if x >= 0) for pair in zip(self.needs, self.again, strict=True))
+
+    @cached_property
+    def backward_of(self) -> dict[int, int]:
+        """The backward that needs each kind of recomputation."""
+        return {again: kind for kind, again in enumerate(self.again) if again >= 0}
 
     @cached_property
     def on(self) -> tuple[tuple[int, ...], ...]:
@@ -69,20 +82,15 @@ class OrderProblem:
         """How long a microbatch takes before each kind of pass."""
         found = [0] * len(self.needs)
         for kind in self.by_depth:
-            needed = self.needs[kind]
-            if needed >= 0:
-                found[kind] = found[needed] + self.durations[needed]
+            found[kind] = max((found[needed] + self.durations[needed] for needed in self.before[kind]), default=0)
         return tuple(found)
 
     @cached_property
     def depth(self) -> tuple[int, ...]:
-        """How many kinds of passes of a microbatch come before each kind."""
-        found: list[int] = []
-        for kind in range(len(self.needs)):
-            steps, needed = 0, self.needs[kind]
-            while needed >= 0:
-                steps, needed = steps + 1, self.needs[needed]
-            found.append(steps)
+        """How many kinds of passes of a microbatch come one after the other before each kind."""
+        found = [0] * len(self.needs)
+        for kind in TopologicalSorter(dict(enumerate(self.before))).static_order():
+            found[kind] = max((found[needed] + 1 for needed in self.before[kind]), default=0)
         return tuple(found)
 
     @cached_property
@@ -95,8 +103,7 @@ class OrderProblem:
         """What at least follows on the end of the last pass of each kind until the value is reached."""
         rests = list(self.tail)
         for kind in reversed(self.by_depth):
-            needed = self.needs[kind]
-            if needed >= 0:
+            for needed in self.before[kind]:
                 rests[needed] = max(rests[needed], self.durations[kind] + rests[kind])
         return tuple(rests)
 
@@ -133,15 +140,22 @@ class OrderProblem:
 
     def is_weight(self, kind: int) -> bool:
         """Whether a kind of pass computes weight gradients alone."""
-        return kind >= self.path
+        return kind >= self.path and kind not in self.backward_of
 
     def is_backward(self, kind: int) -> bool:
         """Whether a kind of pass, or the transfer, is on the way back."""
         return self.path // 2 <= kind < self.path
 
     def one_by_one(self, machine: int) -> Word:
-        """Return the passes of a machine for one microbatch, those of weight gradients as soon as they can be."""
-        return tuple(sorted(self.on[machine], key=lambda k: (self.depth[k], -k)))
+        """Return the passes of a machine for one microbatch, those of weight gradients as soon as they can be, and
+        recomputations as late."""
+        return self.with_again(
+            sorted((k for k in self.on[machine] if k not in self.backward_of), key=lambda k: (self.depth[k], -k))
+        )
+
+    def with_again(self, word: Sequence[int]) -> Word:
+        """Return a word without recomputations with each right before its backward."""
+        return tuple(x for kind in word for x in (self.again[kind], kind) if x >= 0)
 
     def holds(self, machine: int, word: Sequence[int]) -> bool:
         """Whether a device can hold all that it does in this order."""
@@ -168,23 +182,25 @@ def order_problem(
     split: bool = True,
     weight_keeps: Fraction = Fraction(1),
     limit: int | None = None,
+    apart: Set[int] = frozenset(),
 ) -> OrderProblem:
     """Return the problem of one pipeline: memory of its devices in bytes, and at most ``limit`` activations on each.
+
+    Of stages ``apart`` recomputations are passes of their own.
 
     An activation counts, in ``limit``, as one from the start of its forward, and as ``weight_keeps`` of one from the
     end of its backward's first part to the end of its second. NoRoom where a device cannot hold what one microbatch
     takes.
     """
-    works = operations_of(graph, 1, split)
-    position = {(work.kind, work.stage): k for k, work in enumerate(works)}
+    works = operations_of(graph, 1, split, apart)
     path = len(graph.operations)
-    needs = [k - 1 if k < path else position["B", works[k].stage] for k in range(len(works))]
-    stores = [_bytes(graph, split, weight_keeps)]
+    needs = needs_of(works)
+    stores = [_bytes(graph, split, weight_keeps, apart)]
     if limit is not None:
-        stores.append(_activations(graph, split, weight_keeps, limit))
+        stores.append(_activations(works, split, weight_keeps, limit, len(graph.resources)))
     problem = OrderProblem(
         tuple(work.duration_ns for work in works),
-        tuple(needs),
+        tuple(needed[0] if needed else -1 for needed in needs),
         tuple(work.resource for work in works),
         devices := tuple(i for i, resource in enumerate(graph.resources) if not resource.is_link),
         (0,) * len(works),
@@ -192,8 +208,9 @@ def order_problem(
         microbatches,
         not barrier,
         path,
+        tuple(needed[1] if len(needed) > 1 else -1 for needed in needs),
     )
-    problem = replace(problem, tail=_tails(graph, problem, barrier))
+    problem = replace(problem, tail=_tails(graph, problem, [work.stage for work in works], barrier))
     for device in devices:
         if not problem.holds(device, problem.one_by_one(device)):
             where, said = graph.resources[device].name, "" if limit is None else f", of {limit} activations at most,"
@@ -201,13 +218,12 @@ def order_problem(
     return problem
 
 
-def _tails(graph: StageGraph, problem: OrderProblem, barrier: bool) -> tuple[int, ...]:
+def _tails(graph: StageGraph, problem: OrderProblem, at: Sequence[int], barrier: bool) -> tuple[int, ...]:
+    """Return the tail of each kind, which is of the stage ``at`` its place."""
     works = range(len(problem.durations))
     if barrier:
         steps = [sum(s.step_ns for s in graph.stages if s.resource == r) for r in range(len(graph.resources))]
         rest = graph.norm_ns + max(steps) if graph.policy.clip else 0
-        path = len(graph.operations)
-        at = [op.stage for op in graph.operations] + [k - path for k in works if k >= path]
         return tuple(graph.stages[at[k]].update_ns * (problem.machines[k] in problem.devices) + rest for k in works)
     found = []
     for k in works:
@@ -221,9 +237,9 @@ def _tails(graph: StageGraph, problem: OrderProblem, barrier: bool) -> tuple[int
     return tuple(found)
 
 
-def _bytes(graph: StageGraph, split: bool, weight_keeps: Fraction) -> Store:
+def _bytes(graph: StageGraph, split: bool, weight_keeps: Fraction, apart: Set[int]) -> Store:
     """Return the bytes of activations, as the simulator counts them, and what weights and buffers leave of memory."""
-    empty = Program(graph, 0, (), 1, split, None, weight_keeps)
+    empty = Program(graph, 0, (), 1, split, None, weight_keeps, apart=frozenset(apart))
     changes = [step_changes(empty, k, 0, 1) for k in range(len(empty.operations))]
     starts, ends = (tuple(sum(size for at, size in some if at == when) for some in changes) for when in (0, 1))
     room = []
@@ -234,9 +250,9 @@ def _bytes(graph: StageGraph, split: bool, weight_keeps: Fraction) -> Store:
     return Store(starts, ends, tuple(room))
 
 
-def _activations(graph: StageGraph, split: bool, weight_keeps: Fraction, limit: int) -> Store:
+def _activations(works: Sequence[Work], split: bool, weight_keeps: Fraction, limit: int, machines: int) -> Store:
     whole, later = weight_keeps.denominator, weight_keeps.numerator
     change = {"F": (whole, 0), "B": (0, later - whole if split else -whole), "W": (0, -later)}
-    pairs = [change.get(work.kind, (0, 0)) for work in operations_of(graph, 1, split)]
-    room = (limit * whole,) * len(graph.resources)
+    pairs = [change.get(work.kind, (0, 0)) for work in works]
+    room = (limit * whole,) * machines
     return Store(tuple(a for a, _ in pairs), tuple(b for _, b in pairs), room)

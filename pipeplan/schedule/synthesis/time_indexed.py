@@ -45,15 +45,30 @@ class Slots:
         machines = self.machines or range(len(self.problem.on))
         return tuple(k for k, machine in enumerate(self.problem.machines) if machine in machines)
 
-    def behind(self, kind: int) -> tuple[int, int]:
-        """Return the kind that is looked at which one needs, or -1, and from its start on for how many ns."""
-        problem, lag, needed = self.problem, 0, self.problem.needs[kind]
-        while needed >= 0:
-            lag += problem.durations[needed]
-            if needed in self.kinds:
-                return needed, lag
+    def behind(self, kind: int) -> list[tuple[int, int]]:
+        """Return kinds that are looked at which one needs, on its way and what it has recomputed, and from the start of
+        each on for how many ns."""
+        problem, found = self.problem, list[tuple[int, int]]()
+        needed, between = problem.needs[kind], [kind]
+        while needed >= 0 and needed not in self.kinds:
+            between.append(needed)
             needed = problem.needs[needed]
-        return -1, 0
+        if needed >= 0:
+            found.append((needed, self._way(needed, between)))
+        again = problem.again[kind]
+        return [*found, (again, problem.durations[again])] if again >= 0 else found
+
+    def _way(self, first: int, others: Sequence[int]) -> int:
+        """Return how long after the start of ``first`` the first of ``others`` can start: each needs the next, the last
+        of them ``first``, and some of them a recomputation behind another."""
+        problem, reached = self.problem, {first: 0}
+        for kind in reversed(others):
+            ways = [problem.needs[kind], problem.again[kind]]
+            if ways[1] >= 0 and problem.needs[ways[1]] in reached:
+                forward = problem.needs[ways[1]]
+                reached[ways[1]] = reached[forward] + problem.durations[forward]
+            reached[kind] = max(reached[x] + problem.durations[x] for x in ways if x in reached)
+        return reached[others[0]]
 
     @cached_property
     def durations(self) -> tuple[int, ...]:
@@ -116,11 +131,11 @@ class Slots:
         """Yield the constraints: terms whose sum is at most a number."""
         problem = self.problem
         for kind in self.kinds:
-            before, (needed, lag) = -1, self.behind(kind)
+            before, needs = -1, self.behind(kind)
             for x in self.seen:
                 yield [(kind, before, 1), (kind, x, -1)], 0
                 before = x
-                if needed >= 0:
+                for needed, lag in needs:
                     yield [(kind, x, 1), (needed, self._at(x - lag // self.length), -1)], 0
         for machine, kinds in enumerate(problem.on):
             if self.machines and machine not in self.machines:

@@ -22,6 +22,7 @@ class Orders:
         count = problem.microbatches
         self.problem, self.count = problem, count
         self.needs = [-1 if needed < 0 else needed * count + m for needed in problem.needs for m in range(count)]
+        self.together = self._pairs(problem)
         self.lengths = [duration for duration in problem.durations for _ in range(count)]
         self.links = [i for i, kinds in enumerate(problem.on) if kinds and i not in problem.devices]
         self.queues = [self._queue(word) for word in words]
@@ -35,6 +36,12 @@ class Orders:
     def cost(self) -> float:
         """What a search seeks to lessen: of orders of one value those are better whose devices are done sooner."""
         return self.value + SHARE * self.total / len(self.problem.devices)
+
+    def _pairs(self, problem: OrderProblem) -> list[int]:
+        """Return of each backward what it recomputes first, and the other way round, or -1. As both are in one queue,
+        the order in that is all there is to it."""
+        kinds = [again if again >= 0 else problem.backward_of.get(kind, -1) for kind, again in enumerate(problem.again)]
+        return [-1 if other < 0 else other * self.count + m for other in kinds for m in range(self.count)]
 
     def _queue(self, word: Word) -> Queue:
         seen = dict.fromkeys(word, 0)
@@ -96,11 +103,11 @@ class Orders:
         """
         queue, needs, count = self.queues[machine], self.needs, self.count
         moved = queue[at]
-        kind, needed = moved // count, needs[moved]
+        kind, needed, other_part = moved // count, needs[moved], self.together[moved]
         low, high = (at, to) if at < to else (to, at)
         part = queue[low : high + 1]
         for other in part:
-            if other != moved and (other // count == kind or other == needed or needs[other] == moved):
+            if other != moved and (other // count == kind or other in (needed, other_part) or needs[other] == moved):
                 return False
         if at < to:
             part.append(part.pop(0))

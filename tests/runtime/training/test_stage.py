@@ -23,11 +23,18 @@ def small_net():
     ]
 
 
+@pytest.fixture(scope="module")
+def chain():
+    return zoo_chain("gpt-tiny", 2)
+
+
 SEGMENTS = [(), ((0, 4),), ((0, 5),), ((0, 1), (1, 2), (2, 4)), ((1, 3),), ((4, 5),), ((1, 2), (3, 5))]
 
 
+@pytest.mark.parametrize("early", [(), (0, 1)])
 @pytest.mark.parametrize("checkpoint", SEGMENTS)
-def test_gradients_and_statistics_equal_plain_training(checkpoint):
+def test_gradients_and_statistics_equal_plain_training(checkpoint, early):
+    """Also of microbatches that are recomputed ``early``, before any backward."""
     inputs = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     target = torch.zeros(6, 4)
     plain, layers = nn.Sequential(*small_net()), small_net()
@@ -43,6 +50,8 @@ def test_gradients_and_statistics_equal_plain_training(checkpoint):
         (value / 3).backward()
     for m, x in enumerate(inputs):
         stage.forward(m, 0, x, target, counted=m < 2)
+    for m in early:
+        stage.recompute(m, 0)
     for m, (leaf, value) in enumerate(ends):
         gradient = stage.backward(m, 0, None)
         torch.testing.assert_close(gradient, leaf.grad, rtol=0, atol=0)
@@ -69,6 +78,8 @@ def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
         stage, given = stage_of(layers, inputs[0], kind=kind, **options), []
         for m, x in enumerate(inputs):
             stage.forward(m, 0, x, target, counted=True)
+        if kind is SplitStage:
+            stage.recompute(1, 0)
         for m in range(2):
             given.append(stage.backward_inputs(m, 0, None) if kind is SplitStage else stage.backward(m, 0, None))
         if kind is SplitStage:
@@ -90,9 +101,9 @@ def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
     ("start", "stop", "checkpoint"),
     [(0, 3, ()), (1, 4, ()), (1, 4, ((1, 4),)), (1, 5, ((1, 2), (3, 5))), (2, 8, ((3, 5),)), (3, 8, ((3, 8),))],
 )
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_accounted_bytes_are_those_of_the_memory_model(start, stop, checkpoint, in_flight):
-    chain = zoo_chain("gpt-tiny", 2)
+@pytest.mark.parametrize(("in_flight", "early"), [(1, 0), (3, 0), (3, 2)])
+def test_accounted_bytes_are_those_of_the_memory_model(chain, start, stop, checkpoint, in_flight, early):
+    """Of microbatches some of which have been recomputed ``early``."""
     layers, loss, data = built("gpt-tiny", 2, 0)
     x, target = data(0, 0)
     for layer in layers[:start]:
@@ -115,10 +126,16 @@ def test_accounted_bytes_are_those_of_the_memory_model(start, stop, checkpoint, 
     )
     for m in range(in_flight):
         stage.forward(m, 0, x.clone(), target.clone() if with_loss else None, counted=True)
+    for m in range(early):
+        stage.recompute(m, 0)
+    kept, peak, _ = memory_model.activations(chain, start, stop, checkpoint)
+    recomputed = memory_model.recomputed_bytes(chain, checkpoint)
+    if early:
+        assert activations.held_bytes == activations.peak_bytes == in_flight * kept + early * recomputed
     for m in range(in_flight):
         stage.backward(m, 0, None if with_loss else torch.zeros_like(out))
-    kept, peak, _ = memory_model.activations(chain, start, stop, checkpoint)
-    assert activations.peak_bytes == memory_model.held_bytes(kept, peak, in_flight)
+    least = memory_model.held_bytes(kept, peak, in_flight)
+    assert activations.peak_bytes == max(least, in_flight * kept + early * recomputed)
     assert activations.held_bytes == 0
 
 
