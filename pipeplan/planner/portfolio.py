@@ -138,10 +138,11 @@ def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
 
     They don't see what others find, so they may be made in processes of their own.
     """
+    misfits = Misfits(incumbent.problem)
     before, settings = incumbent.best, incumbent.settings
     alone = replace(settings, progress=None, status=Status())
     start = _walk_start(incumbent)
-    arguments = [(incumbent.problem, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
+    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
     for found, stopped in in_order(settings.jobs, _walk, arguments):
         incumbent.stopped = incumbent.stopped or stopped
         if found is not None and not incumbent.near_bound:
@@ -152,7 +153,7 @@ def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
 
 
 def _walk(
-    problem: Problem,
+    misfits: Misfits,
     settings: Settings,
     start: Allocation,
     best: Scheduled | None,
@@ -161,7 +162,8 @@ def _walk(
     seed: int,
 ) -> tuple[Scheduled | None, IlpStatus | None]:
     """Return the best that a walk from ``start`` finds, if it beats ``best``, and what cut anything short."""
-    incumbent, misfits = Incumbent(problem, settings, start=best), Misfits(problem)
+    problem = misfits.problem
+    incumbent = Incumbent(problem, settings, start=best)
     incumbent.floor_ns = floor_ns
     longest = longest_period_ns(problem)
 
