@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 def plain(value: IntLike) -> IntLike:
     """Return a NumPy scalar as an int, so that Python's unbounded arithmetic applies; arrays stay arrays."""
-    return int(value) if np.ndim(value) == 0 else value
+    return value if isinstance(value, np.ndarray) and value.ndim else int(value)
 
 
 def ceil_div(numerator: Number, denominator: Number | int) -> Number:

@@ -12,7 +12,7 @@ from math import inf, lcm
 
 from ..integers import ceil_div, extend
 from ..plan import Stage
-from ..problem import Platform, Problem
+from ..problem import Device, Platform, Problem
 from . import memory_model
 from .group_bound import device_bytes, group_counts
 from .stage_cost import StageCost, stage_cost
@@ -34,7 +34,9 @@ class Misfits:
             or platform.overhead_ns
             or platform.shared_level is not None
         )
-        self._stages: dict[tuple[Stage, bool, bool], StageCost] = {}
+        self._kinds: dict[Device, int] = {}
+        self._homes: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._stages: dict[tuple[object, ...], StageCost] = {}
         self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
         self._weights: dict[tuple[int, int, int, int], int] = {}
 
@@ -117,12 +119,22 @@ class Misfits:
         return self._weights[key]
 
     def _cost(self, stage: Stage, receives: bool, sends: bool) -> StageCost:
-        key = stage, receives, sends
+        key = stage.start, stage.stop, stage.checkpoint, self._home(stage.devices), receives, sends
         found = self._stages.get(key)
         if found is None:
             problem = self.problem
             found = stage_cost(problem.chain, problem.platform, problem.policy, stage, 0, receives, sends, ())
             self._stages[key] = found
+        return found
+
+    def _home(self, devices: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return what a stage's costs depend on of its devices: how many, the level that joins them, and which kind
+        paces them."""
+        found = self._homes.get(devices)
+        if found is None:
+            platform: Platform = self.problem.platform
+            kind = self._kinds.setdefault(platform.slowest(devices), len(self._kinds))
+            found = self._homes[devices] = len(devices), platform.level_of(devices), kind
         return found
 
     def _level(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, bool]:

@@ -35,6 +35,7 @@ KEPT = 8  # plans near the best
 MOST_KNOWN = 50_000  # stages whose costs are remembered
 GRACE_S = 2.0  # for simple plans where the time limit left none
 Cost = Callable[[StageGraph, Pattern, Deadline], int]
+Watch = Callable[[tuple[Stage, ...], int, Pattern | None], None]
 
 
 def period_cost(graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:
@@ -104,7 +105,8 @@ class Incumbent:
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
     ``stopped`` says which limit cut anything short, ``time limit`` where a clock did, so that another run might find
     more, ``late`` whether that was the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave
-    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``.
+    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``. ``watch`` is told of the
+    stages that may become the best by their bound (ns), and of those that were scheduled, with their cost and pattern.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Incumbent:
         self.bounds: list[Bound] = []
         self.near: list[Scheduled] = []  # by cost
         self.floor_ns: int | None = None
+        self.watch: Watch | None = None
         self._known: Known = {}
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
@@ -172,6 +175,8 @@ class Incumbent:
         floor = self._floor(self._graph(allocation))
         if floor is not None and self.best is not None and self._breaks_rules(allocation):  # few come so far
             return None
+        if floor is not None and self.watch is not None:
+            self.watch(allocation.stages, floor, None)
         return floor
 
     def _floor(self, graph: StageGraph) -> int | None:
@@ -223,7 +228,10 @@ class Incumbent:
         cutoff = self._worth(len(graph.stages)) if self.periodic and self.best is not None else None
         pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
-            return Scheduled(self.cost(graph, pattern, self.problem.deadline), allocation, pattern, status)
+            cost = self.cost(graph, pattern, self.problem.deadline)
+            if self.watch is not None:
+                self.watch(allocation.stages, cost, pattern)
+            return Scheduled(cost, allocation, pattern, status)
         if status is None or status == "infeasible":
             self.rejected = self.rejected or allocation
         return None

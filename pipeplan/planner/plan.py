@@ -25,10 +25,10 @@ from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..version import __version__
 from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .incumbent import Incumbent, Propose, Scheduled, Settings, Status, run_search
-from .interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
+from .interval import Alike, at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .jobs import Task
 from .placed_bounds import placed_bounds
-from .portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous, search
+from .portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, propose_contiguous, search
 from .proposals import synced
 from .robust import Candidate, Jitter, most_robust
 from .simulated import plan_drained, plan_nf1b
@@ -247,9 +247,10 @@ def _plan_pattern(
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
     Where ``propose`` makes local ``moves``, which others pay at another interval, ``again`` makes them as well with the
-    one that fills a pipeline over all devices, if the decided one is no longer. With the interval decided the search
-    is run once more, unless nothing can get shorter. Neither where the problem is large, nor are other stages sought
-    for a smaller interval. The bounds are those of the first, which hold for every interval.
+    one that fills a pipeline over all devices, if the decided one is no longer and they can come out otherwise. With
+    the interval decided the search is run once more, unless nothing can get shorter. Neither where the problem is
+    large, nor are other stages sought for a smaller interval. The bounds are those of the first, which hold for every
+    interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
@@ -285,7 +286,12 @@ def _at_best_interval(
 ) -> tuple[Incumbent, str | None]:
     """Do what :func:`_plan_pattern` says, with the search for the interval ``filled``, if any, ``elsewhere``."""
     incumbent = Incumbent(problem, settings)
+    alike = None
+    if filled is not None and problem.policy.open:
+        alike = Alike(problem, filled)
+        incumbent.watch = alike.watch
     status = run_search(propose, incumbent)
+    incumbent.watch = None
     if not problem.policy.open or incumbent.best is None:
         return incumbent, status
     quick = places(problem) <= MOST_PLACES
@@ -293,6 +299,8 @@ def _at_best_interval(
     again, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
     sooner = filled is not None and again.problem.policy.update_interval() <= filled
+    if alike is not None and (alike.so_far or evenly_shared(problem, incumbent.best.allocation)):
+        sooner = False
     if sooner and not incumbent.near_bound and not _ended(status, incumbent):
         other = at_interval(problem, filled)  # it begins as if the interval were given
         found, cut = _searched(repeat, other, settings) if elsewhere is None else _awaited(elsewhere)

@@ -75,9 +75,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
     problem, status = incumbent.problem, incumbent.settings.status
-    proved, averaged = proof(problem), quick_proof(problem).period_ns
+    averaged = quick_proof(problem).period_ns
     if incumbent.periodic:
-        incumbent.floor_ns = status.floor_ns = proved.period_ns
+        incumbent.floor_ns = status.floor_ns = averaged
 
     def done() -> bool:
         return incumbent.expired or incumbent.near_bound
@@ -85,7 +85,11 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     status.phase = "exact contiguous"
     for allocation in propose_contiguous(incumbent):
         incumbent.try_(allocation)
-    if proved.infeasible or not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+        return
+    proved = proof(problem)
+    incumbent.floor_ns = status.floor_ns = proved.period_ns
+    if proved.infeasible or done():
         return
     status.phase = "one GPU with several stages"
     for allocation in _one_special(incumbent, effort.periods):
@@ -105,14 +109,15 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
                 if incumbent.best is None:
                     break  # a walk without end has found nothing that fits
                 start = incumbent.best.allocation
-            if (walk, start.stages) in made:
-                continue  # it would be the same again
+            if evenly_shared(problem, start) or (walk, start.stages) in made:
+                continue  # small changes make it worse, or it would be the same again
             made.add((walk, start.stages))
             moves = _moves(effort, problem, start)
             patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
             patience, try_ = min(moves, patience), incumbent.try_
             local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.times)
-    if incumbent.best_ns is not None and incumbent.best_ns <= proved.period_ns * LITTLE:
+    best = incumbent.best
+    if best is not None and (evenly_shared(problem, best.allocation) or best.cost <= proved.period_ns * LITTLE):
         return
     status.phase = "walks"
     for round_ in range(effort.rounds):
@@ -133,10 +138,11 @@ def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
 
     They don't see what others find, so they may be made in processes of their own.
     """
+    misfits = Misfits(incumbent.problem)
     before, settings = incumbent.best, incumbent.settings
     alone = replace(settings, progress=None, status=Status())
     start = _walk_start(incumbent)
-    arguments = [(incumbent.problem, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
+    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
     for found, stopped in in_order(settings.jobs, _walk, arguments):
         incumbent.stopped = incumbent.stopped or stopped
         if found is not None and not incumbent.near_bound:
@@ -147,7 +153,7 @@ def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
 
 
 def _walk(
-    problem: Problem,
+    misfits: Misfits,
     settings: Settings,
     start: Allocation,
     best: Scheduled | None,
@@ -156,7 +162,8 @@ def _walk(
     seed: int,
 ) -> tuple[Scheduled | None, IlpStatus | None]:
     """Return the best that a walk from ``start`` finds, if it beats ``best``, and what cut anything short."""
-    incumbent, misfits = Incumbent(problem, settings, start=best), Misfits(problem)
+    problem = misfits.problem
+    incumbent = Incumbent(problem, settings, start=best)
     incumbent.floor_ns = floor_ns
     longest = longest_period_ns(problem)
 
@@ -168,6 +175,12 @@ def _walk(
 
     wander(problem, start, misfit, incumbent.try_, steps, done, seed)
     return None if incumbent.best is best else incumbent.best, incumbent.stopped
+
+
+def evenly_shared(problem: Problem, allocation: Allocation) -> bool:
+    """Whether all layers are on all of equal devices: no stage waits or sends, and nothing that is near takes less."""
+    everywhere = len(allocation.stages) == 1 and allocation.stages[0].replicas == len(problem.platform)
+    return everywhere and len(set(problem.platform.devices)) == 1
 
 
 def places(problem: Problem) -> int:

@@ -179,4 +179,11 @@ class Platform:
         """Return the least memory and the least speed (at every layer) of ``devices``: what a replicated stage gets."""
         if len(devices) == 1:
             return self.devices[devices[0]]
-        return _extreme(tuple(dict.fromkeys(self.devices[d] for d in devices)), True)
+        found = self._paced.get(key := tuple(devices))
+        if found is None:
+            found = self._paced[key] = _extreme(tuple(dict.fromkeys(self.devices[d] for d in devices)), True)
+        return found
+
+    @cached_property
+    def _paced(self) -> dict[tuple[int, ...], Device]:
+        return {}

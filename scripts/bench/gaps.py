@@ -1,12 +1,12 @@
 """How far are the plans that `auto` makes above what is proved that no plan can beat, case by case?
 
-Usage: python scripts/bench/gaps.py [CLASS ...] [--networks NAME ...] [--save FILE] [--against FILE]
+Usage: python scripts/bench/gaps.py [CLASS ...] [--networks NAME ...] [--only TEXT] [--save FILE] [--against FILE]
 
 The cases and classes of scripts/bench/bounds.py: three published networks on 2 to 8 GPUs (60 cases of each class), and
 20 of chains of transformer blocks. A line a case: the plan's period and kind, its bound of class any and what binds,
 the gap, the bound of the narrowest class that contains the plan, and CPU seconds. Then by class and network: how many
 plans are within 1% of the bound of class any, and within 1% of one of their class. --save keeps all of it, --against
-compares with what was kept: better, worse, seconds.
+compares with what was kept: better, worse, seconds. --only leaves cases whose name contains a text ("8 x 4.0 GB").
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("classes", nargs="*", default=["plain", "full"], choices=list(CLASSES), metavar="CLASS")
     parser.add_argument("--networks", nargs="*", default=[*NAMES, "gpt-12", "gpt-24"])
+    parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--effort", default="normal")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--against", type=Path)
@@ -47,7 +48,8 @@ def main() -> None:
     for name in options.classes:
         for network in options.networks:
             for key, problem in cases(name, network):
-                rows[key] = measured(key, problem, options.effort)
+                if options.only in key:
+                    rows[key] = measured(key, problem, options.effort)
     table(rows)
     if options.save:
         options.save.write_text(json.dumps(rows, indent=1))

@@ -14,7 +14,7 @@ from pipeplan.plan import Stage
 
 def test_misses_nothing_just_where_the_bound_allows_the_period():
     seen = Counter()
-    for seed in range(150):
+    for seed in range(80):
         rng = random.Random(seed)
         layers, devices = rng.randint(3, 7), rng.randint(2, 5)
         problem = random_problem(
@@ -24,14 +24,16 @@ def test_misses_nothing_just_where_the_bound_allows_the_period():
         policy = replace(problem.policy, vertical_sync=problem.policy.weights == "stash" and rng.random() < 0.5)
         problem = replace(problem, policy=policy)
         groups = [(0, 1), *((d,) for d in range(2, devices))] if rng.random() < 0.5 else [(d,) for d in range(devices)]
-        stages = tuple(
-            Stage(i, i + 1, rng.choice(groups), ((i, i + 1),) if rng.random() < 0.4 else ()) for i in range(layers)
-        )
-        graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
-        misfits, least = Misfits(problem), group_bound(graph) or graph.path_ns
-        for period in (least, least - 1, graph.period_floor_ns, graph.path_ns):
-            missing = misfits.of(stages, max(1, period))
-            assert (missing == 0) == may_reach(graph, max(1, period)), (seed, period)
-            assert min(misfits.of(stages, max(1, period), 0.01), 0.01) == min(missing, 0.01)
-            seen[missing == 0] += 1
+        misfits = Misfits(problem)
+        for _ in range(2):  # the second time it knows what such stages cost elsewhere
+            stages = tuple(
+                Stage(i, i + 1, rng.choice(groups), ((i, i + 1),) if rng.random() < 0.4 else ()) for i in range(layers)
+            )
+            graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+            least = group_bound(graph) or graph.path_ns
+            for period in (least, least - 1, graph.period_floor_ns, graph.path_ns):
+                missing = misfits.of(stages, max(1, period))
+                assert (missing == 0) == may_reach(graph, max(1, period)), (seed, period)
+                assert min(misfits.of(stages, max(1, period), 0.01), 0.01) == min(missing, 0.01)
+                seen[missing == 0] += 1
     assert min(seen.values()) >= 100

@@ -58,7 +58,7 @@ def any_bound(problem: Problem, up_to: int | None = None) -> Bound:
     orders it holds for all. ``up_to`` as in :func:`proof`.
     """
     free = several_orders(problem.chain)
-    period = proof(problem, free, up_to).period_ns
+    period = proof(problem, free).period_ns if up_to is None else derived_up_to(problem, up_to, free)
     return Bound(
         "any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open, any_order=free
     )

@@ -139,18 +139,25 @@ class Sets:
     def dearest(self, worth: Floats) -> tuple[float, list[tuple[int, int]]]:
         """Return what the set that is worth most is worth, and its runs; ``worth`` is a table ``[first, end]``."""
         size = CELLS + 1
-        behind = {end: np.full((size, size), NOTHING) for end in (self.count, self.count - 1)}  # best of sets behind it
+        ends = self.count, self.count - 1
+        behind = {end: np.full((size, size), NOTHING) for end in ends}  # best of sets behind it
+        reach = dict.fromkeys(ends, (0, 0))  # cells of those, and beyond it nothing
         starting: dict[int, Floats] = {}
+        spare = np.empty((size, size))
         for a in range(self.count - 1, -1, -1):
-            into = np.full((size, size), NOTHING)
+            into, gains, (tall, wide) = np.full((size, size), NOTHING), worth[a].tolist(), reach[a]
             for end, busy, held, idle, room in self.rows[a]:
                 if end - 1 in self.last:
-                    into[busy, held] = max(into[busy, held], worth[a, end])
-                times, rows = min(size - busy, idle + 1), min(size - held, room + 1)
-                cells = into[busy : busy + times, held : held + rows]
-                np.maximum(cells, behind[end][:times, :rows] + worth[a, end], out=cells)
+                    into[busy, held] = max(into[busy, held], gains[end])
+                    tall, wide = max(tall, busy + 1), max(wide, held + 1)
+                times, rows = min(size - busy, idle + 1, reach[end][0]), min(size - held, room + 1, reach[end][1])
+                if times and rows:
+                    cells = into[busy : busy + times, held : held + rows]
+                    sums = np.add(behind[end][:times, :rows], gains[end], out=spare[:times, :rows])
+                    np.maximum(cells, sums, out=cells)
+                    tall, wide = max(tall, busy + times), max(wide, held + rows)
             starting[a] = into
-            behind[a - 1] = np.maximum(behind[a], into)
+            behind[a - 1], reach[a - 1] = np.maximum(behind[a], into), (tall, wide)
         best = behind[-1]
         place = int(best.argmax())
         if best.flat[place] <= 0:

@@ -47,7 +47,7 @@ WORK = 40_000  # of refutations, in table rows: some tenths of a second
 MOST_TESTS = 26
 MOST_LAYERS = 256
 FINEST = 1000  # of a period, to which such a bound is made out
-LITTLE = 50  # of a period
+LITTLE = 50, 400  # parts of a period
 MOST_DEEPER = 6  # periods at which covers are looked for
 MOST_PLACED = 6  # layers, and devices, of which whole placements are looked at
 
@@ -136,12 +136,16 @@ def strong_bound(problem: Problem, quick: Proved) -> Proved:
 def deeper(problem: Problem, known: Proved, period: int) -> Proved:
     """Return the longest bound up to ``period`` ns, at least ``known``, that follows where covers are looked for.
 
-    Nothing where a little more than what is ``known`` cannot be refuted. Whoever claims a bound that was found by this
-    finds it again, as it is looked for just below ``period`` as well.
+    Nothing where a little more than what is ``known`` cannot be refuted, or is all there is to find. Whoever claims
+    a bound that was found by this finds it again, as it is looked for just below ``period`` as well.
     """
     if known.infeasible or known.period_ns >= period:
         return known
-    conditions, barely = Refutations(problem), known.period_ns + known.period_ns // LITTLE
+    more = (known.period_ns + known.period_ns // part for part in LITTLE)
+    barely = next((one for one in more if one < period), None)
+    if barely is None:
+        return known
+    conditions = Refutations(problem)
     if barely < period - 1:
         part = conditions.cover_refuted(barely)
         if part is None:
