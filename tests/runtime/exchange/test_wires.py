@@ -70,6 +70,35 @@ def test_messages_are_told_apart_and_memory_is_used_again_once_they_are_taken():
     assert here._mine.end == 2 * wires._room(small) + wires._room(large)
 
 
+def test_any_number_of_messages_may_wait_to_be_taken():
+    here, there = both()
+    spec = TensorSpec((1,), torch.float32)
+    for number in range(270):  # more than fit one note
+        here.give((0, number), torch.tensor([float(number)]), spec)
+    assert [there.take((0, number), spec).item() for number in range(270)] == [*range(270)]
+    there.give((1, 0), torch.tensor([1.0]), spec)
+    assert here.take((1, 0), spec).item() == 1
+    here.give((0, 270), torch.tensor([270.0]), spec)
+    assert here._mine.end == 270 * wires._room(spec)
+
+
+def test_two_that_say_more_than_fits_between_them_hear_each_other_meanwhile():
+    found = []
+
+    def say(end):
+        for number in range(1000):
+            end.want((0, number))
+        end.await_wanted((0, 999))
+        found.append(len(end._wanted))
+
+    threads = [threading.Thread(target=say, args=[end], daemon=True) for end in both()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert found == [999, 999]
+
+
 def test_a_message_is_waited_for_until_it_is_wanted():
     here, there = both()
     there.want((0, 0))
@@ -100,6 +129,9 @@ def test_silence_is_told_after_the_timeout():
     here, _there = both(timedelta(seconds=0.01))
     with pytest.raises(PeerLost, match=r"^a message: nothing for 0.01 s$"), exchanging("a message", 0):
         here.take((0, 0), TensorSpec((4,), torch.float32))
+    with pytest.raises(TimeoutError, match="^nothing for 0.01 s$"):
+        for number in range(10_000):  # which the other end never hears
+            here.want((0, number))
 
 
 @pytest.mark.parametrize("others", [None, ("another", "net"), ("this", "other")])
