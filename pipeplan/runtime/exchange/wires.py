@@ -1,7 +1,7 @@
 """How do two processes of one machine give each other tensors? By memory that both have, and notes of what is there.
 
 gloo goes through the loopback's TCP, where a thread at each end has to be woken for every part of a message. On cores
-that compute that takes half a millisecond of a message; a copy into shared memory and a note about it take a tenth.
+that compute that takes each end 0.3 to 0.6 ms of a message; a copy into shared memory and a note about it take 0.1 ms.
 Neither memory nor sockets are in any folder, so nothing is left whoever dies; that somebody did shows in his socket.
 """
 
