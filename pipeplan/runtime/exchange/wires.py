@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -215,18 +215,25 @@ def open_wires(rank: int, peers: Collection[int], machine: str, timeout: timedel
                 said = link.recv(_HEARD)
                 if said[:_SECRET] == secret:
                     links[struct.unpack("=q", said[_SECRET:])[0]] = link
-            return {peer: _wire(link, timeout) for peer, link in links.items()}
+            return _wires(links, timeout)
 
 
-def _wire(link: socket.socket, timeout: timedelta) -> Wire:
-    """Return the wire over ``link``, at whose other end the same is done."""
-    mine = os.memfd_create("pipeplan")
-    socket.send_fds(link, [b"memory"], [mine])
-    _, files, _, _ = socket.recv_fds(link, _HEARD, 1)
-    if not files:
-        raise ConnectionError("the other process has closed its connection")
-    os.set_inheritable(files[0], False)
-    return Wire(link, mine, files[0], timeout)
+def _wires(links: Mapping[int, socket.socket], timeout: timedelta) -> dict[int, Wire]:
+    """Return the wire to each peer over the link to it, at whose other end the same is done.
+
+    All are given memory before any is waited for, as peers may wait for each other in a circle.
+    """
+    mine = {peer: os.memfd_create("pipeplan") for peer in links}
+    for peer, link in links.items():
+        socket.send_fds(link, [b"memory"], [mine[peer]])
+    found: dict[int, Wire] = {}
+    for peer, link in links.items():
+        _, files, _, _ = socket.recv_fds(link, _HEARD, 1)
+        if not files:
+            raise ConnectionError("the other process has closed its connection")
+        os.set_inheritable(files[0], False)
+        found[peer] = Wire(link, mine[peer], files[0], timeout)
+    return found
 
 
 def _socket() -> socket.socket:

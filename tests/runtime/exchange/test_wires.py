@@ -19,20 +19,35 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="wires a
 PATIENT = timedelta(seconds=SECONDS)
 
 
-def both(timeout=PATIENT):
-    """The two ends of a wire."""
-    ends = {}
+def between(pairs, timeout=PATIENT):
+    """The ends of wires between pairs of ranks, by rank and peer; each rank opens its own in the order of ``pairs``."""
+    links, ends = {}, {}
+    for one, other in pairs:
+        if (one, other) not in links:
+            links[one, other], links[other, one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def open_end(name, link):
-        ends[name] = wires._wire(link, timeout)
+    def open_ends(rank):
+        ends[rank] = wires._wires({other: links[one, other] for one, other in pairs if one == rank}, timeout)
 
-    links = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    threads = [threading.Thread(target=open_end, args=pair) for pair in enumerate(links)]
+    threads = [threading.Thread(target=open_ends, args=[rank], daemon=True) for rank in {one for one, _ in pairs}]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    return ends[0], ends[1]
+        thread.join(SECONDS)
+    return ends
+
+
+def both(timeout=PATIENT):
+    """The two ends of a wire."""
+    ends = between([(0, 1), (1, 0)], timeout)
+    return ends[0][1], ends[1][0]
+
+
+def test_three_that_open_their_wires_in_a_circle_come_through():
+    ends = between([(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
+    assert {rank: set(own) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
+    ends[2][0].want((5, 5))
+    ends[0][2].await_wanted((5, 5))
 
 
 @pytest.mark.parametrize(
