@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from ..check.bounds import any_bound
+from ..check.bounds import any_bound, follows
 from ..check.drained_bound import drained_bounds
 from ..check.evaluate import Evaluation, gap
 from ..check.validate import check, class_violations
@@ -133,16 +133,15 @@ def _planned(
     def composed(problem: Problem, scheduled: Scheduled) -> Candidate:
         allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)
         sooner = more_often(problem, scheduled) if asked.policy.open else None
+        of_any = any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None)
+        of_class = _class_bounds(incumbent, problem, scheduled, kind)
         plan = Plan(
             chain=problem.chain,
             platform=problem.platform,
             policy=problem.policy,
             allocation=allocation,
             pattern=scheduled.pattern,
-            lower_bounds=(
-                *_class_bounds(incumbent, problem, scheduled, kind),
-                any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None),
-            ),
+            lower_bounds=(*(x for x in of_class if not follows(x, of_any)), of_any),
             provenance=Provenance(
                 algorithm,
                 options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
