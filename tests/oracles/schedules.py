@@ -80,7 +80,7 @@ def weights_table(
         state = per_parameter * (min(own, policy.bucket_parameters) if policy.offload else own)
         return versions * 2 * parameters + 2 * parameters + state
     copies = {"sgd": 0, "momentum": 1, "adam": 2}[policy.optimizer]
-    whole = min(weight_bytes, 4 * share((weight_bytes + 3) // 4))
+    whole = 4 * share((weight_bytes + 3) // 4) if policy.zero else weight_bytes
     state = copies * (4 * min(share(parameters), policy.bucket_parameters) if policy.offload else whole)
     return versions * weight_bytes + weight_bytes + state
 
