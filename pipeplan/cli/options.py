@@ -124,7 +124,8 @@ KNOBS = click.option(
 EFFORT = click.option(
     "--effort",
     type=click.Choice(["quick", "normal", "high"]),
-    help="auto: how many candidates to try beyond the exact contiguous plan; grids: how many local moves.  "
+    help="auto: how many candidates to try beyond the exact contiguous plan, high after all of normal; grids: how many "
+    "local moves.  "
     "[default: normal]",
 )
 SOLVER = click.option(

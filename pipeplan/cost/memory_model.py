@@ -161,10 +161,11 @@ def _state_copy(policy: Policy, weight_bytes: IntLike, parameters: IntLike, repl
 
 
 def _largest_share(policy: Policy, whole: IntLike, replicas: int) -> IntLike:
-    """Return the most bytes that one of ``replicas`` has of ``whole``, in shares of whole numbers of 4 bytes."""
-    if policy.sharers(replicas) == 1:
-        return whole
-    return plain(np.minimum(whole, 4 * ceil_div(whole, 4 * policy.sharers(replicas))))
+    """Return the most bytes that one of ``replicas`` has of ``whole``, in shares of whole numbers of 4 bytes.
+
+    Never less for two parts by themselves than for both together, nor for fewer replicas: bounds rely on it.
+    """
+    return plain(4 * ceil_div(whole, 4 * policy.sharers(replicas))) if policy.zero else whole
 
 
 def held_bytes(kept: IntLike, peak: IntLike, in_flight: IntLike) -> IntLike:

@@ -155,11 +155,18 @@ def _best_sifted(problem: Problem, every: Sequence[int], best: Ordered | None, e
 
 def _better(problem: Problem, best: Ordered | None, found: Ordered) -> Ordered:
     """Return ``found``, with all segments along its order, or ``best`` where that isn't worse."""
-    if problem.checkpointing == "segments":
-        along = smallest_period(replace(problem, chain=problem.chain.reordered(found.order)))
-        if along is not None and (along.claimed_period_ns or 0) < _claim(found):
-            found = replace(found, allocation=along)
+    found = _with_all_segments(problem, found)
     return found if best is None or _claim(found) < _claim(best) else best
+
+
+def _with_all_segments(problem: Problem, found: Ordered) -> Ordered:
+    """Return ``found``, or what is better along its order where segments may end at any layer."""
+    if problem.checkpointing != "segments" or found.allocation.claimed_period_ns == found.allocation.lower_bound_ns:
+        return found
+    along = smallest_period(replace(problem, chain=problem.chain.reordered(found.order)))
+    if along is None or _claim(found) <= (along.claimed_period_ns or 0):
+        return found
+    return replace(found, allocation=replace(along, lower_bound_ns=found.allocation.lower_bound_ns))
 
 
 def _claim(found: Ordered) -> int:
@@ -172,7 +179,8 @@ def _best_between(problem: Problem, some: Iterable[int], complete: bool) -> Orde
     legal = _legal(problem, some)
     between = replace(problem, chain=IdealChain.of(problem.chain, legal))
     for allocation in contiguous(between):
-        return replace(_placed(between, allocation, len(legal)), complete=complete)
+        found = _with_all_segments(problem, _placed(between, allocation, len(legal)))
+        return replace(found, complete=complete)
     return None
 
 

@@ -16,7 +16,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from itertools import islice
+from multiprocessing.connection import wait
+from typing import IO, Any, Generic, TypeVar, cast
 
 from ..errors import PipeplanError
 
@@ -42,11 +44,21 @@ class Task(Generic[Result]):
             self._process.stdin.write(asked)
             self._process.stdin.flush()
 
+    @property
+    def answer(self) -> IO[bytes]:
+        """Where its result comes."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def answers(self) -> bool:
+        """Whether its result comes now, or never will."""
+        return bool(wait([self.answer.fileno()], timeout=0))
+
     def result(self) -> Result:
         """Wait for the task and return its result, or raise what it raised."""
-        assert self._process.stdout is not None
         try:
-            error, found = pickle.load(self._process.stdout)
+            error, found = pickle.load(self.answer)
         except (EOFError, pickle.UnpicklingError):
             raise PipeplanError("a process of the search has ended before its answer") from None
         finally:
@@ -67,19 +79,26 @@ class Task(Generic[Result]):
 
 
 def in_order(jobs: int, function: Callable[..., Result], every: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
-    """Yield ``function(*arguments)`` of all arguments, up to ``jobs`` at a time, each in a process; one: in this."""
+    """Yield ``function(*arguments)`` of all arguments, up to ``jobs`` at a time, each in a process; one: in this.
+
+    Others begin as soon as any is done, whosever turn it is.
+    """
     if jobs == 1:
         for arguments in every:
             yield function(*arguments)
         return
     tasks: deque[Task[Result]] = deque()
+    left = iter(every)
     try:
-        for arguments in every:
-            if len(tasks) == jobs:
+        while True:
+            for arguments in islice(left, max(0, jobs - sum(not task.answers for task in tasks))):
+                tasks.append(Task(function, *arguments))
+            if not tasks:
+                return
+            if tasks[0].answers:
                 yield tasks.popleft().result()
-            tasks.append(Task(function, *arguments))
-        while tasks:
-            yield tasks.popleft().result()
+            else:
+                wait([task.answer.fileno() for task in tasks if not task.answers])
     finally:
         for task in tasks:
             task.end()

@@ -11,9 +11,9 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from ..check.bounds import any_bound
+from ..check.bounds import any_bound, follows
 from ..check.drained_bound import drained_bounds
-from ..check.evaluate import Evaluation
+from ..check.evaluate import Evaluation, gap
 from ..check.validate import check, class_violations
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
@@ -35,6 +35,7 @@ from .simulated import plan_drained, plan_nf1b
 from .stated import STATED, stated, why_not_stated
 
 AUTO = "auto"
+BEFORE = {"high": "normal"}  # the effort that is made first, so that more of it is never worse
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,46 @@ def make_plan(
     mini-batches are drained, under nF1B the best of several sizes, otherwise one. With ``robust`` it is the plan of the
     least 95th percentile under drawn durations, see :func:`.robust.most_robust`. A KeyboardInterrupt ends the search
     with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
+    High effort is made behind normal, unless that comes near the bound of all plans.
     """
+    settings = settings or Settings()
+    ask = partial(_planned, problem, algorithm, options, settings, schedule=schedule, limit=limit, robust=robust)
+    if algorithm != AUTO or effort not in BEFORE or robust is not None:
+        return ask(effort)
+    try:
+        first = ask(BEFORE[effort])
+    except Infeasible:
+        return ask(effort)
+    plan, period = first.plan, first.evaluation.period_ns
+    told = replace(plan.provenance, options={**plan.provenance.options, "effort": effort})
+    first = replace(first, plan=replace(plan, provenance=told))
+    if told.solver_status == "interrupted" or problem.deadline.passed:
+        return first
+    if any(gap(period, bound) <= settings.gap for bound in plan.lower_bounds if bound.allocation == "any"):
+        return first
+    try:
+        second = ask(effort)
+    except Infeasible:
+        return first
+    except KeyboardInterrupt:
+        return replace(first, plan=replace(plan, provenance=replace(told, solver_status="interrupted")))
+    return second if second.evaluation.period_ns < period else first
+
+
+def _planned(
+    problem: Problem,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    settings: Settings,
+    effort: str,
+    schedule: ScheduleKind | None,
+    limit: int | None,
+    robust: Jitter | None,
+) -> Planned:
+    """Return what :func:`make_plan` does, by one search of this effort."""
     kind = _kind(problem.policy.weights, schedule, limit)
     _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
-    settings, options = settings or Settings(), dict(options or {})
+    options = dict(options or {})
     if algorithm == STATED:
         settings = replace(settings, simplest=False)
     if algorithm == AUTO:
@@ -96,16 +133,15 @@ def make_plan(
     def composed(problem: Problem, scheduled: Scheduled) -> Candidate:
         allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)
         sooner = more_often(problem, scheduled) if asked.policy.open else None
+        of_any = any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None)
+        of_class = _class_bounds(incumbent, problem, scheduled, kind)
         plan = Plan(
             chain=problem.chain,
             platform=problem.platform,
             policy=problem.policy,
             allocation=allocation,
             pattern=scheduled.pattern,
-            lower_bounds=(
-                *_class_bounds(incumbent, problem, scheduled, kind),
-                any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None),
-            ),
+            lower_bounds=(*(x for x in of_class if not follows(x, of_any)), of_any),
             provenance=Provenance(
                 algorithm,
                 options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},

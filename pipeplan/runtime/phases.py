@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ from .reading import Reader, differing, reader_of
 from .training.rank import Rank
 from .training.saved_model import save_model
 from .training.state import trained_state
+
+OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
 
 
 def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
@@ -75,6 +78,7 @@ def _walk(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, launcher: L
     end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
+    gc.set_threshold(*OFTEN)
     begin_peak(rank.device)
     barrier()
     if job.options.engine == "torch":

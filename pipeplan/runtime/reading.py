@@ -63,6 +63,7 @@ class _Takers:
     def __init__(self, job: Job, rank: Rank) -> None:
         self.last = len(rank.lowered.plan.allocation.stages) - 1
         self._ranks = [rank.lowered.ranks_of(s) for s in sorted({0, self.last}) if s in rank.stages]
+        self._turn = rank.lowered.turn
         self._number, self._once = rank.number, job.options.engine == "torch"
 
     def __bool__(self) -> bool:
@@ -70,7 +71,8 @@ class _Takers:
 
     def times(self, microbatch: int) -> int:
         """Return how often the rank asks for a microbatch."""
-        times = sum(ranks[microbatch % len(ranks)] == self._number for ranks in self._ranks)
+        turn = self._turn(microbatch)
+        times = sum(ranks[turn % len(ranks)] == self._number for ranks in self._ranks)
         return min(times, 1) if self._once else times
 
 

@@ -8,6 +8,7 @@ from oracles.any_class import optimum
 
 from pipeplan.check.bounds import derived_up_to, proof
 from pipeplan.check.bounds.covers import CELLS, Master, Sets, View
+from pipeplan.check.bounds.strong import Refutations
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
@@ -67,3 +68,18 @@ def test_prices_are_the_optimum_of_their_linear_program():
         master.add(pair, 1, 0.0)
     master.add([(0, 2)], 2, 0.0)
     assert np.allclose(master.prices(False), [0.5, 0.5, 0.5, 0.0])
+
+
+def test_an_expanded_tensor_counts_with_its_storage():
+    """The middle layer saves an input of 9 bytes that lies in 8, and 5 of its own: recomputed alone it leaves 28 bytes
+    in all to the GPU of 28, for its forward of 1 ns."""
+    layers = (
+        Layer("expanded", 1, 1, 0, 9, 0, saves=(), storage_bytes=8),
+        Layer("between", 1, 1, 0, 1, 14, saves=(0,)),
+        Layer("loss", 2, 1, 0, 0, 20, saves=()),
+    )
+    platform = Platform.flat(1, 28, 10**9)
+    problem = Problem(Chain("c", layers, 0), platform, replicas=False, checkpointing="segments")
+    assert optimum(problem) == 8
+    conditions = Refutations(problem)
+    assert conditions.refuted(8) is conditions.cover_refuted(8) is conditions.pool_refuted(8) is None

@@ -77,6 +77,19 @@ def test_replicas_share_the_optimizers_state(policy, replicas, device, host):
     assert alone[0] == alone[1] == memory_model.weights_bytes(shared, np.array([400]), np.array([100]), 4, 1)[0]
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_shares_of_an_optimizers_state_add_up_to_no_less_than_that_of_all(replicas):
+    """Weights of any number of bytes, in two stages or in one; bounds take them together."""
+    policy = Policy("2bw", optimizer="adam", zero=1)
+
+    def held(size: int, count: int = replicas) -> int:
+        return memory_model.weights_bytes(policy, size, size // 4, 1, count)
+
+    for one, other in itertools.product(range(18), repeat=2):
+        assert held(one) + held(other) >= held(one + other)
+        assert held(one) >= held(one, replicas + 1)
+
+
 def test_replicas_share_the_optimizers_steps():
     """A step of 12 ns every 8 microbatches costs each of them 12 / 8 ns, on however many replicas; without, r times."""
     chain = Chain("c", (Layer("a", 0, 100, 400, 0, optimizer_ns=12),), 0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cases.chains import published
-from cases.dags import all_orders, best_of_all_orders, free_problem, random_dag
+from cases.dags import all_orders, best_of_all_orders, branches, free_problem, random_dag
 
 from pipeplan.check.bounds import proof
 from pipeplan.cost import memory_model, time_model
@@ -135,3 +135,16 @@ def test_where_ideals_are_many_some_are_looked_at_and_what_comes_is_a_plan_no_wo
         assert found.allocation.claimed_period_ns <= given.claimed_period_ns
         better += found.allocation.claimed_period_ns < given.claimed_period_ns
     assert better
+
+
+def test_stages_that_recompute_segments_stand_in_the_best_of_many_orders():
+    """Between 132 ideals and more of 23 layers, too many for all ways to recompute."""
+    chain = branches(3, [(10, 11)])
+    need = 3 * int(chain.sums.weight_bytes[-1]) + int(saved_bytes(chain, 0, len(chain)))
+    platform = Platform.flat(3, need * 9 // 20, 3 * 10**9)
+    problem = Problem(chain, platform, replicas=False, checkpointing="segments")
+    given, found = smallest_period(problem), best_ordered(problem)
+    assert found.complete
+    assert found.allocation.lower_bound_ns <= found.allocation.claimed_period_ns < given.claimed_period_ns
+    moved = replace(problem, chain=chain.reordered(found.order))
+    assert smallest_period(moved).claimed_period_ns == found.allocation.claimed_period_ns

@@ -147,6 +147,16 @@ def test_recomputation_is_as_little_as_lets_a_run_fit() -> None:
             assert best <= found.makespan_ns <= best * 21 // 20
 
 
+def test_a_bound_that_follows_from_that_of_more_plans_is_left_out() -> None:
+    """Weights that no GPU has room for twice: the plan is on one, and its bound for class any is its period; that of
+    drained contiguous plans is found to a part of 4096."""
+    chain = Chain("heavy", tuple(Layer(f"{i}", 10**9, 2 * 10**9, 2 * 10**14, 2 * 10**14) for i in range(4)), 10**14)
+    problem = Problem(chain, Platform.flat(3, 9 * 10**15, 12 * 10**9), Policy("flush", accumulate=3))
+    planned = make_plan(problem)
+    (bound,) = planned.plan.lower_bounds
+    assert (bound.allocation, bound.period_ns) == ("any", planned.evaluation.period_ns)
+
+
 def test_a_schedule_that_is_asked_for_gets_the_stages_that_drain_soonest_under_it() -> None:
     chain = _chain(random.Random(1), 5, 20)
     policy = Policy(weights="flush", accumulate=6)

@@ -51,6 +51,25 @@ def test_results_come_in_order_from_processes_that_load_little():
         next(results)
 
 
+def told_by_the_last(number, folder):
+    told = os.path.join(folder, "told")
+    if number == 0:
+        os.mkfifo(told)
+        with open(told) as there:
+            return there.read()
+    while number == 2 and not os.path.exists(told):
+        time.sleep(0.01)
+    if number == 2:
+        with open(told, "w") as there:
+            there.write("by 2")
+    return str(number)
+
+
+def test_one_that_takes_long_keeps_none_from_beginning(tmp_path):
+    """The first waits for the third, which begins when the second is done."""
+    assert list(in_order(2, told_by_the_last, [(i, str(tmp_path)) for i in range(4)])) == ["by 2", "1", "2", "3"]
+
+
 def test_no_process_is_left():
     task = Task(signal.pause)
     task.end()

@@ -23,6 +23,7 @@ from pipeplan.partition.madpipe.exact import one_special_bound
 from pipeplan.plan import Allocation, Stage
 from pipeplan.planner.incumbent import Settings, Status
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.portfolio import EFFORTS
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 HIGHS = Settings("highs")
@@ -172,3 +173,13 @@ def test_local_moves_end_where_none_can_pay() -> None:
     start = Allocation((Stage(0, 3, (0,)), Stage(3, 5, (1,))))
     looked = local_search(uneven(), start, hopeless, lambda _: False, 10**6, lambda: False, patience=30)
     assert len(asked) <= looked < 200
+
+
+def test_high_effort_is_never_worse_than_normal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its own search finds less."""
+    problem = small_problem(random.Random(12), full=False)
+    quick, normal = (make_plan(problem, settings=HIGHS, effort=x).evaluation.period_ns for x in ("quick", "normal"))
+    assert normal < quick
+    monkeypatch.setitem(EFFORTS, "high", EFFORTS["quick"])
+    found = make_plan(problem, settings=replace(HIGHS, gap=0.0), effort="high")
+    assert (found.evaluation.period_ns, found.plan.provenance.options["effort"]) == (normal, "high")

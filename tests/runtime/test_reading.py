@@ -5,6 +5,7 @@ import shutil
 import time
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,11 +19,13 @@ from cases.runtime import chain_of, plan_of
 from pipeplan.errors import BadInput, CodeFailed, RunFailed
 from pipeplan.report.run import print_run
 from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.instructions import Forward
+from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.loader import Loader, Span
 from pipeplan.runtime.model.spec import ModelSpec
 from pipeplan.runtime.options import RunOptions, in_epochs
 from pipeplan.runtime.own_processes import has_gone
-from pipeplan.runtime.reading import _Feed, differing, repeatedly
+from pipeplan.runtime.reading import _Feed, _Takers, differing, repeatedly
 from pipeplan.runtime.training.checkpoint import folder_of
 
 MODEL = "cases.runtime:healthy"
@@ -63,6 +66,23 @@ def test_workers_read_what_one_process_would_and_a_resumed_run_goes_on_with_it(p
     assert whole.calibrated_period_ns >= max(first / 2, last) > 0  # what is waited for is in the prediction
     print_run(plan, whole, width=120)
     assert "GPU 2: each of 2 workers reads a microbatch in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("weights", "accumulate"), [("flush", 5), ("stash", 6), ("flush", 6)])
+def test_samples_are_read_where_their_passes_run(weights, accumulate):
+    """Replicas take turns from where the pipeline was empty, whatever has been trained before."""
+    chain = chain_of(runtime_cases.healthy, 4)
+    plan = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2, 3, 4))], weights=weights, accumulate=accumulate)
+    first = Position(3, 3 * accumulate + 1)
+    lowered = lower_run(plan, 8, every=2, first=first)
+    for rank, instructions in enumerate(lowered.instructions):
+        stages = [s for s in (0, 1) if rank in lowered.ranks_of(s)]
+        takers = _Takers(
+            SimpleNamespace(options=SimpleNamespace(engine="own")),
+            SimpleNamespace(lowered=lowered, stages=stages, number=rank),
+        )
+        read = [m for m in range(first.microbatch, lowered.last.microbatch) if takers.times(m)]
+        assert read == sorted(x.microbatch for x in instructions if isinstance(x, Forward))
 
 
 def test_a_stream_that_workers_share_out_is_read_again_and_again(plan):

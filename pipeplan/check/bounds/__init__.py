@@ -41,6 +41,7 @@ __all__ = [
     "any_bound",
     "bounded",
     "derived_up_to",
+    "follows",
     "layer_bound",
     "load_bound",
     "memory_bound",
@@ -103,6 +104,12 @@ def bounded(plan: Plan, bound: Bound) -> Problem:
     """Return the problem, without its search's time limit, of whose solutions ``bound`` of ``plan`` speaks."""
     policy = replace(plan.policy, accumulate=None) if bound.any_interval else plan.policy
     return Problem(plan.chain, plan.platform, policy, bound.replicas, bound.checkpointing)
+
+
+def follows(bound: Bound, of_any: Bound) -> bool:
+    """Whether ``bound`` says less than that of class ``any`` with the same replicas and checkpointing."""
+    wider = (bound.any_interval and not of_any.any_interval) or (bound.any_order and not of_any.any_order)
+    return bound.period_ns < of_any.period_ns and not wider
 
 
 def overstated(bound: Bound, derived_ns: int) -> list[str]:

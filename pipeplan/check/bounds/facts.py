@@ -115,7 +115,7 @@ class Facts:
         own = found.root[:-1] == position
         after, before = found.keepers
         alone = own & (before[:-1] < 0) & ((after[:-1] == position) | (after[:-1] == self.count))
-        return np.where(alone, entering, 0).astype(np.int64)
+        return np.where(alone, np.minimum(entering, found.storage[:-1]), 0).astype(np.int64)  # expanded tensors
 
     @cached_property
     def while_recomputed(self) -> Ints:

@@ -14,6 +14,7 @@ from math import ceil
 import numpy as np
 
 from ...cost import memory_model
+from ...cost.ideal_chain import IdealChain
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
@@ -87,9 +88,11 @@ def terms_of(problem: Problem) -> tuple[Terms, ...]:
 def between_layers(tables: StageTables, best: Allocation | None, low: int, high: int) -> Allocation | None:
     """Return the best allocation that is found from ``low`` to ``high`` ns, or ``best``, what it begins with.
 
-    ``tables`` are over all cuts, or some.
+    ``tables`` are over all cuts, or some. Ideals have no layers in a row between them: ``best`` stays.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
+    if isinstance(problem.chain, IdealChain):
+        return best
     terms = terms_of(problem)
     try:
         for turn in range(_ROUNDS):

@@ -5,6 +5,7 @@ Without torch, so that a plan that cannot be run is refused before any process s
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -225,6 +226,11 @@ class LoweredRun:
     def ranks_of(self, stage: int) -> list[int]:
         """Return the ranks of a stage's replicas, in replica order."""
         return [self.devices.index(device) for device in self.plan.allocation.stages[stage].devices]
+
+    def turn(self, microbatch: int) -> int:
+        """Return the how manieth a microbatch is since the pipeline was empty: replicas take turns from there on."""
+        first, _ = self.segments[bisect_right(self.segments, (microbatch, self.microbatches)) - 1]
+        return (microbatch - first) % self.interval if self.drains else microbatch - first
 
 
 def lower_run(

@@ -19,20 +19,35 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="wires a
 PATIENT = timedelta(seconds=SECONDS)
 
 
-def both(timeout=PATIENT):
-    """The two ends of a wire."""
-    ends = {}
+def between(pairs, timeout=PATIENT):
+    """The ends of wires between pairs of ranks, by rank and peer; each rank opens its own in the order of ``pairs``."""
+    links, ends = {}, {}
+    for one, other in pairs:
+        if (one, other) not in links:
+            links[one, other], links[other, one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def open_end(name, link):
-        ends[name] = wires._wire(link, timeout)
+    def open_ends(rank):
+        ends[rank] = wires._wires({other: links[one, other] for one, other in pairs if one == rank}, timeout)
 
-    links = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    threads = [threading.Thread(target=open_end, args=pair) for pair in enumerate(links)]
+    threads = [threading.Thread(target=open_ends, args=[rank], daemon=True) for rank in {one for one, _ in pairs}]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    return ends[0], ends[1]
+        thread.join(SECONDS)
+    return ends
+
+
+def both(timeout=PATIENT):
+    """The two ends of a wire."""
+    ends = between([(0, 1), (1, 0)], timeout)
+    return ends[0][1], ends[1][0]
+
+
+def test_three_that_open_their_wires_in_a_circle_come_through():
+    ends = between([(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
+    assert {rank: set(own) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
+    ends[2][0].want((5, 5))
+    ends[0][2].await_wanted((5, 5))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +85,35 @@ def test_messages_are_told_apart_and_memory_is_used_again_once_they_are_taken():
     assert here._mine.end == 2 * wires._room(small) + wires._room(large)
 
 
+def test_any_number_of_messages_may_wait_to_be_taken():
+    here, there = both()
+    spec = TensorSpec((1,), torch.float32)
+    for number in range(270):  # more than fit one note
+        here.give((0, number), torch.tensor([float(number)]), spec)
+    assert [there.take((0, number), spec).item() for number in range(270)] == [*range(270)]
+    there.give((1, 0), torch.tensor([1.0]), spec)
+    assert here.take((1, 0), spec).item() == 1
+    here.give((0, 270), torch.tensor([270.0]), spec)
+    assert here._mine.end == 270 * wires._room(spec)
+
+
+def test_two_that_say_more_than_fits_between_them_hear_each_other_meanwhile():
+    found = []
+
+    def say(end):
+        for number in range(1000):
+            end.want((0, number))
+        end.await_wanted((0, 999))
+        found.append(len(end._wanted))
+
+    threads = [threading.Thread(target=say, args=[end], daemon=True) for end in both()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert found == [999, 999]
+
+
 def test_a_message_is_waited_for_until_it_is_wanted():
     here, there = both()
     there.want((0, 0))
@@ -100,6 +144,17 @@ def test_silence_is_told_after_the_timeout():
     here, _there = both(timedelta(seconds=0.01))
     with pytest.raises(PeerLost, match=r"^a message: nothing for 0.01 s$"), exchanging("a message", 0):
         here.take((0, 0), TensorSpec((4,), torch.float32))
+
+
+def test_who_never_hears_is_told_of_after_the_timeout():
+    here, _there = both(timedelta(seconds=0.01))
+
+    def say():
+        for number in range(10_000):
+            here.want((0, number))
+
+    with pytest.raises(TimeoutError, match=r"^nothing for 0.01 s$"):
+        say()
 
 
 @pytest.mark.parametrize("others", [None, ("another", "net"), ("this", "other")])
