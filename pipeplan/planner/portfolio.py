@@ -12,6 +12,7 @@ from math import ceil
 
 from ..check.bounds import proof, quick_proof
 from ..cost.misfit import Misfits
+from ..cost.stage_graph import stage_graph
 from ..partition.balance import balance
 from ..partition.contiguous.claims import longest_period_ns
 from ..partition.contiguous.contiguous import contiguous
@@ -178,9 +179,12 @@ def _walk(
 
 
 def evenly_shared(problem: Problem, allocation: Allocation) -> bool:
-    """Whether all layers are on all of equal devices: no stage waits or sends, and nothing that is near takes less."""
-    everywhere = len(allocation.stages) == 1 and allocation.stages[0].replicas == len(problem.platform)
-    return everywhere and len(set(problem.platform.devices)) == 1
+    """Whether all layers are on all of equal devices, bound by their work: what is near takes more."""
+    stages, platform = allocation.stages, problem.platform
+    if len(stages) > 1 or stages[0].replicas < len(platform) or len(set(platform.devices)) > 1:
+        return False
+    graph = stage_graph(problem.chain, platform, problem.policy, stages)
+    return graph.period_floor_ns > max(graph.sync_periods_ns)
 
 
 def places(problem: Problem) -> int:
