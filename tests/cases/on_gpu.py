@@ -62,7 +62,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (loss_scale, "on_host", gpu.on_host),
             (reading, "moved", gpu.moved),
             (draws, "random_state", lambda device: gpu.of_the_host(random_state(device))),
-            (phases, "gc", SimpleNamespace(collect=int, freeze=int)),
+            (phases, "gc", SimpleNamespace(collect=int, freeze=int, set_threshold=lambda *_: None)),
             (preparation, "exchange_of", lambda *_: "nccl"),
             (preparation, "clock_offset", lambda *_: 0),
             (preparation, "recorder_of", lambda _, offset_ns, timeout: CudaRecorder(timeout, offset_ns)),
