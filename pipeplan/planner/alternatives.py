@@ -53,7 +53,7 @@ def with_alternatives(planned: Planned, problem: Problem) -> Planned:
 def _at_its_best(problem: Problem) -> Alternative:
     """Return what the best contiguous plan under 2bw takes, at the interval that is decided for it."""
     try:
-        found = make_plan(_under(problem, "2bw", None), "contiguous")
+        found = make_plan(_under(problem, "2bw", None), "contiguous", settings=Settings(explained=False))
     except Infeasible:
         return Alternative("2bw", 1, None)
     return Alternative("2bw", found.plan.interval, found.evaluation.period_ns)

@@ -93,6 +93,7 @@ def _platforms(
 def _row(
     problem: Problem, algorithms: Sequence[str], clock: Callable[[], float], settings: Settings | None, effort: str
 ) -> OnePlatform:
+    settings = replace(settings or Settings(), explained=False)
     plans, seconds = dict[str, Planned | None](), dict[str, float]()
 
     def make(name: str, algorithm: str) -> None:

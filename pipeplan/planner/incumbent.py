@@ -60,7 +60,8 @@ class Settings:
     there is a plan, the simplest ones are tried. ``near``: the :data:`KEPT` best whose cost is above the best's by no
     more than this part of it are kept too. ``jobs`` processes may search at a
     time, where one search needn't wait for another: plans are the same with any number. ``progress`` receives a line
-    at each improvement; ``status`` says at any time what is going on.
+    at each improvement; ``status`` says at any time what is going on. ``explained``: where there is no plan, why, which
+    may take longer than the search.
     """
 
     solver: Solver = "cbc"
@@ -70,6 +71,7 @@ class Settings:
     simplest: bool = True
     near: float = 0.0
     jobs: int = 1
+    explained: bool = True
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 

@@ -68,11 +68,13 @@ def make_plan(
     High effort is made behind normal, unless that comes near the bound of all plans.
     """
     settings = settings or Settings()
-    ask = partial(_planned, problem, algorithm, options, settings, schedule=schedule, limit=limit, robust=robust)
+    ask = partial(
+        _planned, problem, algorithm, options, settings=settings, schedule=schedule, limit=limit, robust=robust
+    )
     if algorithm != AUTO or effort not in BEFORE or robust is not None:
         return ask(effort)
     try:
-        first = ask(BEFORE[effort])
+        first = ask(BEFORE[effort], settings=replace(settings, explained=False))
     except Infeasible:
         return ask(effort)
     plan, period = first.plan, first.evaluation.period_ns
@@ -95,8 +97,8 @@ def _planned(
     problem: Problem,
     algorithm: str,
     options: Mapping[str, Any] | None,
-    settings: Settings,
     effort: str,
+    settings: Settings,
     schedule: ScheduleKind | None,
     limit: int | None,
     robust: Jitter | None,
@@ -128,7 +130,7 @@ def _planned(
         incumbent, status = _plan_pattern(problem, first, again, settings, widen, moves)
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
-        raise Infeasible(_why_none(incumbent, algorithm))
+        raise Infeasible(_why_none(incumbent, algorithm) if settings.explained else "no plan was found")
 
     def composed(problem: Problem, scheduled: Scheduled) -> Candidate:
         allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from pipeplan.errors import Infeasible
 from pipeplan.planner.compare import OnePlatform, Reached, compare, gpipe_period_ns
+from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 
@@ -25,6 +29,17 @@ def test_gpipe_drains_a_mini_batch_and_recomputes_only_where_it_must() -> None:
     assert gpipe_period_ns(pair(799), 8) == 45  # (8 + 1) * 40
     assert gpipe_period_ns(replace(pair(799), checkpointing="none"), 8) is None
     assert gpipe_period_ns(pair(10**15), 10**7) is None  # of more steps than are simulated
+
+
+def test_nobody_finds_out_why_a_cell_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row says that nothing fits, not why, which may take longer than the search."""
+    asked = list[str]()
+    monkeypatch.setattr("pipeplan.planner.plan._why_none", lambda _, algorithm: asked.append(algorithm) or "")
+    (row,) = compare(pair(1), [2], [50], ["contiguous", "auto"], clock=lambda: 0.0, effort="high")
+    assert ([cell.period_ns for cell in row.cells], asked) == ([None, None], [])
+    with pytest.raises(Infeasible):
+        make_plan(pair(50), "contiguous")
+    assert asked == ["contiguous"]
 
 
 def test_each_platform_has_a_row_with_a_cell_for_each_algorithm() -> None:
