@@ -41,13 +41,9 @@ from .instructions import (
     Save,
     Send,
     Update,
-    agreed,
-    clipped,
-    forwards,
-    lowered,
-    with_tied_sums,
-    with_updates_last,
 )
+from .lowered import lowered
+from .minibatch import agreed, clipped, forwards, with_tied_sums, with_updates_last
 from .repeats import Repeat, Repeated, continued
 
 

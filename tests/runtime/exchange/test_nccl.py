@@ -26,7 +26,7 @@ from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.exchange.transport import Sends
 from pipeplan.runtime.job import job_of
 from pipeplan.runtime.launcher import Launcher
-from pipeplan.runtime.lowering import instructions, lowered_run
+from pipeplan.runtime.lowering import lowered, lowered_run
 from pipeplan.runtime.lowering.blocking import run_deadlock
 from pipeplan.runtime.lowering.instructions import Agree, Forward, ReduceTied, Update
 from pipeplan.runtime.lowering.otherwise import under
@@ -167,10 +167,10 @@ def test_offloaded_state_has_its_room_before_the_run_and_travels_beside_its_step
 
 
 def test_an_update_of_replicas_that_moves_deadlocks_when_everything_blocks_and_only_then():
-    move = instructions._sends_before_updates
+    move = lowered._sends_before_updates
     with (
         mock.patch.object(lowered_run, "summed_beside", return_value={}),  # as without room for that
-        mock.patch.object(instructions, "_sends_before_updates", lambda x, _: move(x, set(range(3)))),
+        mock.patch.object(lowered, "_sends_before_updates", lambda x, _: move(x, set(range(3)))),
     ):
         found = played(
             job("linears", [(0, 2, (0,)), (2, 5, (1, 2)), (5, 9, (3, 4))], weights="2bw", accumulate=6, steps=4)

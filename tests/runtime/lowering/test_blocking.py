@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")  # which the makers of plans import
 
 from cases.runtime import plan_of, zoo_chain
 
-from pipeplan.runtime.lowering import instructions, lowered_run
+from pipeplan.runtime.lowering import lowered, lowered_run
 from pipeplan.runtime.lowering.blocking import deadlock, run_deadlock
 from pipeplan.runtime.lowering.lowered_run import lower_run
 
@@ -33,8 +33,8 @@ def test_updates_of_replicas_stay_where_all_have_them(stages, weights, accumulat
     monkeypatch.setattr(lowered_run, "summed_beside", lambda plan: {})  # as without room for that
     plan = plan_of(chain, stages, weights=weights, accumulate=accumulate)
     assert run_deadlock(plan) == []
-    move = instructions._sends_before_updates
-    monkeypatch.setattr(instructions, "_sends_before_updates", lambda x, _: move(x, set(range(len(stages)))))
+    move = lowered._sends_before_updates
+    monkeypatch.setattr(lowered, "_sends_before_updates", lambda x, _: move(x, set(range(len(stages)))))
     found = deadlock(lower_run(plan, 6))
     assert len(found) > 1
     assert any("update" in words for words in found)

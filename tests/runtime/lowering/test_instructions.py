@@ -24,11 +24,11 @@ from pipeplan.runtime.lowering.instructions import (
     ReduceTied,
     Send,
     Update,
-    lowered,
     most_versions,
     sentence,
     version_uses,
 )
+from pipeplan.runtime.lowering.lowered import lowered
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.repeats import Repeat, Repeated
 from pipeplan.schedule.pattern import device_uses, in_flight, most_in_flight, starts_of
